@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, value_of
+from sglang_reasoncache.eviction.policies.evictor import ALWAYS
 from sglang_reasoncache.filter.encoder import ENCODER_BOUND, EncoderChoice
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
 from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
@@ -53,8 +54,8 @@ class ReasonCacheConfig:
     policy: str = _setting(
         "reasoncache",
         "What is done with the rows of running requests: reasoncache shares what repeats; "
-        f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=F only "
-        "while more of the pool is in use, or (quest) read fewer in a step; none; several "
+        f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=short only "
+        "where SGLang would retract a request, or (quest) read fewer in a step; none; several "
         "joined by +. See docs/eviction.md.",
         values=_POLICY_BOUND,
     )
@@ -68,7 +69,7 @@ class ReasonCacheConfig:
         "short",
         "When blocks share. short: while SGLang is short of slots, the nearest first, so that a server "
         "with room answers as stock. always: as soon as they are found, as in the papers' presets, "
-        "and beside a policy that evicts, whose budget counts what is shared.",
+        "and beside a policy that evicts at every poll, whose budget counts what is shared.",
         choices=("short", "always"),
     )
     scope: str = _setting(
@@ -228,8 +229,10 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """Copies free nothing, so no shortage asks for them; a budget of positions always asks."""
-        return self.when == "always" or self.apply == "copy" or bool(self.policies.evictors)
+        """Copies free nothing, so no shortage asks for them; a budget is asked about at every poll,
+        unless its policy waits for a shortage too."""
+        evicts = any(policy.when == ALWAYS for _, policy in self.policies.evictors)
+        return self.when == "always" or self.apply == "copy" or evicts
 
     @property
     def is_active(self) -> bool:

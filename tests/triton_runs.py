@@ -27,7 +27,6 @@ on_device = pytest.mark.skipif(
 )
 _SMALL = {
     **dict.fromkeys(("decode_triton.SPLITS", "decode_triton.PIECES", "plan_triton.PIECES"), 4),
-    **{"note_triton.PIECES": 2, "note_triton.TILE": 16},
     **{"select_triton.TILE": 8},
 }
 under_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")

@@ -32,7 +32,6 @@ from sglang_reasoncache.kernels import (
     decode_triton,
     distance_triton,
     gather_triton,
-    note_triton,
     plan_triton,
     rotations_triton,
     row_plan,
@@ -266,11 +265,6 @@ def _rotations(write: bool) -> _Kernel:
     return rotations_triton.rotation_kernel, dict(WRITE=write, **sizes), {}
 
 
-def _note(decode: bool) -> _Kernel:
-    sizes = dict(LATEST=8, AHEAD=8, PIECES=16, TILE=note_triton.TILE)
-    return note_triton.note_kernel, dict(DECODE=decode, TOTAL=True, **sizes), {}
-
-
 def _pages(kernel: Any, **asked: Any) -> _Kernel:
     """Of 16 positions."""
     sizes = dict(COLS=16, PAGES=select_triton.TILE // 16)
@@ -299,10 +293,7 @@ def _others() -> dict[str, _Kernel]:
         "plan, merged": _plan(MERGE=True, WRITE=True),
         "rotations of tiles, counts": _rotations(False),
         "rotations of tiles": _rotations(True),
-        "note, decode": _note(True),
-        "note, prefill": _note(False),
         "entries of pages": _pages(select_triton.copy_kernel, SHIFTS=True),
-        "weights of pages": _pages(select_triton.add_kernel),
         "bounds of pages, bf16": _page_bounds("bf16"),
         "bounds of pages, e4m3": _page_bounds("e4m3"),
     }
@@ -358,10 +349,7 @@ LIMITS = {
     "plan, merged": Resources(72, 0, 64, 900),
     "rotations of tiles, counts": Resources(32, 0, 256, 80, 100, 50),
     "rotations of tiles": Resources(120, 0, 256, 80, 750, 700),
-    "note, decode": Resources(32, 0, 0, 60),
-    "note, prefill": Resources(32, 0, 0, 60, 100, 100),
     "entries of pages": Resources(40, 0, 0, 200),
-    "weights of pages": Resources(32, 0, 0, 160),
     "bounds of pages, bf16": Resources(40, 0, 1024, 450),
     "bounds of pages, e4m3": Resources(56, 0, 512, 700),
 }

@@ -8,7 +8,6 @@ from typing import Any
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_config
-from sglang_reasoncache.eviction.policies.contract import ATTENTION
 from sglang_reasoncache.filter.settings import FilterConfig
 
 #: Share of the blocks that random sharing redirects.
@@ -81,8 +80,8 @@ def _evictor(name: str) -> Arm:
         raise ValueError(
             f"{name!r} is neither {_GRAMMAR}, nor a policy: must be {error}"
         ) from error
-    if len(found) != 1 or ATTENTION in found[0].policy.needs:
-        raise ValueError(f"{name!r} does not evict, or needs attention weights, not recorded here")
+    if len(found) != 1 or found[0].policy.queries:
+        raise ValueError(f"{name!r} does not evict, or reads queries, not recorded here")
     return Arm(name, evictor=found[0].policy)
 
 

@@ -15,8 +15,10 @@ import torch
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
 from eval.fidelity.siblings import Slots, proposals
-from sglang_reasoncache.eviction.held import HeldKeys, KeySource
-from sglang_reasoncache.eviction.policies.contract import RequestView
+from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.eviction.decision import Decision
+from sglang_reasoncache.eviction.held import KeySource
+from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.vocabulary import Vocabulary
@@ -93,15 +95,17 @@ class ArmCache:
         at = torch.arange(written, device=self.cache.keys.device)
         pool = SimpleNamespace(start_layer=0, layer_num=len(keys), get_key_buffer=keys.__getitem__)
         positions: Any = SimpleNamespace(positions=at)
-        source = KeySource(pool, at[None], positions, self._rotation, keys[0].shape[1])
-        slots: Any = dict(held=held, slot_aliases=held.copy(), keys=HeldKeys(source, 0, held))
-        view = RequestView(
-            prompt=self.prompt, written=written, owned=self.prompt, page=1, seed=seed, **slots
-        )
+        source = KeySource(pool, at[None], positions, self._rotation)
+        layers = source.layers(0, held, written, shifted=False)
+        where: Any = dict(prompt=self.prompt, written=written, owned=self.prompt, page=1)
+        view = View(**where, held=held, slot_aliases=held, seed=seed, layers=layers)
         policy = dataclasses.replace(self.arm.evictor, budget=written - target, share=None)
-        for gone in policy.evict(view, excess):
-            self._gone[gone.start : gone.end] = True
-            self._edited().visible[self.row, gone.start : gone.end] = False
+        candidates = policy.candidates(view)
+        if len(candidates):
+            decision = Decision(view, candidates, policy.scores(view), excess)
+            gone = decision.positions(Ranks())
+            self._gone[gone] = True
+            self._edited().visible[self.row, torch.from_numpy(gone)] = False
 
     def _edited(self) -> EditableCache:
         if not self.row:

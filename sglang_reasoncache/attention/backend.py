@@ -59,6 +59,7 @@ class PagedBackend(_Stock):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)
@@ -76,16 +77,14 @@ class PagedBackend(_Stock):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
-        sinks = kwargs.get("sinks")
+        self.paged.keep(q, layer)
         if self.paged.extend_plan is None and not self.always_ours:
             out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
             self.paged.written(layer, forward_batch)
-        else:
-            sinks = self._sinks(kwargs)
-            self.paged.put(k, v, layer, forward_batch, save_kv_cache)
-            out = self.paged.extend(q, layer, forward_batch, sinks)
-        self.paged.weigh(q, layer, sinks)
-        return out
+            return out
+        sinks = self._sinks(kwargs)
+        self.paged.put(k, v, layer, forward_batch, save_kv_cache)
+        return self.paged.extend(q, layer, forward_batch, sinks)
 
     def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
         sinks = kwargs.pop("sinks", None)

@@ -19,8 +19,7 @@ from torch import Tensor
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.served import attention_layers, key_rotation
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
-from sglang_reasoncache.eviction.statistics import AttentionStatistics, Prefill, StatisticsUpdate
+from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
@@ -38,8 +37,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def once_more(work: _Method) -> _Method:
     """A method that is called again where it fails, if our allocator says so: its results are new or
-    written over. Only weights are added twice, and counts of what was selected: after a failure no
-    policy reads weights."""
+    written over. Only counts of what was selected are added twice."""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -78,33 +76,27 @@ class PagedAttention:
         #: Of ``kernels.paged.BACKENDS``; None: keys are read as cached.
         self.backend, self.rotation = first.backend, first.rotation
         self._num_slots = first.num_slots
-        self._last_layer = max(self._layers)
         self._attention = attention_layers(model_runner.model)
         # Soft-capped logits are beyond PyTorch's fused attention.
         self._singly = any(layer.logit_cap > 0 for layer in self._attention)
-        #: None: no policy needs them; decode steps read all pages.
-        self.statistics: AttentionStatistics | None = None
+        #: None: no policy reads them; decode steps read all pages.
+        self.queries: RecentQueries | None = None
         self.selection: PageSelection | None = None
         self.forget()
 
     # -- at the start ---------------------------------------------------------------
 
-    def keep_statistics(self, needs: StatisticsNeeds) -> AttentionStatistics:
-        """Keep attention statistics from now on; the same object in every call.
-
-        Raises MemoryError, see ``AttentionStatistics``.
-        """
-        if self.statistics is None:
-            arguments = self._rows.req_to_token, self._rows.req_generation, needs
-            if self.backend != "triton":
-                self.statistics = AttentionStatistics(*arguments)
-            else:
-                from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
-
-                made = DeviceStatistics(*arguments, lambda: self._rows.free_slots)
-                made.warm_up(self.warm_up(weighs=True))
-                self.statistics = made
-        return self.statistics
+    def keep_queries(self, window: int) -> RecentQueries:
+        """Keep the newest ``window`` queries of every row from now on. Raises MemoryError."""
+        layers = {
+            layer.layer_id: LayerShape(
+                *(layer.tp_q_head_num, layer.qk_head_dim, self._scales(layer)[0], layer.logit_cap)
+            )
+            for layer in self._attention
+        }
+        rows = len(self._rows.req_to_token)
+        self.queries = RecentQueries(layers, rows, window, self._dtype, self.device)
+        return self.queries
 
     def select(self, name: str, selector: Selector) -> PageSelection:
         """Have decode steps read the pages that ``selector`` scores highest, from now on.
@@ -126,40 +118,34 @@ class PagedAttention:
             # The last layer of each shape: the first ones may read everything.
             alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
             queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
-            made.warm_up(self._nobodys_row(self.width, positions=False), queries)
+            made.warm_up(self._nobodys_row(self.width), queries)
         self.selection = made
         return made
 
-    def warm_up(self, *, weighs: bool = False) -> PlanBuffers:
-        """Compile Triton kernels that the first forwards would wait for, some seconds.
-
-        Writes nothing. ``weighs``: those that give weights, instead of those that give none.
-        Returns the plan of row 0.
-        """
+    def warm_up(self) -> None:
+        """Compile Triton kernels that the first forwards would wait for, some seconds. Writes
+        nothing."""
         entries = 8
-        buffers = self._nobodys_row(entries, positions=weighs)
-        plan = self._readable(buffers.plan_of(1))
+        plan = self._readable(self._nobodys_row(entries).plan_of(1))
         merged = plan
-        if self.merges and not weighs:
-            merged = self._nobodys_row(entries, positions=False, merge=True).plan_of(1)
+        if self.merges:
+            merged = self._nobodys_row(entries, merge=True).plan_of(1)
         spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
         shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention}
         for (heads, dim, logit_cap), layer in shapes.items():
             kv, query = self._layers[layer.layer_id], self._zeros(heads, dim)
             # Addresses that are multiples of 16 bytes and others are kernels of their own.
             for some, rows in ((None, merged), (spans, plan)):
-                weights = query.new_zeros(entries, dtype=torch.float32) if weighs else None
-                options: Any = {"spans": some, "weights": weights, "longest": entries}
+                options: Any = {"spans": some, "longest": entries}
                 decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, **options)
-            for first in () if weighs else (0, 1):
+            for first in (0, 1):
                 shift = None if plan.shift is None else plan.shift[first:]
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
-        return buffers
 
-    def _nobodys_row(self, length: int, *, positions: bool, merge: bool = False) -> PlanBuffers:
+    def _nobodys_row(self, length: int, *, merge: bool = False) -> PlanBuffers:
         """A plan of row 0, which is no request's."""
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        buffers = self.buffers(1, length, positions=positions, merge=merge)
+        buffers = self.buffers(1, length, merge=merge)
         self.plan_into(buffers, zero, zero + length)
         return buffers
 
@@ -170,13 +156,13 @@ class PagedAttention:
 
     @property
     def always_needed(self) -> bool:
-        """Whether only our kernels can run decode steps: SGLang's give no weights, read all."""
-        return self.statistics is not None or self.selection is not None
+        """Whether only our kernels can run decode steps: SGLang's read all."""
+        return self.selection is not None
 
     @property
     def merges(self) -> bool:
-        """Whether decode steps read each slot of a row once. Statistics and selection go by
-        positions: for them each is an entry of its own."""
+        """Whether decode steps read each slot of a row once. Selection goes by positions: for it
+        each is an entry of its own."""
         return self.cached is not None and not self.always_needed
 
     def buffers(
@@ -184,14 +170,13 @@ class PagedAttention:
         batch: int,
         entries: int | None = None,
         *,
-        positions: bool = False,
         merge: bool = False,
     ) -> PlanBuffers:
         """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         entries = batch * self.width if entries is None else entries
-        return PlanBuffers.of(batch, entries, self.device, positions=positions, merge=merge)
+        return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
     def plan_into(self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor) -> RowPlan:
         """Plan rows on a GPU; what this queues can be captured in a CUDA graph."""
@@ -207,13 +192,13 @@ class PagedAttention:
     def _plan(
         self, batch: ForwardBatch, longest: int, *, merge: bool = False
     ) -> tuple[RowPlan, BatchRows]:
-        """The rows of a batch, and what statistics and selection read of them."""
+        """The rows of a batch, and what selection reads of them."""
         where = batch.req_pool_indices, batch.seq_lens
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu
             entries = None if lengths is None else int(lengths.sum())
             sizes: Any = len(batch.seq_lens), entries
-            buffers = self.buffers(*sizes, positions=self.statistics is not None, merge=merge)
+            buffers = self.buffers(*sizes, merge=merge)
             return self.plan_into(buffers, *where), BatchRows(buffers, *where, longest)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
@@ -229,24 +214,26 @@ class PagedAttention:
         self.rows: RowPlan | None = None
         self.extend_plan: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
-        self._update: StatisticsUpdate | None = None
-        self._weighed: RowPlan | None = None
+        if self.queries is not None:
+            self.queries.forget()
         if self.selection is not None:
             self.selection.forget()
 
     @once_more
     def record(self, batch: ForwardBatch) -> None:
-        """Record the cached positions of the forward's new tokens."""
+        """Record the cached positions of the forward's new tokens, and whose queries will be
+        kept."""
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
-
-    @once_more
-    def begin_statistics(self, batch: ForwardBatch, new: Sequence[int] | None) -> Prefill | None:
-        """Before a forward in host memory; see ``AttentionStatistics.begin``."""
-        if self.statistics is None:
-            return None
-        return self.statistics.begin(batch.req_pool_indices, batch.seq_lens, new)
+        rows, positions = batch.req_pool_indices, batch.positions
+        if self.queries is None:
+            return
+        if batch.forward_mode.is_decode_or_idle():
+            self.queries.begin_decode(rows, positions[: len(rows)])
+        elif batch.rids is not None:
+            # SGLang's own trial runs are of no request.
+            self.queries.begin_extend(batch.rids, rows, positions, batch.extend_seq_lens_cpu)
 
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:
@@ -256,41 +243,20 @@ class PagedAttention:
             lengths = batch.seq_lens
         longest = self.width if lengths is None else int(lengths.max())
         self.rows, read = self._plan(batch, longest, merge=self.merges)
-        if self.statistics is not None:
-            self._update = self.statistics.decode(read)
         if self.selection is not None:
-            self.selection.begin(read, self.statistics is not None)
+            self.selection.begin(read)
 
     @once_more
-    def begin_graph(
-        self, buffers: PlanBuffers, batch: ForwardBatch, weights: Tensor | None
-    ) -> None:
+    def begin_graph(self, buffers: PlanBuffers, batch: ForwardBatch) -> None:
         """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
         self.rows = self._readable(buffers.plan_of(batch.batch_size))
-        if self.statistics is not None:
-            read = BatchRows(buffers, batch.req_pool_indices, batch.seq_lens, self.width)
-            self._update = self.statistics.decode(read, weights)
 
     @once_more
-    def begin_extend(
-        self,
-        batch: ForwardBatch,
-        prefill: Prefill | None,
-        *,
-        computes: bool = True,
-        evicted: Sequence[int] | None = None,
-    ) -> None:
-        """Plan a prefill: of ``prefill``'s queries the statistics get weights, and with
-        ``computes`` our kernels run all of it. ``evicted``: positions of each row."""
+    def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
+        """Plan a prefill by our kernels. ``evicted``: positions of each row; None: unknown."""
         self._evicted = evicted
-        if prefill is None and not computes:
-            return
-        longest = 0 if prefill is None else max(prefill.lengths, default=0)
-        rows, read = self._plan(batch, longest)
-        if prefill is not None and self.statistics is not None:
-            self._update, self._weighed = self.statistics.prefill(read, prefill), rows
-        if computes:
-            self.extend_plan = self._planned_extend(rows, batch)
+        rows, _ = self._plan(batch, 0)
+        self.extend_plan = self._planned_extend(rows, batch)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
         new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
@@ -327,21 +293,14 @@ class PagedAttention:
     @once_more
     def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
-        rows, update, selection = self.rows, self._update, self.selection
+        rows, selection = self.rows, self.selection
         if rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
-        weights, longest = (None, None) if update is None else (update.weights, update.longest)
-        selected = None
         if selection is not None:
             query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             selected = selection.plan(layer.layer_id, query, self._scales(layer)[0])
-        rows, into = (rows, weights) if selected is None else selected
-        options = {"weights": into, "longest": longest}
-        out = self._attend(decode_attention, q, layer, rows, sinks, **options)
-        if weights is not None and selected is not None and selection is not None:
-            selection.add(weights)
-        self._updated(layer)
-        return out
+            rows = rows if selected is None else selected
+        return self._attend(decode_attention, q, layer, rows, sinks)
 
     @once_more
     def extend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any) -> Tensor:
@@ -355,21 +314,10 @@ class PagedAttention:
         return self._attend(extend_attention, q, layer, plan, sinks)
 
     @once_more
-    def weigh(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> None:
-        """Weights of a prefill's last queries, which fused attention does not give."""
-        update, rows = self._update, self._weighed
-        if update is None or rows is None:
-            return
-        for tokens, spans, weights in update.parts:
-            some = q.view(len(q), -1)[tokens]
-            options = {"spans": spans, "weights": weights, "longest": update.longest}
-            self._attend(decode_attention, some, layer, rows, sinks, **options)
-        self._updated(layer)
-
-    def _updated(self, layer: AttentionLayer) -> None:
-        """After the last layer of this rank: weights go to their rows."""
-        if self._update is not None and layer.layer_id == self._last_layer:
-            self._update.apply()
+    def keep(self, q: Tensor, layer: AttentionLayer) -> None:
+        """Queries of a forward, whichever kernel attends."""
+        if self.queries is not None:
+            self.queries.keep(layer.layer_id, q.reshape(len(q), -1))
 
     def _attend(
         self,
@@ -378,7 +326,6 @@ class PagedAttention:
         layer: AttentionLayer,
         plan: RowPlan | ExtendPlan,
         sinks: Tensor | None,
-        **options: Any,
     ) -> Tensor:
         """``run``: of ``kernels``, for decode or extend."""
         scale, v_scale = self._scales(layer)
@@ -389,7 +336,6 @@ class PagedAttention:
             scale=scale,
             logit_cap=layer.logit_cap,
             sinks=None if sinks is None else sinks.float(),
-            **options,
         )
         if v_scale != 1.0:
             out *= v_scale

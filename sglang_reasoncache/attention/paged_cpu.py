@@ -103,9 +103,7 @@ class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
         if forward_batch.out_cache_loc is None or mode.is_idle():
             return
         paged.record(forward_batch)
-        new = None if mode.is_decode() else forward_batch.extend_seq_lens_cpu
-        prefill = paged.begin_statistics(forward_batch, new)
-        if new is None:
+        if mode.is_decode():
             paged.begin_decode(forward_batch)
         else:
-            paged.begin_extend(forward_batch, prefill)
+            paged.begin_extend(forward_batch)

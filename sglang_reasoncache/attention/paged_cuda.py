@@ -2,16 +2,14 @@
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
 A forward without shifted slots and evicted positions runs SGLang's kernels, others ours. In a
-decode graph the plan is part of the graph. Where a policy reads attention statistics or selects
-what is read, every decode step runs ours, and so do the last queries of every prefill.
+decode graph the plan is part of the graph. Where a policy selects what is read, every decode step
+runs ours.
 """
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
@@ -20,10 +18,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.kernels.row_plan import BatchRows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
-    from sglang_reasoncache.eviction.statistics import Prefill
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 logger = logging.getLogger(__name__)
@@ -42,15 +37,10 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
-        # Every graph's plan and weights: replays follow one another on one stream.
+        # Every graph's plan: replays follow one another on one stream.
         # Those captured before the last, largest one was allocated still write to theirs.
-        self._graphs: list[tuple[PlanBuffers, torch.Tensor | None]] = []
+        self._graphs: list[PlanBuffers] = []
         self._graph_variant: str | None = None
-        self._expected: tuple[Sequence[str] | None, Prefill | None] = None, None
-
-    def expect(self, rids: Sequence[str], prefill: Prefill) -> None:
-        """The next prefill is that of ``rids``, SGLang's list of its request ids."""
-        self._expected = rids, prefill
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether rows of a batch may have shifted slots or evicted positions."""
@@ -80,21 +70,17 @@ class SharedSlotReads(PagedBackend):
             else:
                 super().init_forward_metadata(forward_batch)
             return
-        (rids, prefill), self._expected = self._expected, (None, None)
-        computes, mark = self.needs_ours(forward_batch), mark_of(forward_batch)
-        # SGLang's own trial runs are of no known batch.
-        known = rids is not None and rids is forward_batch.rids
-        evicted = None if mark is None else mark.evicted
-        some = prefill if known else None
-        self.paged.begin_extend(forward_batch, some, computes=computes, evicted=evicted)
-        if not computes:
+        if self.needs_ours(forward_batch):
+            mark = mark_of(forward_batch)
+            self.paged.begin_extend(forward_batch, None if mark is None else mark.evicted)
+        else:
             super().init_forward_metadata(forward_batch)
 
     # -- in graphs --------------------------------------------------------------
 
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Prefill graphs hold SGLang's kernels only."""
-        if self.reads_ours(forward_batch):
+        """Prefill graphs hold SGLang's kernels only, and keep no queries."""
+        if self.reads_ours(forward_batch) or self.paged.queries is not None:
             return False
         stock = getattr(super(), "can_run_prefill_cuda_graph", None)
         return stock is None or stock(forward_batch)
@@ -107,18 +93,14 @@ class SharedSlotReads(PagedBackend):
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
         """Allocate what graphs of up to ``max_bs`` requests read."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        if self._graphs and self._graphs[-1][0].batch >= max_bs:
+        if self._graphs and self._graphs[-1].batch >= max_bs:
             return
-        weighs = self.paged.statistics is not None
         paged = self.paged
-        buffers = paged.buffers(max_bs, positions=weighs, merge=paged.merges)
+        buffers = paged.buffers(max_bs, merge=paged.merges)
         told = "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB"
         less = "lower --cuda-graph-max-bs-decode or --context-length for less"
         logger.info(f"{told}; {less}", max_bs, paged.width, buffers.nbytes / 2**20)
-        weights = None
-        if weighs:
-            weights = torch.zeros(len(buffers.kv_indices), device=self.paged.device)
-        self._graphs.append((buffers, weights))
+        self._graphs.append(buffers)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
@@ -135,8 +117,7 @@ class SharedSlotReads(PagedBackend):
         elif variant == SHIFTED and self._graphs:
             # SGLang's kernels are not in this graph, and a capture would replace the
             # plans that the plain graph of this size reads.
-            buffers, weights = self._graphs[-1]
-            self.paged.begin_graph(buffers, forward_batch, weights)
+            self.paged.begin_graph(self._graphs[-1], forward_batch)
         else:
             raise RuntimeError(
                 f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
@@ -144,7 +125,8 @@ class SharedSlotReads(PagedBackend):
             )
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """What becomes part of a graph: cached positions of new slots, and our plan."""
+        """What becomes part of a graph: cached positions of new slots, which queries are kept, and
+        our plan."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata_in_graph(forward_batch)
             return
@@ -153,11 +135,10 @@ class SharedSlotReads(PagedBackend):
             super().init_forward_metadata_in_graph(forward_batch)
             return
         where = forward_batch.req_pool_indices, forward_batch.seq_lens
-        buffers, _ = self._graphs[-1]
+        buffers = self._graphs[-1]
         self.paged.plan_into(buffers, *where)
         if self.paged.selection is not None:
-            weighs = self.paged.statistics is not None
-            self.paged.selection.begin(BatchRows(buffers, *where, self.paged.width), weighs)
+            self.paged.selection.begin(BatchRows(buffers, *where, self.paged.width))
 
     def shared_read_ends(self, mode: ForwardMode) -> Any:
         """Our plan is the last to look at rows: in the graph, or before a forward without one."""

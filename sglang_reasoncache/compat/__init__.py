@@ -109,7 +109,7 @@ CUDA_BACKENDS = ("flashinfer", "triton")
 #: Attention backends whose reads we can correct.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
-#: Those that skip evicted positions, tell attention statistics and read what a policy selects.
+#: Those that skip evicted positions, keep recent queries and read what a policy selects.
 EVICTION_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 

@@ -75,9 +75,6 @@ class ReqToTokenPool(Protocol):
 
     #: int32 ``[max_requests, max_context]``.
     req_to_token: torch.Tensor
-    #: int64 ``[max_requests]`` on the host, counts the requests that got the row.
-    req_generation: torch.Tensor
-    free_slots: list[int]
 
     def write(self, indices: Any, values: torch.Tensor) -> None: ...
 
@@ -182,7 +179,6 @@ class ScheduleBatch(Protocol):
     prefix_lens: list[int]
     extend_lens: list[int]
     tree_cache: Any
-    req_pool_indices_cpu: torch.Tensor
     seq_lens_cpu: torch.Tensor
     batch_is_full: bool
 

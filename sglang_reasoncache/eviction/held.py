@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and attention statistics of a request's held positions, over all tensor-parallel ranks.
-
-``held``: int64, positions of a row, none evicted. What is read is valid until the next forward.
-Nothing waits for a device: its numbers come later, see :class:`Reads`.
-"""
+"""Keys and queries of a request's held positions, as policies read them; nothing waits for a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.cache.download import Download
-from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.eviction.statistics import AttentionStatistics
-from sglang_reasoncache.kernels.paged import read_rows
+from sglang_reasoncache.eviction.recent_queries import RecentQueries
+from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-_ALONE = Ranks()
+#: Most logits computed at once: 64 MiB.
+_LOGITS = 1 << 24
 
 
 class KeySource(NamedTuple):
@@ -30,118 +24,81 @@ class KeySource(NamedTuple):
     pool: Any  # SGLang's ``MHATokenToKVPool``
     rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
     cached_at: CachedPositions
-    rotation: KeyRotation | None  # to take it off; None: cached positions are not recorded
-    num_heads: int  # KV heads over all ranks
-    ranks: Ranks = _ALONE
+    rotation: KeyRotation | None = None  # None: cached positions are not recorded
+    queries: RecentQueries | None = None  # None: no policy reads any
     stream: Any = None  # on which a GPU's forwards run
 
+    def layers(self, row: int, held: np.ndarray, written: int, *, shifted: bool) -> list[HeldLayer]:
+        """What policies read of a row.
 
-class Reads:
-    """What one decision of a policy reads, in order. On a GPU it is zeros the first time, to see what
-    is read, and the numbers when the policy is asked again after :meth:`ready`.
-
-    ``late``: something was not there, so that the answer means nothing. ``asked``: how often the
-    policy was asked before.
-    """
-
-    def __init__(self, ranks: Ranks = _ALONE) -> None:
-        self.late, self.asked = False, 0
-        self._ranks, self._at = ranks, 0
-        self._numbers: list[Download] = []
-
-    def ready(self) -> bool:
-        """Whether it has arrived, on all ranks, which ask together; the policy is asked anew.
-        Raises RuntimeError on a rank that read more than another, whose policy failed."""
-        self.late, self._at, self.asked = False, 0, self.asked + 1
-        arrived, count = all(one.ready() for one in self._numbers), len(self._numbers)
-        least = self._ranks.least(count if arrived else -1)
-        if 0 <= least < count:
-            raise RuntimeError("another tensor-parallel rank read less for a policy")
-        return least >= 0
-
-    def next(self, read: Callable[[], torch.Tensor], heads: int) -> np.ndarray:
-        """What ``read`` gives, fp64 ``[held]``, summed over ranks and divided by ``heads``."""
-        at, self._at = self._at, self._at + 1
-        if at == len(self._numbers):
-            self._numbers.append(Download(read()))
-            self.late = self.late or not self._numbers[at].is_immediate
-        (found,) = self._numbers[at].host
-        if self.late:
-            return np.zeros(len(found))
-        sums = found.clone()
-        self._ranks.add(sums)
-        return (sums / heads).numpy()
+        Args:
+            held: int64, positions of the row below ``written`` that are not evicted.
+            shifted: A slot may be used away from its cached position.
+        """
+        if self.stream is not None:
+            # Positions of a chunk may still be written by the forward in flight.
+            torch.cuda.current_stream().wait_stream(self.stream)
+        positions = upload(held, self.rows.device)
+        slots = self.rows[row, positions].long()
+        shift = None
+        if shifted and self.rotation is not None:
+            shift = self.cached_at.shift(slots, positions)
+        where = row, positions, slots, shift
+        first = self.pool.start_layer
+        numbers = range(first, first + self.pool.layer_num)
+        return [HeldLayer(self, number, where, written) for number in numbers]
 
 
-class HeldKeys:
-    """See :class:`~sglang_reasoncache.eviction.policies.contract.Keys`."""
+class HeldLayer:
+    """See :class:`~sglang_reasoncache.eviction.policies.contract.Layer`."""
 
     def __init__(
-        self, source: KeySource, row: int, held: np.ndarray, reads: Reads | None = None
+        self,
+        source: KeySource,
+        number: int,
+        where: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
+        written: int,
     ) -> None:
-        self._source, self._row, pool = source, row, source.pool
-        self._reads = Reads(source.ranks) if reads is None else reads
-        self.layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
-        # Whatever a policy does to its view.
-        self._held = held.copy()
-        self._slots: tuple[int, torch.Tensor] | None = None
+        """``where``: the row, its held positions, their slots, and by how much keys are shifted."""
+        self._source, self._number, self._written = source, number, written
+        self._row, self._positions, self._slots, self._shift = where
+        self.rotation = source.rotation
 
-    def _where(self) -> torch.Tensor:
-        asked = self._reads.asked
-        if self._slots is None or self._slots[0] != asked:
-            # Since the policy was asked, slots were given up; evicted positions read SGLang's padding.
-            rows = self._source.rows
-            slots = rows[self._row, upload(self._held, rows.device)]
-            self._slots = asked, slots.long().clamp(min=0)
-        return self._slots[1]
+    def stored(self) -> torch.Tensor:
+        return read_rows(self._source.pool.get_key_buffer(self._number), self._slots)
 
-    def cached_at(self) -> torch.Tensor:
-        return self._source.cached_at.positions[self._where()].long()
+    def used(self) -> torch.Tensor:
+        keys = self._source.pool.get_key_buffer(self._number)
+        return read_keys(keys, self._slots, self._shift, self.rotation)
 
-    def stored(self, layer: int) -> torch.Tensor:
-        return read_rows(self._source.pool.get_key_buffer(layer), self._where())
-
-    def unrotated(self, layer: int) -> torch.Tensor:
-        rotation = self._source.rotation
-        if rotation is None:
+    def unrotated(self) -> torch.Tensor:
+        if self.rotation is None:
             raise RuntimeError("a policy that un-rotates keys is refused at start-up")
-        return rotation.rotate(self.stored(layer), -self.cached_at())
+        return self.rotation.rotate(self.stored(), -self._source.cached_at.positions[self._slots])
 
-    def token_scores(
-        self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
-    ) -> np.ndarray:
-        source, read = self._source, self.unrotated if unrotated else self.stored
+    def queries(
+        self, first: int, end: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        recent = self._source.queries
+        assert recent is not None, "kept where a policy reads queries"
+        end = self._written + 1 if end is None else end
+        return recent.read(self._number, self._row, first, end)
 
-        def scores() -> torch.Tensor:
-            total = torch.zeros(len(self._held), dtype=torch.float64, device=source.rows.device)
-            for layer in self.layers:
-                total += score(read(layer)).sum(dim=1)
-            return total
-
-        return self._reads.next(scores, len(self.layers) * source.num_heads)
-
-
-class AttentionSource(NamedTuple):
-    """Of this rank's attention backend; ``heads``: query heads of all layers and ranks."""
-
-    statistics: AttentionStatistics
-    heads: int
-    ranks: Ranks = _ALONE
-
-
-class HeldAttention:
-    """See :class:`~sglang_reasoncache.eviction.policies.contract.Attention`."""
-
-    def __init__(
-        self, source: AttentionSource, row: int, held: np.ndarray, reads: Reads | None = None
-    ) -> None:
-        self._source, self._row, self._held = source, row, held.copy()
-        self._reads = Reads(source.ranks) if reads is None else reads
-
-    def latest(self, queries: int) -> np.ndarray:
-        read = self._source.statistics.latest
-        return self._reads.next(lambda: read(self._row, self._held, queries), self._source.heads)
-
-    def total(self) -> np.ndarray:
-        read = self._source.statistics.total
-        return self._reads.next(lambda: read(self._row, self._held), self._source.heads)
+    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
+        assert self._source.queries is not None, "kept where a policy reads queries"
+        shape = self._source.queries.layers[self._number]
+        keys = self.used().transpose(0, 1)
+        total = keys.new_zeros((shape.heads, keys.shape[1]))
+        at_once = max(1, _LOGITS // max(1, total.numel()))
+        for some in zip(*(part.split(at_once) for part in self.queries(first, end)), strict=True):
+            queries, positions, kept = some
+            grouped = queries.unflatten(1, (len(keys), -1)) * shape.scale
+            logits = torch.einsum("qkgd,khd->qkgh", grouped, keys).flatten(1, 2)
+            if shape.logit_cap > 0:
+                logits = shape.logit_cap * torch.tanh(logits / shape.logit_cap)
+            hidden = self._positions > positions[:, None]
+            weights = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
+            # Nothing of a query that was not kept, or that no held position comes before.
+            weights = torch.where(kept[:, None, None], weights, 0.0).nan_to_num(0.0)
+            total += weights.sum(dim=0)
+        return total

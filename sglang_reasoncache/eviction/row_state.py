@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which entries of one request's row are evicted or name a slot twice, and which may be evicted.
-
-The one place that checks what an evicting policy returns."""
+"""Which entries of one request's row are evicted or name a slot twice, and what was decided."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
 from sglang_reasoncache.cache.slot_names import grown
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.eviction.held import Reads
-from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
+from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.policies.evictor import runs
 
 #: Evictions of a request that the endpoint can show.
@@ -28,18 +24,6 @@ def written_positions(req: Request) -> int:
     return min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
 
 
-class EvictionRefusal(Enum):
-    """Why a proposed eviction was not applied; values are metric labels."""
-
-    MALFORMED = "malformed"  # not a run of positions
-    TREE_OWNED = "tree_owned"
-    NOT_WRITTEN = "not_written"
-    NEWEST = "newest"  # it stays: the next forward reads its slot to place the one after it
-    PART_OF_PAGE = "part_of_page"
-    ALREADY_EVICTED = "already_evicted"
-    POLICY_FAILED = "policy_failed"  # it raised an exception
-
-
 @dataclass
 class EvictionStats:
     """Totals since start or the last flush; an evicted position that shared its slot frees none."""
@@ -47,7 +31,6 @@ class EvictionStats:
     eviction_decisions: int = 0
     positions_evicted: int = 0
     slots_freed_by_eviction: int = 0
-    eviction_refusals: Counter[str] = field(default_factory=Counter)
 
 
 class EvictedPositions:
@@ -56,7 +39,7 @@ class EvictedPositions:
     Attributes:
         count: Evicted positions of the current row.
         first: The lowest of them, None while there is none.
-        again: Runs that a row before a retraction had, to be evicted once more.
+        again: int64, ascending: what a row before a retraction had, to be evicted once more.
         history: ``(written, start, length)`` of the first evictions.
     """
 
@@ -64,7 +47,7 @@ class EvictedPositions:
         self._mask = np.zeros(0, dtype=bool)
         self.count = 0
         self.first: int | None = None
-        self.again: list[Eviction] = []
+        self.again = np.zeros(0, dtype=np.int64)
         self.history: list[tuple[int, int, int]] = []
 
     def any_in(self, start: int, end: int) -> bool:
@@ -75,89 +58,66 @@ class EvictedPositions:
         """Evicted positions at ``start`` and behind it."""
         return int(np.count_nonzero(self._mask[start:])) if self.count else 0
 
-    def add(self, evict: Eviction, written: int) -> None:
-        """Add a run of held positions, evicted when ``written`` positions had their KV."""
-        self.reserve(evict.end)
-        self._mask[evict.start : evict.end] = True
-        self.count += evict.length
-        self.first = evict.start if self.first is None else min(self.first, evict.start)
-        if len(self.history) < _REMEMBERED:
-            self.history.append((written, evict.start, evict.length))
+    def add(self, positions: np.ndarray, written: int) -> None:
+        """Add held positions, ascending, evicted when ``written`` positions had their KV."""
+        self.reserve(int(positions[-1]) + 1)
+        self._mask[positions] = True
+        self.count += len(positions)
+        lowest = int(positions[0])
+        self.first = lowest if self.first is None else min(self.first, lowest)
+        for start, length in runs(positions)[: _REMEMBERED - len(self.history)]:
+            self.history.append((written, start, length))
 
     def reserve(self, end: int) -> None:
         """Have memory for positions before ``end``."""
         self._mask = grown(self._mask, end)
 
+    def still_held(self, positions: np.ndarray) -> np.ndarray:
+        """Those of ``positions`` that are not evicted."""
+        known = positions[positions < len(self._mask)]
+        kept = np.ones(len(positions), dtype=bool)
+        kept[: len(known)] = ~self._mask[known]
+        return positions[kept]
+
     def held(self, written: int) -> np.ndarray:
         """int64, ascending: positions of ``[0, written)`` that were not evicted."""
-        kept = np.ones(written, dtype=bool)
-        mask = self._mask[:written]
-        kept[: len(mask)] = ~mask
-        return np.flatnonzero(kept)
+        return self.still_held(np.arange(written))
 
     def forget_row(self) -> None:
         """The row is gone; the next one starts without evicted positions."""
         try:
-            self.again += runs(np.flatnonzero(self._mask))
+            self.again = np.union1d(self.again, np.flatnonzero(self._mask))
         finally:
             self._mask[:] = False
             self.count, self.first = 0, None
 
 
-def refusal_of_eviction(
-    evict: object, owned: int, written: int, page: int, evicted: EvictedPositions
-) -> EvictionRefusal | None:
-    """Why ``evict`` must not be applied, or None. It may be anything a policy returned.
+class Totals(NamedTuple):
+    """Of an accumulating policy: fp32 ``[positions]`` on the device, and positions whose queries
+    are in them."""
 
-    Args:
-        owned: First position that may be evicted.
-        written: Positions whose KV is surely in the pool.
-    """
-    if (
-        not isinstance(evict, Eviction)
-        or type(evict.start) is not int
-        or type(evict.length) is not int
-        or evict.start < 0
-        or evict.length < 1
-    ):
-        return EvictionRefusal.MALFORMED
-    if evict.start < owned:
-        return EvictionRefusal.TREE_OWNED
-    if evict.end > written:
-        return EvictionRefusal.NOT_WRITTEN
-    if evict.end == written:
-        return EvictionRefusal.NEWEST
-    if evict.start % page or evict.length % page:
-        return EvictionRefusal.PART_OF_PAGE
-    if evicted.any_in(evict.start, evict.end):
-        return EvictionRefusal.ALREADY_EVICTED
-    return None
-
-
-class Asked(NamedTuple):
-    """A decision of a policy that waits for what it reads of a GPU."""
-
-    view: RequestView
-    excess: int
-    reads: Reads
+    scores: torch.Tensor
+    seen: int
 
 
 @dataclass
 class RowState:
-    """Of one request."""
+    """Of one request. The dictionaries have policies' names as keys."""
 
     live_positions: int = 0  # row positions less the slots that they name
     slot_aliases: SlotAliases = field(default_factory=SlotAliases)
     evicted: EvictedPositions = field(default_factory=EvictedPositions)
-    #: Policy -> written positions of the row before which it does not run again.
+    #: Written positions of the row before which a policy does not act again.
     next_eviction: dict[str, int] = field(default_factory=dict)
-    #: Policy -> what it was asked.
-    asked: dict[str, Asked] = field(default_factory=dict)
+    #: Decisions whose scores are on their way from a GPU.
+    decisions: dict[str, Decision] = field(default_factory=dict)
+    totals: dict[str, Totals] = field(default_factory=dict)
 
     def forget_row(self) -> None:
         """The row is gone (finished, aborted or retracted)."""
         self.live_positions = 0
         self.next_eviction.clear()
-        self.asked.clear()
+        self.decisions.clear()
+        self.totals.clear()
         self.evicted.forget_row()
         self.slot_aliases = SlotAliases()

@@ -42,10 +42,21 @@ class KeyRotation:
         cos = self.cos[row][..., None, :]
         sin = (self.sin[row] * shift.sign()[..., None])[..., None, :]
         keys = keys.float()
-        rotated = keys[..., : self.rotary_dim]
-        x, y = rotated.chunk(2, dim=-1) if self.is_neox else (rotated[..., ::2], rotated[..., 1::2])
+        x, y = self._pairs(keys)
         pair = x * cos - y * sin, y * cos + x * sin
         out = torch.cat(pair, dim=-1) if self.is_neox else torch.stack(pair, dim=-1).flatten(-2)
         if self.rotary_dim == keys.shape[-1]:
             return out
         return torch.cat((out, keys[..., self.rotary_dim :]), dim=-1)
+
+    def magnitudes(self, keys: torch.Tensor) -> torch.Tensor:
+        """``[..., head_dim]`` to ``[..., rotary_dim / 2]``: lengths of the pairs of dims that are
+        rotated together, which no rotation changes."""
+        return torch.hypot(*self._pairs(keys))
+
+    def _pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rotated = keys[..., : self.rotary_dim]
+        if self.is_neox:
+            first, second = rotated.chunk(2, dim=-1)
+            return first, second
+        return rotated[..., ::2], rotated[..., 1::2]

@@ -8,7 +8,7 @@ times over, and read a whole page for each new token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -25,18 +25,6 @@ TILE = 512
 KEYS = 32
 
 
-@triton.jit
-def _entries_of(begin, to, sizes, count, total, capacity, COLS: tl.constexpr, PAGES: tl.constexpr):
-    """``[PAGES, COLS]``: entries of some pages in the whole plan, where they go, which there are."""
-    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
-    inside = page < count
-    at = tl.arange(0, COLS)[None, :]
-    source = tl.load(begin + page, mask=inside, other=0)[:, None] + at
-    target = tl.load(to + page, mask=inside, other=0)[:, None] + at
-    size = tl.load(sizes + page, mask=inside, other=0)[:, None]
-    return source, target, (at < size) & (source < total) & (target < capacity)
-
-
 @triton.jit(do_not_specialize=["count", "total", "capacity"])
 def copy_kernel(
     begin,  # int64 [count], of each page: its first entry in the whole plan
@@ -49,23 +37,16 @@ def copy_kernel(
     count, total, capacity, SHIFTS: tl.constexpr, COLS: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid (cdiv(count, PAGES),)."""
-    source, target, there = _entries_of(begin, to, sizes, count, total, capacity, COLS, PAGES)
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    inside = page < count
+    at = tl.arange(0, COLS)[None, :]
+    source = tl.load(begin + page, mask=inside, other=0)[:, None] + at
+    target = tl.load(to + page, mask=inside, other=0)[:, None] + at
+    size = tl.load(sizes + page, mask=inside, other=0)[:, None]
+    there = (at < size) & (source < total) & (target < capacity)
     tl.store(to_indices + target, tl.load(kv_indices + source, mask=there, other=0), mask=there)
     if SHIFTS:
         tl.store(to_shift + target, tl.load(shift + source, mask=there, other=0), mask=there)
-
-
-@triton.jit(do_not_specialize=["count", "total", "capacity"])
-def add_kernel(
-    begin, to, sizes,  # as those of copy_kernel
-    weights,  # fp32 [capacity], of the entries that are read
-    whole,  # fp32 [total], added to
-    count, total, capacity, COLS: tl.constexpr, PAGES: tl.constexpr,
-):  # fmt: skip
-    """Grid (cdiv(count, PAGES),). No two entries go to one element."""
-    source, target, there = _entries_of(begin, to, sizes, count, total, capacity, COLS, PAGES)
-    weight = tl.load(weights + target, mask=there, other=0.0)
-    tl.store(whole + source, tl.load(whole + source, mask=there, other=0.0) + weight, mask=there)
 
 
 def copy_pages(
@@ -85,41 +66,19 @@ def copy_pages(
     shift = torch.empty_like(indices) if shifted else None
     assert whole.shift is not None, "a plan that is not merged"
     sides = whole.kv_indices, whole.shift, indices, indices if shift is None else shift
-    _launch(copy_kernel, read, sizes, page, sides, len(indices), len(indices), SHIFTS=shifted)
-    return indices, shift
-
-
-def add_weights(
-    read: torch.Tensor, sizes: torch.Tensor, page: int, weights: torch.Tensor, whole: torch.Tensor
-) -> None:
-    """Add fp32 ``weights`` of entries that :func:`copy_pages` copied to those of the ``whole`` plan."""
-    _launch(add_kernel, read, sizes, page, (weights, whole), len(whole), len(weights))
-
-
-def _launch(
-    kernel: Any,
-    read: torch.Tensor,
-    sizes: torch.Tensor,
-    page: int,
-    sides: tuple[torch.Tensor, ...],
-    total: int,
-    capacity: int,
-    **fixed: bool,
-) -> None:
-    """``sides``: what the kernel reads and writes."""
     sizes, read = sizes.flatten(), read.flatten()
     begin, to = (counts.cumsum(0) - counts for counts in (sizes, read))
-    columns = triton.next_power_of_2(page)
+    columns, capacity = triton.next_power_of_2(page), len(indices)
     pages = max(1, TILE // columns)
-    if not len(read):
-        return
-    with common.current_device(read.device):
-        kernel[triton.cdiv(len(read), pages),](
-            *(begin, to, read, *sides, len(read), total, capacity),
-            COLS=columns,
-            PAGES=pages,
-            **fixed,
-        )
+    if len(read):
+        with common.current_device(read.device):
+            copy_kernel[triton.cdiv(len(read), pages),](
+                *(begin, to, read, *sides, len(read), capacity, capacity),
+                SHIFTS=shifted,
+                COLS=columns,
+                PAGES=pages,
+            )
+    return indices, shift
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])

@@ -20,8 +20,7 @@ from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
-from sglang_reasoncache.eviction.policies.contract import ATTENTION, UNROTATED_KEYS, needs_of
-from sglang_reasoncache.eviction.statistics import AttentionStatistics
+from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import cpu_attention, refusals
 from sglang_reasoncache.selection.page_selection import PageSelection
@@ -35,7 +34,7 @@ class AttentionParts:
     """What a server's attention backend can do."""
 
     rotation: KeyRotation | None = None  # None: keys cannot be corrected
-    statistics: AttentionStatistics | None = None  # None: no policy needs attention statistics
+    queries: RecentQueries | None = None  # None: no policy reads recent queries
     selection: PageSelection | None = None  # None: decode steps read all pages
     skips_evicted: bool = False
     uncorrected: str = ""  # why keys cannot be corrected, if our backend was tried
@@ -88,24 +87,27 @@ def attention_backend(
         return backend, AttentionParts(paged.rotation, uncorrected=uncorrected)
     return backend, AttentionParts(
         rotation=paged.rotation,
-        statistics=_statistics(paged, config),
+        queries=_queries(paged, config),
         selection=_selection(paged, config),
         skips_evicted=backend.skips_evicted,
         uncorrected=uncorrected,
     )
 
 
-def _statistics(paged: PagedAttention, config: ReasonCacheConfig) -> AttentionStatistics | None:
+def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries | None:
     """Raises ValueError where memory is missing."""
-    needs = needs_of(config.policies.evictors)
-    if needs is None:
+    window = max((policy.queries for _, policy in config.policies.evictors), default=0)
+    if not window:
         return None
     try:
-        return paged.keep_statistics(needs)
+        queries = paged.keep_queries(window)
     except MemoryError as error:
-        queries = f"the newest {needs.latest} queries (window of snapkv, alpha of rkv)"
-        reason = f"keeps the weights of {queries} apart: {error}; lower that, or --context-length"
+        lower = "lower --max-running-requests, or window of snapkv, alpha of rkv"
+        reason = f"keeps the newest queries of every request: {error}; {lower}"
         raise refusals.of_policy(config.policy, reason) from error
+    told = "reasoncache: the newest %d queries of %d requests take %.1f MiB"
+    logger.info(told, window, len(queries.positions), queries.nbytes / 2**20)
+    return queries
 
 
 def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelection | None:
@@ -154,13 +156,9 @@ def check_policies(
     if policies.evictors and not parts.skips_evicted:
         raise refusals.reads_evicted(config.policy, both)
     for name, policy in policies.evictors:
-        if UNROTATED_KEYS in policy.needs and config.positions != "corrected":
+        if policy.unrotates and config.positions != "corrected":
             takes = f"--reasoncache-positions corrected, got {config.positions}"
             raise refusals.of_policy(name, f"needs unrotated keys, which takes {takes}")
-        if ATTENTION in policy.needs and parts.statistics is None:
-            instead = f"does not give; use {' or '.join(compat.EVICTION_BACKENDS)}"
-            reason = f"needs attention statistics, which --attention-backend {decode} {instead}"
-            raise refusals.of_policy(name, reason)
 
 
 def _evicts_or_selects(config: ReasonCacheConfig) -> bool:
@@ -285,15 +283,9 @@ def _after_forward_batch(
         return
     # SGLang builds a batch on the stream that its forward runs on.
     with tree.controller.containment:
-        paged, evicted = backend.paged, tree.evicted_of(batch.reqs)
-        shifted = paged.cached is not None and tree.reads_shifted(batch.reqs)
+        evicted = tree.evicted_of(batch.reqs)
+        shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
         result.rids = MarkedRids(result.rids, shifted or any(evicted), evicted)
-        statistics, mode = paged.statistics, result.forward_mode
-        if statistics is not None and not mode.is_idle():
-            new = None if mode.is_decode() else result.extend_seq_lens_cpu
-            prefill = statistics.begin(batch.req_pool_indices_cpu, batch.seq_lens_cpu, new)
-            if prefill is not None:
-                backend.expect(result.rids, prefill)
 
 
 def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:

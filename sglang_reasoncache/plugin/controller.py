@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingForecast
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.eviction.controller import EvictionController, longest_first
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing import state as request_state
@@ -50,6 +50,8 @@ class Controller:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
         self._decode_steps, self._is_active = 0, self.config.is_active
+        #: By ``id``, those of the last poll that have kept their rows since.
+        self._running: dict[int, Request] = {}
         with self.containment:
             self.report.publish()
 
@@ -97,9 +99,8 @@ class Controller:
                 self._on_end(req, state, shared, evicted, shareable)
             elif state is not None and state.followed is not None:
                 state.followed.join(False)
-            if state is not None:
-                self.eviction.released()
         finally:
+            self._running.pop(id(req), None)
             if state is not None:
                 state.forget_row()
         if shared + evicted + across and not self.saved_positions:
@@ -189,13 +190,22 @@ class Controller:
     def _reclaim(self, wanted: int) -> None:
         start = time.perf_counter()
         self.stats.shortages += 1
-        self.pipeline.reclaim(wanted)
+        missing = wanted - self.pipeline.reclaim(wanted)
+        # What sharing cannot give, policies with ``when=short`` may.
+        for req in longest_first(self._running.values()) if self.eviction.waits else ():
+            if missing <= 0:
+                break
+            if is_running(req):
+                state, before = self.tracker.follow(req), self.stats.slots_freed_by_eviction
+                self._evict(req, state, self.eviction.give, missing)
+                missing -= self.stats.slots_freed_by_eviction - before
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
         """Share, feed, evict: the engine then has some decode steps for what it is fed."""
         self.pipeline.advance()
         running = [req for req in reqs if is_running(req)]
+        self._running = {id(req): req for req in running}
         logical = output = 0
         # Admission holds nothing back for prompts, so what they give up is not to be counted on.
         saved = self.pipeline.saved + self.pipeline.ledger.slots
@@ -214,8 +224,9 @@ class Controller:
         if self.eviction.is_active:
             # A recomputed row takes more slots until all its blocks are applied again.
             returning = self.pipeline.returning()
-            for req in self.eviction.in_turn(running):
-                self._evict(req, self.tracker.follow(req), ask=id(req) not in returning)
+            for req in running:
+                ask = id(req) not in returning
+                self._evict(req, self.tracker.follow(req), self.eviction.poll, None, ask)
 
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
         """Likewise, for prompts, or chunks of them, that were computed up to ``written``."""
@@ -228,16 +239,17 @@ class Controller:
         start = time.perf_counter()
         for req, positions in zip(reqs, written, strict=True):
             if is_running(req) and self.keeps_prompt(req):
-                self._evict(req, self.tracker.follow(req), positions)
+                self._evict(req, self.tracker.follow(req), self.eviction.poll, positions)
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _evict(
-        self, req: Request, state: RequestState, written: int | None = None, ask: bool = True
+        self, req: Request, state: RequestState, work: Callable[..., Any], *arguments: object
     ) -> None:
+        """``work``: of the eviction controller."""
         if state.takes_part:
             shared, evicted = state.live_positions, state.evicted.count
             try:
-                self.eviction.poll(req, state, self.stats, written, ask)
+                work(req, state, self.stats, *arguments)
             finally:
                 self.pipeline.within += state.live_positions - shared
             if state.evicted.count > evicted:

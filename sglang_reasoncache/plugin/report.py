@@ -51,7 +51,6 @@ _SELECTION = {
 #: With a label ``reason``.
 _BY_REASON = {
     "refusals": "Blocks not shared, by reason.",
-    "eviction_refusals": "Runs of positions not evicted, by reason.",
 }
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
@@ -97,9 +96,8 @@ class SharingMetrics:
         """``latency`` in seconds, None where nothing was compared."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
-        for name in ("refusals", "eviction_refusals"):
-            for reason, total in getattr(stats, name).items():
-                self._count(name, total, reason=reason)
+        for reason, total in stats.refusals.items():
+            self._count("refusals", total, reason=reason)
         for name, value in gauges.items():
             self._gauges[name].labels(**self._labels).set(value)
         if latency is not None:

@@ -20,8 +20,8 @@ from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache, publish_aliased
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config, flag_of
-from sglang_reasoncache.eviction.controller import EvictionController, pool_use
-from sglang_reasoncache.eviction.held import AttentionSource, KeySource
+from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
@@ -119,22 +119,13 @@ class ServerParts:
         path = context.server_args.model_path
         writes = context.tp_rank == 0
         threshold = CalibratedThreshold(config, key, path, writes, agree=ranks.first)
-        use = functools.partial(pool_use, self.allocator, tree)
+        use = functools.partial(_pool_use, self.allocator, tree)
         parts = tracker, meter, acceptor, threshold, block, config.min_age, config.shares_at_once
         pipeline = BlockPipeline(*parts, use)
-        weights = None
-        if self.attention.statistics is not None:
-            heads = context.model_config.num_attention_heads * pool.layer_num
-            weights = AttentionSource(self.attention.statistics, heads, ranks)
         stream = worker.model_runner.forward_stream if self.cached.positions.is_cuda else None
-        eviction = EvictionController(
-            config.policies.evictors,
-            self.allocator,
-            rows,
-            KeySource(*reads, stream=stream),
-            use,
-            weights,
-        )
+        source = KeySource(*reads[:4], queries=self.attention.queries, stream=stream)
+        evictors = config.policies.evictors
+        eviction = EvictionController(evictors, self.allocator, rows, source, ranks)
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         others = metrics, self.attention.selection, self.uncorrected
         report = Report(config, stats, pipeline, eviction, *others)
@@ -159,6 +150,11 @@ class ServerParts:
         )
         dtype = str(pool.dtype).removeprefix("torch.")
         return CalibrationKey("/".join(parts), block, config.positions, dtype)
+
+
+def _pool_use(allocator: Any, tree: Any) -> float:
+    """Share of the slots that are neither free nor evictable, as SGLang's log line has it."""
+    return 1.0 - (allocator.available_size() + tree.evictable_size()) / allocator.size
 
 
 def agreed(ranks: Ranks, own: CalibrationKey) -> CalibrationKey:

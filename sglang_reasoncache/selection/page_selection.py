@@ -33,7 +33,6 @@ class _Step(NamedTuple):
     shift: Tensor | None  # positions by which a page is used elsewhere than cached; None: all 0
     pages: RowPlan  # its entries are the pages that are held
     entry: Tensor  # where a page is among those entries
-    weighs: bool  # weights of what is read are needed
 
 
 class PageSelection:
@@ -81,9 +80,6 @@ class PageSelection:
         self._totals = torch.zeros(2, dtype=torch.int64, device=rows.device)
         self._download = Download(torch.zeros(2, dtype=torch.int64)) if self._on_gpu else None
         self._step: _Step | None = None
-        # Of the layer planned last: positions that it reads of each page, and the entries' weights.
-        self._read = torch.empty(0)
-        self._weights: Tensor | None = None
 
     def describe(self) -> dict[str, Any]:
         """For the endpoint. Waits for what is queued on the device."""
@@ -113,28 +109,26 @@ class PageSelection:
         ``[1, heads, dim]``, layers that would compile the same once."""
         zero = torch.zeros(1, dtype=torch.int64, device=self._rows.device)
         width = self._rows.shape[1]
-        step = self._laid_out(BatchRows(whole, zero, zero + width, width), True)
+        step = self._laid_out(BatchRows(whole, zero, zero + width, width))
         for layer, query in queries.items():
             if layer in self._bounds:
                 self._step = step
                 self.plan(layer, query, 1.0)
-                self.add(torch.zeros(len(whole.kv_indices), device=zero.device))
                 self.update(layer, zero)
         self._totals.zero_()
         self.forget()
 
     # -- a step -----------------------------------------------------------------
 
-    def begin(self, rows: BatchRows, weighs: bool) -> None:
-        """A decode step; ``weighs``: weights of what is read are needed."""
-        longer = rows.longest > self._selector.budget
-        self._step = self._laid_out(rows, weighs) if longer else None
+    def begin(self, rows: BatchRows) -> None:
+        """A decode step."""
+        self._step = self._laid_out(rows) if rows.longest > self._selector.budget else None
 
     def forget(self) -> None:
         """The next forward reads everything, until a decode step begins."""
         self._step = None
 
-    def _laid_out(self, rows: BatchRows, weighs: bool) -> _Step:
+    def _laid_out(self, rows: BatchRows) -> _Step:
         plan, requests, lengths, longest = rows
         page, width = self._page, min(longest, self._rows.shape[1])
         starts = self._starts[: -(-width // page)]
@@ -159,12 +153,12 @@ class PageSelection:
         counted = sizes.masked_fill(lengths <= self._selector.budget, 0)
         newest = (lengths - 1).clamp_min(0) // page
         entry = entry.clamp_min_(0)
-        return _Step(plan, held, sizes, counted, newest, named, shift, pages, entry, weighs)
+        return _Step(plan, held, sizes, counted, newest, named, shift, pages, entry)
 
     # -- a layer ----------------------------------------------------------------
 
-    def plan(self, layer: int, query: Tensor, scale: float) -> tuple[RowPlan, Tensor | None] | None:
-        """What a layer reads, and zeros that its weights are added to; None: all.
+    def plan(self, layer: int, query: Tensor, scale: float) -> RowPlan | None:
+        """What a layer reads; None: all.
 
         Args:
             query: ``[rows, heads, dim]``.
@@ -205,7 +199,7 @@ class PageSelection:
             keep |= step.shift != 0
         return keep & step.held
 
-    def _entries(self, step: _Step, read: Tensor) -> tuple[RowPlan, Tensor | None]:
+    def _entries(self, step: _Step, read: Tensor) -> RowPlan:
         """Entries of the whole plan in pages to be read; ``read``: positions of each."""
         kv_indptr, whole = _indptr(read.sum(dim=1)), step.whole
         if self._on_gpu:
@@ -213,30 +207,10 @@ class PageSelection:
 
             shifted = self._cached_at is not None
             pages = read, step.sizes, self._page
-            indices, shift = select_triton.copy_pages(*pages, whole, shifted=shifted)
-        else:
-            among = _among(read, step.sizes)
-            indices = whole.kv_indices[among]
-            shift = None if whole.shift is None else whole.shift[among]
-        self._read = read
-        self._weights = torch.zeros(len(indices), device=read.device) if step.weighs else None
-        return RowPlan(kv_indptr, indices, shift), self._weights
-
-    def add(self, whole: Tensor) -> None:
-        """Add the weights of what :meth:`plan` gave last to those of the whole plan's entries."""
-        assert self._step is not None and self._weights is not None, "of a step with weights"
-        read, sizes = self._read, self._step.sizes
-        if self._on_gpu:
-            from sglang_reasoncache.kernels import select_triton
-
-            select_triton.add_weights(read, sizes, self._page, self._weights, whole)
-        else:
-            whole[_among(read, sizes)] += self._weights
-
-
-def _among(read: Tensor, sizes: Tensor) -> Tensor:
-    """bool, for each entry of the whole plan: it is read."""
-    return (read > 0).flatten().repeat_interleave(sizes.flatten())
+            return RowPlan(kv_indptr, *select_triton.copy_pages(*pages, whole, shifted=shifted))
+        among = (read > 0).flatten().repeat_interleave(step.sizes.flatten())
+        shift = None if whole.shift is None else whole.shift[among]
+        return RowPlan(kv_indptr, whole.kv_indices[among], shift)
 
 
 def _indptr(counts: Tensor) -> Tensor:

@@ -97,7 +97,6 @@ class SharingStats(EvictionStats):
         return {
             **{name: value for name, value in vars(self).items() if not name.startswith("sum_")},
             "refusals": dict(self.refusals),
-            "eviction_refusals": dict(self.eviction_refusals),
             "memory_saving_ratio": self.memory_saving_ratio,
             "across_ratio": self.sum_across / max(self.sum_saved, 1),
             "final_saving_ratio": self.sum_final_ratio / max(self.requests_finished, 1),

@@ -202,20 +202,10 @@ mem_cache.unified_cache.components.full.FullComponent.evict_component
 layers.radix_attention.RadixAttention
     self.k_scale_float
     self.v_scale_float
-# What attention statistics are reserved by: the host knows rows and lengths of every batch;
-# lengths on the device are new tensors each step.
+# Lengths on the host go with those on the device, which are new tensors each step.
 managers.schedule_batch.ScheduleBatch.prepare_for_decode
     self.seq_lens = self.seq_lens + 1
     self.seq_lens_cpu = self.seq_lens_cpu + 1
-managers.schedule_batch.ScheduleBatch.merge_batch
-    self.req_pool_indices_cpu =
-    self.seq_lens_cpu =
-managers.schedule_batch.ScheduleBatch.filter_batch
-    self.req_pool_indices_cpu =
-    self.seq_lens_cpu =
-managers.schedule_batch.ScheduleBatch.prepare_for_extend
-    self.seq_lens_cpu =
-    self.req_pool_indices_cpu =
 # A batch is built on the stream of its forward.
 managers.scheduler.Scheduler.run_batch
     with self.forward_stream_ctx:
@@ -266,21 +256,6 @@ def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
         assert stock.forward is base.forward
     ends = compat.SharedReadEnds
     assert ends.max_of((ends.PRE_REPLAY, ends.IN_REPLAY)) is ends.IN_REPLAY
-
-
-def test_a_row_counts_the_requests_that_got_it() -> None:
-    """Attention statistics tell by it that a row has another request."""
-    rows = compat.ReqToTokenPool(3, 8, "cpu", False)
-    before = rows.req_generation.clone()
-    [first] = rows.alloc_rows(1)
-    assert int(rows.req_generation[first] - before[first]) == 1
-    before = rows.req_generation.clone()
-    rows.free_rows([first])
-    assert rows.req_generation.device.type == "cpu"
-    assert rows.alloc_rows(1) == [first]
-    assert (rows.req_generation - before).nonzero().tolist() == [[first]]
-    rows.clear()
-    assert rows.req_generation[first] > before[first]
 
 
 #: Protocol -> path of the class in ``sglang.srt``.

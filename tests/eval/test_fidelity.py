@@ -245,7 +245,7 @@ def test_default_arms() -> None:
         (["newest-runs-0"], "--reasoncache-block must be between 1 and 1024, got 0"),
         (["fastest"], "'fastest' is neither .* nor a policy"),
         (["quest"], "'quest' does not evict"),
-        (["h2o"], "needs attention weights"),
+        (["h2o"], "reads queries"),
         (["keydiff", "keydiff"], "--arms must name none twice"),
         (["keydiff"], "--like must be an arm that shares"),
         (["newest-steps-8-across"], "--reasoncache-scope must be response unless match=runs"),

@@ -56,9 +56,5 @@ def steps(world: World, req: Req, count: int, first: int = 0) -> None:
         world.controller.after_decode([req])
 
 
-def refusals(world: World) -> dict[str, int]:
-    return dict(world.controller.stats.eviction_refusals)
-
-
 def evicted(world: World, req: Req) -> list[int]:
     return np.flatnonzero(world.row(req) < 0).tolist()

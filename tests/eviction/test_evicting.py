@@ -1,28 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicts on SGLang's pools and rows: what is refused, what comes back, what others see."""
+"""Evicts on SGLang's pools and rows: what may go, what comes back, what others see."""
 
-import itertools
-import json
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.eviction.policies.by_keys import KeyDiff
-from sglang_reasoncache.eviction.policies.by_position import RandomEviction, StreamingLLM
-from sglang_reasoncache.eviction.policies.contract import Eviction, NamedPolicy, RequestView
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
+from sglang_reasoncache.eviction.policies.random_attention import RandomAttention
+from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.sharing.measure import BlockMeter
-from tests.eviction.rows import PAGED, SETUPS, SINGLE, begun, evicted, refusals, steps, world_of
+from tests.eviction.rows import PAGED, SETUPS, SINGLE, begun, evicted, steps, world_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import (
     LAYERS,
     OUTPUT,
     PROMPT,
+    Eviction,
     Pair,
     Setup,
     World,
@@ -41,8 +38,8 @@ ALIASED = Setup(page=1, block=4, slots=200, publish="aliased")
 WRITTEN = len(PROMPT) + OUTPUT
 
 
-def evict(world: World, req: Req, *evictions: object) -> int:
-    """The policy answers ``evictions`` at the next poll; returns slots that came back."""
+def evict(world: World, req: Req, *evictions: Eviction) -> int:
+    """The policy gives up ``evictions`` at the next poll; returns slots that came back."""
     world.evictor.waiting[req.rid] = list(evictions)
     return world.controller.after_decode([req])
 
@@ -64,152 +61,39 @@ def test_an_evicted_slot_is_free_at_once() -> None:
     assert world.controller.describe(details=True)["recent"][0]["evicted_positions"] == 4
 
 
-#: Runs that are refused.
-HOSTILE: list[tuple[str, list[Any]]] = [
-    ("malformed", [(10, 0), (10, -4), (-3, 2), (10.0, 2), (10, 2.0), (True, 9), ("10", 1)]),
-    ("malformed", [(math.nan, 1)]),
-    ("tree_owned", [(0, 1), (len(PROMPT) - 1, 4), (0, 10**30)]),
-    ("not_written", [(WRITTEN, 1), (10, 10**30), (10**30, 1)]),
-    ("newest", [(WRITTEN - 1, 1), (10, WRITTEN - 10)]),
-]
-
-
-@pytest.mark.parametrize(
-    ("setup", "refusal", "evictions", "right"),
-    [
-        *((SINGLE, name, [Eviction(*run) for run in runs], (12, 2)) for name, runs in HOSTILE),
-        (SINGLE, "malformed", [None, 7, (10, 3), "10", Pair(10, 3)], (12, 2)),
-        (PAGED, "part_of_page", [Eviction(*run) for run in ((9, 4), (8, 3), (10, 2))], (8, 8)),
-        (PAGED, "part_of_page", [Eviction(8, 6)], (8, 8)),
-    ],
-)
-def test_nonsense_is_refused_by_name(
-    setup: Setup, refusal: str, evictions: list[object], right: tuple[int, int]
-) -> None:
-    """Slots of others, unwritten positions, things that are no evictions: counted, and nothing changes."""
+@SETUPS
+def test_what_may_not_go_stays(setup: Setup) -> None:
+    """Of the prompt nothing, nor the newest position, nor a part of a page; and each position once."""
     world, req = begun(setup)
     other = start(world, "other", first=300)
-    rows = world.row(req).copy(), world.row(other).copy()
-    before = used(world)
-    for one in evictions:
-        assert evict(world, req, one) == 0
-    assert refusals(world) == {refusal: len(evictions)}
-    assert (world.row(req) == rows[0]).all() and (world.row(other) == rows[1]).all()
-    assert used(world) == before
-    # What is right in the same answer is applied, and every later token finds its place.
-    assert evict(world, req, *evictions, Eviction(*right)) == right[1]
-    assert evicted(world, req) == list(range(right[0], sum(right)))
+    row, before = world.row(other).copy(), used(world)
+    low, high = len(PROMPT) // setup.page * setup.page, (WRITTEN - 1) // setup.page * setup.page
+    evict(world, req, Eviction(0, WRITTEN))
+    assert evicted(world, req) == list(range(low, high))
+    assert used(world) == before - (high - low)
+    assert evict(world, req, Eviction(0, WRITTEN)) == 0
+    assert (world.row(other) == row).all()
     for i in range(9):
         decode(world, req, i)
 
 
-def test_a_position_is_evicted_once() -> None:
-    world, req = begun(SINGLE)
-    twice = Eviction(10, 4), Eviction(12, 4), Eviction(10, 4), Eviction(14, 1)
-    assert evict(world, req, *twice) == 5
-    assert evict(world, req, Eviction(9, 2)) == 0
-    assert refusals(world) == {"already_evicted": 3}
+@dataclass(frozen=True)
+class Failing(StreamingLLM):
+    def scores(self, view: View) -> torch.Tensor:
+        raise KeyError("oops")
 
 
-class Raising(Eviction):
-    def __getattribute__(self, name: str) -> Any:
-        raise RuntimeError(name)
+def test_a_policy_that_fails_ends_evicting_and_no_server() -> None:
+    world, req = begun(SINGLE, Failing(budget=16, slack=0, recent=1))
+    assert world.controller.report.disabled == "KeyError: 'oops'"
+    steps(world, req, 3)
+    assert evicted(world, req) == []
 
 
-def writes(view: RequestView) -> list[Eviction]:
-    view.held[:] = 0
-    return [Eviction(int(view.held[0]), 1)]
-
-
-@dataclass
-class Foreign:
-    """A policy of somebody else's; ``slack``: what it says after the first time."""
-
-    answer: Callable[[RequestView], Any]
-    excessive: Any = 3
-    later_slack: Any = 1
-    needs: frozenset[str] = frozenset()
-    _asked: int = field(default=0, init=False)
-
-    @property
-    def slack(self) -> Any:
-        self._asked += 1
-        return self.later_slack if self._asked > 1 else 1
-
-    def excess(self, written: int, held: int) -> Any:
-        return self.excessive
-
-    def evict(self, view: RequestView, excess: int) -> Any:
-        return self.answer(view)
-
-
-def raises(error: BaseException) -> Any:
-    raise error
-
-
-FAILING: dict[str, Callable[[RequestView], Any]] = {
-    "raises": lambda _view: raises(KeyError("oops")),
-    "is no list": lambda _view: 5,
-    "raises half way": lambda _view: (Eviction(10 // (3 - i), 1) for i in range(5)),
-    "writes into its view": writes,
-    "exits": lambda _view: raises(SystemExit(1)),
-    "answers half an eviction": lambda _view: [Eviction.__new__(Eviction)],
-}
-
-
-@pytest.mark.parametrize(
-    ("policy", "refused"),
-    [
-        *(pytest.param(Foreign(FAILING[name]), {"policy_failed": 1}, id=name) for name in FAILING),
-        (Foreign(lambda _view: [], excessive=None), {"policy_failed": 2}),
-        (Foreign(lambda _view: itertools.repeat(Eviction(0, 1))), {"tree_owned": WRITTEN + 2}),
-        (Foreign(lambda _view: [Raising(10, 1)]), {"malformed": 1}),
-        # The slack is asked for once.
-        (Foreign(lambda _view: [], later_slack=np.array([1, 2])), {}),
-    ],
-)
-def test_a_policy_that_fails_harms_nobody(policy: Any, refused: dict[str, int]) -> None:
-    world, req = begun(SINGLE, policy)
-    row = world.row(req).copy()
-    world.controller.stats.eviction_refusals.clear()
-    # It does not run again before the slack is written.
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 0
-    assert world.controller.after_decode([req]) == 0
-    assert refusals(world) == refused
-    assert refused or world.controller.stats.eviction_decisions > 1
-    assert (world.row(req)[: len(row)] == row).all()
-
-
-def test_policies_are_described_as_they_were_at_the_start() -> None:
-    @dataclass(frozen=True)
-    class Odd(StreamingLLM):
-        what: Any = None
-        later: int = field(init=False)
-
-    odd = Odd(budget=10_000, what=[3])
-    described = World(SINGLE, evictors=[NamedPolicy("odd", odd)]).controller.describe()
-    [options] = described["evictors"]
-    assert json.loads(json.dumps(options)) == options
-    assert (options["name"], options["budget"], options["what"]) == ("odd", 10_000, "[3]")
-    assert "later" not in options
-
-
-def test_what_a_policy_does_to_its_view_stays_there() -> None:
-    """Of two policies and of what is read for one."""
-
-    def shuffling(view: RequestView) -> list[Eviction]:
-        seen = view.keys.stored(0)
-        candidates = view.candidates()
-        candidates[:] = candidates[::-1].copy()
-        base = view.held.base
-        assert base is not None
-        base[:] = 0
-        assert torch.equal(view.keys.stored(0), seen)
-        return [Eviction(int(candidates[0]), 1)]
-
-    world, req = begun(SINGLE, Foreign(shuffling))
-    assert refusals(world) == {} and evicted(world, req) == [WRITTEN - 2]
+def test_policies_are_described_with_their_options() -> None:
+    world = world_of(SINGLE, StreamingLLM(budget=10_000, when="short"))
+    [options] = world.controller.describe()["evictors"]
+    assert (options["name"], options["budget"], options["when"]) == ("policy0", 10_000, "short")
 
 
 # -- shared slots ---------------------------------------------------------------
@@ -229,7 +113,7 @@ def test_a_shared_slot_outlives_an_evicted_name(publish: Setup, run: Eviction, f
     assert evict(world, req, run) == freed
     assert used(world) == before - freed
     now = world.row(req)
-    kept = np.delete(np.arange(len(row)), slice(run.start, run.end))
+    kept = np.delete(np.arange(len(row)), slice(run.start, sum(run)))
     assert (now[kept] == row[kept]).all()
     assert world.controller.saved_positions == 4 + freed
 
@@ -258,7 +142,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
     assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
     totals = world.controller.stats
     assert totals.positions_evicted - totals.slots_freed_by_eviction == 4
-    assert refusals(world) == {} and world.controller.pipeline.saved == 0
+    assert world.controller.pipeline.saved == 0
 
 
 @SETUPS
@@ -267,7 +151,9 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     setup: Setup, meter: type[BlockMeter]
 ) -> None:
     """Its blocks are applied again some polls later, and policies do not run before."""
-    world = world_of(setup, RandomEviction(budget=WRITTEN - 2, slack=4, recent=4), meter_type=meter)
+    world = world_of(
+        setup, RandomAttention(budget=WRITTEN - 2, slack=4, recent=4), meter_type=meter
+    )
     world.meter.arrived = True  # type: ignore[attr-defined]
     req = start(world)
     propose(world, req, Pair(24, 8), Pair(20, 12))
@@ -292,7 +178,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(
     assert state(world, req).slot_aliases.of(written)[24:28].tolist() == [8, 9, 10, 11]
     # Later it runs as before.
     steps(world, req, 20)
-    assert len(evicted(world, req)) > len(gone) and refusals(world) == {}
+    assert len(evicted(world, req)) > len(gone)
 
 
 def test_what_shares_a_slot_with_a_sink_stays() -> None:
@@ -326,7 +212,7 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
     arrive(world, True)
     world.controller.after_decode([req, other])
     assert world.controller.stats.refusals["evicted"] == 1
-    assert evicted(world, req) == list(range(run.start, run.end))
+    assert evicted(world, req) == list(range(run.start, sum(run)))
     assert (world.row(other) == row).all()
 
 
@@ -372,7 +258,6 @@ def test_a_retracted_request_evicts_the_same_again(setup: Setup) -> None:
     assert world.controller.after_decode([req]) == 4
     assert used(world) == before - 12
     assert world.row(req)[24:28].tolist() == world.row(req)[8:12].tolist()
-    assert refusals(world) == {}
 
 
 def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
@@ -387,7 +272,6 @@ def test_evictions_that_the_tree_owns_by_now_stay_undone() -> None:
     req.output_ids.append(9)
     assert world.controller.after_decode([req]) == 4
     assert evicted(world, req) == [16, 17, 18, 19]
-    assert refusals(world) == {}
     other.output_ids.append(1)
 
 
@@ -418,7 +302,6 @@ def test_a_budget_holds_from_step_to_step(setup: Setup) -> None:
     assert kept[:owned] == list(range(owned))
     assert kept[-8:] == list(range(len(row) - 8, len(row)))
     assert world.controller.stats.eviction_decisions <= 80 / slack
-    assert refusals(world) == {}
 
 
 def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
@@ -439,19 +322,23 @@ def test_policies_in_sequence(order: int, decisions: int) -> None:
 
 def test_keys_are_those_of_the_held_positions() -> None:
     """Of every layer, through shared slots, and what was evicted is not among them."""
-    seen: list[RequestView] = []
+    seen: list[tuple[View, list[torch.Tensor]]] = []
 
-    def watching(view: RequestView) -> list[Eviction]:
-        seen.append(view)
-        return [Eviction(10, 2)] if len(seen) == 1 else []
+    @dataclass(frozen=True)
+    class Watching(KeyDiff):
+        def scores(self, view: View) -> torch.Tensor:
+            seen.append((view, [layer.stored() for layer in view.layers]))
+            return super().scores(view)
 
-    world, req = begun(SINGLE, Foreign(watching))
+    world, req = begun(SINGLE, Watching(budget=WRITTEN + 2, slack=0, recent=1))
     propose(world, req, Pair(24, 14))
-    assert world.controller.after_decode([req]) == 4
+    steps(world, req, 10)
+    gone = evicted(world, req)
     steps(world, req, 1)
-    view = seen[-1]
-    assert view.held.tolist() == [at for at in range(view.written) if at not in (10, 11)]
-    slots = world.row(req)[view.held]
+    view, keys = seen[-1]
+    assert gone and view.held.tolist() == [at for at in range(view.written) if at not in gone]
+    kept = np.isin(view.held, evicted(world, req), invert=True)
+    slots = torch.from_numpy(world.row(req)[view.held[kept]]).long()
     for layer in range(LAYERS):
-        expected = world.pool.k_buffer[layer][torch.from_numpy(slots).long()].float()
-        assert torch.equal(view.keys.stored(layer), expected)
+        expected = world.pool.k_buffer[layer][slots].float()
+        assert torch.equal(keys[layer][torch.from_numpy(kept)], expected)

@@ -1,55 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of requests with given keys and weights, and what policies answer to them."""
+"""Views of requests with given keys and queries, and what policies answer to them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.slot_aliases import SlotAliases
-from sglang_reasoncache.eviction.policies.contract import (
-    Attention,
-    Eviction,
-    NoAttention,
-    RequestView,
-)
+from sglang_reasoncache.eviction.decision import Decision
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
-class GivenKeys:
-    """Keys of held positions, ``[layers, held, heads, head_dim]``."""
+@dataclass
+class GivenLayer:
+    """Keys ``[held, heads, dim]``, and weights of held positions by query, ``[queries, held]``, of
+    which the newest is the last, that of position ``written - 1``."""
 
-    def __init__(self, keys: torch.Tensor) -> None:
-        self._keys = keys
-        self.layers = range(len(keys))
+    keys: torch.Tensor
+    given: torch.Tensor | None
+    written: int
+    rotation: KeyRotation | None = None
 
-    def cached_at(self) -> torch.Tensor:
-        return torch.arange(self._keys.shape[1])
+    def stored(self) -> torch.Tensor:
+        return self.keys
 
-    def stored(self, layer: int) -> torch.Tensor:
-        return self._keys[layer]
+    def used(self) -> torch.Tensor:
+        return self.keys
 
-    def unrotated(self, layer: int) -> torch.Tensor:
+    def unrotated(self) -> torch.Tensor:
         # Some other keys, so that it shows which were asked for.
-        return self._keys[layer].flip(0)
+        return self.keys.flip(0)
 
-    def token_scores(
-        self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
-    ) -> np.ndarray:
-        read = self.unrotated if unrotated else self.stored
-        return torch.stack([score(read(i)) for i in self.layers]).mean(dim=(0, 2)).double().numpy()
+    def queries(self, first: int, end: int | None = None) -> Any:
+        raise NotImplementedError
 
-
-class GivenWeights:
-    """Weights of held positions by query, ``[queries, held]``, the newest query last."""
-
-    def __init__(self, weights: np.ndarray) -> None:
-        self._weights = weights
-
-    def latest(self, queries: int) -> np.ndarray:
-        return np.asarray(self._weights[-queries:].mean(axis=0))
-
-    def total(self) -> np.ndarray:
-        return np.asarray(self._weights.sum(axis=0))
+    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
+        assert self.given is not None, "a policy that reads no queries got some"
+        return self.given[-(self.written - max(first, 0)) :].sum(dim=0)[None]
 
 
 def view(
@@ -63,21 +55,33 @@ def view(
     keys: torch.Tensor | None = None,
     seed: int = 7,
     shared: Iterable[tuple[int, int, int]] = (),
-) -> RequestView:
-    """``prompt``: None: as much as is not the request's own."""
+) -> View:
+    """``prompt``: None: as much as is not the request's own. ``keys``: ``[layers, held, heads, dim]``."""
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
-    given = GivenKeys(torch.zeros(1, len(held), 1, 2) if keys is None else keys)
+    keys = torch.zeros(1, len(held), 1, 2) if keys is None else keys
     slot_aliases = SlotAliases()
     for dst, src, length in shared:
         slot_aliases.redirect(dst, src, length)
-    attention: Attention = NoAttention()
-    if weights is not None:
-        assert weights.shape[1] == len(held)
-        attention = GivenWeights(weights)
-    prompt = owned if prompt is None else prompt
-    aliases = slot_aliases.of(held)
-    return RequestView(prompt, written, owned, page, held, aliases, seed, given, attention)
+    given = None if weights is None else torch.from_numpy(weights).float()
+    assert given is None or given.shape[1] == len(held)
+    return View(
+        prompt=owned if prompt is None else prompt,
+        written=written,
+        owned=owned,
+        page=page,
+        held=held,
+        slot_aliases=slot_aliases.of(held),
+        seed=seed,
+        layers=[GivenLayer(of_layer, given, written) for of_layer in keys],
+    )
 
 
-def positions(evictions: Iterable[Eviction]) -> list[int]:
-    return [at for evict in evictions for at in range(evict.start, evict.end)]
+def evict(policy: Evictor, now: View, slots: int, count: int | None = None) -> list[int]:
+    """Positions that go of a request with so many slots; ``count``: instead of those beyond the
+    budget."""
+    excess = policy.excess(now, slots) if count is None else count
+    candidates = policy.candidates(now)
+    if excess <= 0 or not len(candidates):
+        return []
+    found = Decision(now, candidates, policy.scores(now), excess).positions(Ranks())
+    return [int(at) for at in found]

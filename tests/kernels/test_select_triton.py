@@ -81,7 +81,7 @@ def test_slots_out_of_range_are_left_out() -> None:
 
 @on_device
 @pytest.mark.parametrize("shifted", [True, False])
-def test_entries_of_pages_are_copied_and_their_weights_added(shifted: bool) -> None:
+def test_entries_of_pages_are_copied(shifted: bool) -> None:
     """Pages with evicted ones between them, short last ones, a row without any."""
     generator = torch.Generator().manual_seed(2)
     lengths = torch.tensor([61, 7, 42, 0])
@@ -94,8 +94,8 @@ def test_entries_of_pages_are_copied_and_their_weights_added(shifted: bool) -> N
     assert whole.shift is not None
     for side in (whole.kv_indices, whole.shift):
         side.copy_(torch.randint(-500, 500, (total + 9,), generator=generator))
-    pages = there(read), there(sizes), PAGE
-    indices, shift = select_triton.copy_pages(*pages, whole, shifted=shifted)
+    pages = there(read), there(sizes)
+    indices, shift = select_triton.copy_pages(*pages, PAGE, whole, shifted=shifted)
     among = keep.flatten().repeat_interleave(sizes.flatten())
     count = int(among.sum())
     assert 0 < count < total
@@ -103,10 +103,6 @@ def test_entries_of_pages_are_copied_and_their_weights_added(shifted: bool) -> N
     assert torch.equal(indices[:count], whole.kv_indices[entries])
     assert (shift is not None) == shifted
     assert shift is None or torch.equal(shift[:count], whole.shift[entries])
-    weights, sums = (there(torch.full((total + 9,), float(n))) for n in (1, 2))
-    select_triton.add_weights(*pages, weights, sums)
-    assert torch.equal(sums[:total].cpu(), 2.0 + among)
-    assert (sums[total:] == 2).all()
 
 
 @on_device
@@ -130,11 +126,11 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step() -> RowPlan:
         plan_into(buffers, rows, requests, lengths, num_slots=len(keys))
-        selection.begin(BatchRows(buffers, requests, lengths, width), False)
+        selection.begin(BatchRows(buffers, requests, lengths, width))
         selection.update(0, slots)
         some = selection.plan(0, query, 0.25)
         assert some is not None
-        return some[0]
+        return some
 
     replay: Any = step
     if DEVICE == "cuda":
@@ -169,9 +165,9 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             host = selection_on_host(rule, {0: host_keys}, PAGE, own)
             host.update(0, own[0, :length])
             whole = plan_rows(own, request, own_length, num_slots=len(keys))
-            host.begin(BatchRows(whole, request, own_length, length), False)
+            host.begin(BatchRows(whole, request, own_length, length))
             some = host.plan(0, query[i : i + 1].cpu(), 0.25)
-            expected += (whole if some is None else some[0]).kv_indices.tolist()
+            expected += (whole if some is None else some).kv_indices.tolist()
             ends.append(len(expected))
         assert found.kv_indptr.tolist() == ends
         assert found.kv_indices[: ends[-1]].tolist() == expected

@@ -14,9 +14,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_reasoncache.eviction.policies.contract import Eviction
 from sglang_reasoncache.sharing.pipeline import MAX_READERS
-from tests.property.world import NOTHING, Pair, World
+from tests.property.world import NOTHING, Eviction, Pair, World
 
 #: What an evicted position shows.
 EVICTED = -2
@@ -211,30 +210,21 @@ class Memory:
             and abs(block.dst_start - block.src_start) >= self.block
         )
 
-    def may_evict(self, track: Track, evict: object) -> bool:
-        """Private, written, not the newest, whole pages, each once."""
-        if not isinstance(evict, Eviction) or evict.start < 0 or evict.length < 1:
-            return False
-        return (
-            track.req.kv.cache_protected_len <= evict.start
-            and evict.end < len(track.shows)
-            and evict.start % self.world.page == evict.length % self.world.page == 0
-            and EVICTED not in track.shows[evict.start : evict.end]
-        )
-
-    def evict(self, track: Track, evictions: Iterable[object]) -> None:
-        """What must be evicted by what a policy answered, in order."""
-        protected = track.req.kv.cache_protected_len
-        end = (len(track.shows) - 1) // self.world.page * self.world.page
+    def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
+        """What must go of the runs that a policy is to give up: what is private, written and held, in
+        whole pages without the newest position."""
+        protected, page = track.req.kv.cache_protected_len, self.world.page
+        end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
         track.evicted_again -= again
         for at in again:
             if at >= protected:
                 self._evicted(track, range(at, at + 1))
-        for evict in evictions:
-            if self.may_evict(track, evict):
-                assert isinstance(evict, Eviction)
-                self._evicted(track, range(evict.start, evict.end))
+        asked = {at for start, length in evictions for at in range(start, start + length)}
+        for at in range(0, end, page):
+            whole = range(at, at + page)
+            if at >= protected and asked.issuperset(whole) and track.shows[at] != EVICTED:
+                self._evicted(track, whole)
         track.exact = track.exact and EVICTED not in track.shows
 
     def _evicted(self, track: Track, positions: Iterable[int]) -> None:

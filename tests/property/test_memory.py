@@ -23,9 +23,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property.model import Memory, Track
-from tests.property.world import MAX_CONTEXT, MAX_ROWS, Pair, Setup, World
+from tests.property.world import MAX_CONTEXT, MAX_ROWS, Eviction, Pair, Setup, World
 
 QUICK_OPERATIONS = 30_000
 SETUPS = [
@@ -240,21 +239,20 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.proposed(track, block)
 
     def _script_evictions(self, track: Track, draws: Evictions) -> None:
-        """Propose evictions on ``track``'s row: whole pages as a policy would, or nonsense."""
+        """Propose evictions on ``track``'s row: whole pages, or what may not go."""
         page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
         pages = max((high - 1 - low) // page, 1)
-        waiting: list[object] = []
+        waiting: list[Eviction] = []
         for where, length, how in draws:
             start = low + where % pages * page
-            hostile: tuple[object, ...] = (
+            hostile: tuple[Eviction, ...] = (
                 Eviction(max(low - page, 0), 2 * page),
                 Eviction(high // page * page, page),
                 Eviction(high - 1, 1),
                 Eviction(start, 0),
                 Eviction(-page, page),
-                None,
             )
-            # Rows end in a page or two; longer runs would all be refused.
+            # Rows end in a page or two; of longer runs little would be left.
             run = Eviction(start, min(length, pages - where % pages) * page)
             waiting.append(hostile[how] if how < len(hostile) else run)
         self.world.evictor.waiting[track.req.rid] = waiting

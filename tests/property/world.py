@@ -31,9 +31,10 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache, publish_aliased
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.eviction.controller import EvictionController, pool_use
+from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
-from sglang_reasoncache.eviction.policies.contract import NamedPolicy, RequestView
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
+from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.filter.align import BlockPair
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
@@ -141,22 +142,39 @@ class ScriptedEngine(FilterProcess):
         return taken
 
 
-@dataclass
-class ScriptedEvictor:
-    """A policy that gives up what the test put into ``waiting`` under a request's name, whatever
-    that is, when it is polled ``about`` it. ``prompt``: positions of prompts may go."""
+class Eviction(NamedTuple):
+    """A run of positions that goes."""
 
-    waiting: dict[str, list[Any]] = field(default_factory=dict)
-    about: str = ""
-    prompt: bool = False
-    needs = frozenset[str]()
-    slack = 0
+    start: int
+    length: int
 
-    def excess(self, written: int, held: int) -> int:
-        return len(self.waiting.get(self.about, ()))
 
-    def evict(self, view: RequestView, excess: int) -> list[Any]:
-        return self.waiting.pop(self.about)
+@dataclass(frozen=True)
+class ScriptedEvictor(Evictor):
+    """A policy that gives up the runs that the test put into ``waiting`` under a request's name, as
+    far as they may go, when it is polled about it: ``about[0]``."""
+
+    budget: int | None = 1
+    slack: int = 0
+    waiting: dict[str, list[Eviction]] = field(default_factory=dict)
+    about: list[str] = field(default_factory=lambda: [""])
+
+    def allowed(self, positions: int) -> int:
+        return 0 if self.about[0] in self.waiting else positions
+
+    def excess(self, view: View, slots: int) -> int:
+        return view.written
+
+    def candidates(self, view: View) -> np.ndarray:
+        runs = self.waiting.pop(self.about[0])
+        asked = [at for start, length in runs for at in range(start, start + length)]
+        last = (view.written - 1) // view.page * view.page
+        found = np.intersect1d(asked, view.held[(view.held >= view.owned) & (view.held < last)])
+        pages, counts = np.unique(found // view.page, return_counts=True)
+        return found[np.isin(found // view.page, pages[counts == view.page])].astype(np.int64)
+
+    def scores(self, view: View) -> torch.Tensor:
+        return torch.zeros(len(view.held))
 
 
 class NamingEvictor(EvictionController):
@@ -165,7 +183,7 @@ class NamingEvictor(EvictionController):
     def poll(self, req: Any, *rest: Any) -> Any:
         for _, policy in self._evictors:
             if isinstance(policy, ScriptedEvictor):
-                policy.about = req.rid
+                policy.about[0] = req.rid
         return super().poll(req, *rest)
 
 
@@ -201,8 +219,10 @@ class World:
         no_tree: bool = False,
         engine: Any = None,
         min_age: int = 0,
+        queries: Any = None,
     ) -> None:
         """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``.
+        ``queries``: a ``RecentQueries`` of policies that read some.
         ``engine``: instead of the scripted one; requests with one prompt are a group then."""
         self.setup, self.page = setup, setup.page
         self.total = self._lowest_free = setup.slots
@@ -236,8 +256,8 @@ class World:
             evictors or [NamedPolicy("scripted", self.evictor)],
             self.allocator,
             self.rows,
-            KeySource(*reads),
-            lambda: pool_use(self.allocator, self.tree),
+            KeySource(self.pool, self.rows.req_to_token, cached_at, queries=queries),
+            self.ranks,
         )
         stats, block = SharingStats(), setup.block
         tracker = RequestTracker(self.engine, stats, self.ranks, groups=engine is not None)

@@ -89,7 +89,7 @@ class World:
 
     def begun(self) -> Any:
         """What the layer reads in a step that begins."""
-        self.selection.begin(BatchRows(self.plan, self.requests, self.lengths, 39), False)
+        self.selection.begin(BatchRows(self.plan, self.requests, self.lengths, 39))
         return self.selection.plan(7, self.query, DIM**-0.5)
 
     def expected(self, row: int, length: int, query: torch.Tensor) -> list[int]:
@@ -119,7 +119,7 @@ def test_best_pages_are_read(shifted: bool, budget: int) -> None:
     """And the newest, in the order of the row: of 10 positions in pages of 4 three pages."""
     world = World(shifted=shifted, policy=Quest(budget=budget, whole_layers=0))
     assert world.selection.plan(7, world.query, DIM**-0.5) is None, "no step was begun"
-    rows = world.begun()[0]
+    rows = world.begun()
     assert (rows.shift is not None) == shifted
     ends, held, read = rows.kv_indptr.tolist(), 0, 0
     for i, (row, length) in enumerate(((2, 39), (0, 9))):
@@ -155,7 +155,7 @@ class Absent(Quest):
 
 def test_pages_that_a_row_does_not_have_are_not_read() -> None:
     world = World(shifted=False, policy=Absent(budget=36, whole_layers=0))
-    assert torch.equal(world.begun()[0].kv_indices, world.plan.kv_indices)
+    assert torch.equal(world.begun().kv_indices, world.plan.kv_indices)
 
 
 def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

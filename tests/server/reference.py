@@ -6,12 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from eval.serving import ServerProcess
-from sglang_reasoncache.eviction.policies.by_attention import redundancy
-from sglang_reasoncache.eviction.policies.evictor import pooled
+from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.eviction.policies.rkv import redundancy
 from sglang_reasoncache.registry import parse
 from tests.server.problems import prompts, report, respond
 from tests.server.specs import QUEST_POLICY, RKV_POLICY
@@ -74,25 +73,25 @@ def assert_masked(
     return sums[after]
 
 
-RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent  # type: ignore[attr-defined]
+RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 
 
 @torch.no_grad()
-def rkv_scores(model: Any, tokens: list[int], written: int) -> np.ndarray:
-    """The highest to go first, by attention and keys of a Hugging Face forward."""
+def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
+    """The lowest go first: ``RKV.scores`` by attention and keys of a Hugging Face forward."""
     # On the overlap schedule the query behind the written positions has been computed as well.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
-    weights = torch.cat([layer[0] for layer in out.attentions])
-    importance = weights[:, -8:, :written].mean(dim=(0, 1)).double().numpy()
+    weights = torch.cat([layer[0] for layer in out.attentions])[:, -8:, :written]
+    weights = weights / weights.sum(dim=-1, keepdim=True)
+    importance = pooled(weights.mean(dim=(0, 1)), 7, "max")
     keys = [layer.keys[0, :, :written].transpose(0, 1) for layer in out.past_key_values.layers]
-    redundant = torch.stack([redundancy(of_layer, 0.5, 512) for of_layer in keys]).mean(dim=(0, 2))
-    scores: np.ndarray = 0.9 * redundant.double().numpy() - 0.1 * pooled(importance, 7, "max")
-    return scores
+    redundant = torch.cat([redundancy(of_layer, 0.5, 512) for of_layer in keys]).mean(dim=0)
+    return 0.1 * importance - 0.9 * redundant
 
 
 def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
-    """The first evict of each response has the positions of highest score, but for rounding."""
+    """The first evict of each response has the positions of lowest score, but for rounding."""
     tokenizer, model = reference
     todo = prompts(6, seed=31)
     same = total = 0
@@ -103,7 +102,7 @@ def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
         gone = {at for start, length in runs for at in range(start, start + length)}
         candidates = range(found["prompt_tokens"], written - RECENT)
         scores = rkv_scores(model, tokens, written)
-        expected = sorted(candidates, key=lambda at: -scores[at])[: len(gone)]
+        expected = sorted(candidates, key=lambda at: float(scores[at]))[: len(gone)]
         assert gone <= set(candidates)
         same += len(gone & set(expected))
         total += len(gone)

@@ -157,18 +157,18 @@ EVICTING_PROMPTS_PAGES = SHARED.having(
     *(POLICY, "reasoncache+streamingllm:budget=128:slack=16:prompt=true"),
     **retracting(40),
 ).for_long_runs()
-#: Two ranks that must evict alike, between chunks and where the pool is half full.
+#: Two ranks that must evict alike, between chunks and where the pool is short.
 EVICTING_ON_TWO_RANKS = SHARED.having(
     "evict-tp2",
     *(TIGHT, CHUNKED, PAGED_READS, "--tp 2"),
-    *(POLICY, "keydiff:budget=128:prompt=true:when=0.5:until=0.4"),
+    *(POLICY, "keydiff:budget=128:prompt=true+h2o:budget=96:when=short"),
     **TWO_CORES,
 ).for_long_runs()
-#: Memory for four responses; too many are admitted, and a policy waits until that shows.
+#: Memory for four responses; too many are admitted, and a policy gives what would be retracted.
 EVICTING_WHEN_SHORT = SHARED.having(
     "when",
     *("--max-total-tokens 1600", CROWDED, PAGED_READS),
-    *(POLICY, "streamingllm:budget=160:slack=8:when=0.8:until=0.7"),
+    *(POLICY, "streamingllm:budget=160:slack=8:when=short"),
 ).for_long_runs()
 #: SGLang's own attention.
 STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native").beside(STOCK)

@@ -87,7 +87,6 @@ def test_frees_slots_under_load(server: ServerProcess) -> None:
     totals = seen["totals"]
     assert totals["positions_evicted"] > 16 * 50
     assert totals["slots_freed_by_eviction"] > 0
-    assert totals["eviction_refusals"] == {}
     assert seen["positions_evicted_now"] == seen["slots_saved_now"] == 0
     assert 0.2 < totals["final_saving_ratio"] < 0.95
     if "reasoncache+" in seen["config"]["policy"]:
@@ -124,7 +123,6 @@ def test_retracted_requests_evict_again(server: ServerProcess) -> None:
     # Which requests are retracted depends on time, and not each had evicted positions by then.
     for seed in range(25, 29):
         solve(server, problems(10, seed=seed))
-        assert report(server)["totals"]["eviction_refusals"] == {}
         rows = [row for row in report(server)["recent"] if row["retractions"]]
         assert rows
         evicted = [sum(run[2] for run in row["evictions"]) for row in rows]
@@ -216,14 +214,14 @@ def test_under_load(server: ServerProcess) -> None:
     wait_until_idle(server)
     seen = report(server)
     assert seen["totals"]["positions_evicted"] > 6 * 100
-    assert seen["totals"]["eviction_refusals"] == {} and seen["positions_evicted_now"] == 0
+    assert seen["positions_evicted_now"] == 0
 
 
 @pytest.mark.parametrize("server", [specs.EVICTING_ON_TWO_RANKS], indirect=True)
 def test_ranks_evict_alike(server: ServerProcess) -> None:
     found = respond(server, prompts(8, seed=48, each=8), 200)
     assert sum(one["evicted_positions"] for one in found) > 8 * 50
-    assert report(server)["totals"]["eviction_refusals"] == {}
+    assert report(server)["disabled"] is None
 
 
 @pytest.mark.parametrize("server", [specs.EVICTING_WHEN_SHORT], indirect=True)

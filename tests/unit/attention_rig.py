@@ -196,19 +196,16 @@ def announced(
     batch: ForwardBatch,
     shifted: bool = False,
     evicted: Sequence[int] = (),
-    rows: torch.Tensor | None = None,
 ) -> ForwardBatch:
     """The batch, of which the backend knows by the hook that sees a new one; ``shifted``, ``evicted``:
-    what our tree says of its requests; ``rows``: of these, where the batch has them on a device."""
+    what our tree says of its requests."""
     reqs: list[Any] = [object()]
     tree = SimpleNamespace(
         controller=SimpleNamespace(containment=contextlib.nullcontext()),
         reads_shifted=lambda of: shifted and of is reqs,
         evicted_of=lambda of: evicted if of is reqs else [],
     )
-    rows = batch.req_pool_indices if rows is None else rows
-    where = dict(req_pool_indices_cpu=rows, seq_lens_cpu=batch.seq_lens_cpu)
-    requests = SimpleNamespace(tree_cache=tree, reqs=reqs, **where)
+    requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
     runner: Any = SimpleNamespace(attn_backend=backend)
     attention._after_forward_batch(batch, type(batch), requests, runner)
     return batch

@@ -11,9 +11,8 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
-from sglang_reasoncache.eviction.policies.contract import Eviction
 from tests.property import world as worlds
-from tests.property.world import PROMPT, Pair, Setup, World, prefill, retract, start
+from tests.property.world import PROMPT, Eviction, Pair, Setup, World, prefill, retract, start
 
 pytestmark = pytest.mark.usefixtures("published_config")
 

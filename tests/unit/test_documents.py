@@ -13,13 +13,12 @@ import pytest
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.attention import served
-from sglang_reasoncache.eviction.row_state import EvictionRefusal
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.contract.test_layers import LAYER
-from tests.eviction.views import positions, view
+from tests.eviction.views import evict, view
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -106,7 +105,6 @@ def test_refused_flags_and_series_are_in_their_pages() -> None:
 @pytest.mark.parametrize(
     ("page", "heading", "refusals"),
     [
-        ("eviction", "refusal", EvictionRefusal),
         ("architecture", "reason", Refusal),
     ],
 )
@@ -151,8 +149,8 @@ def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             registry.parse("thinning:budget=10:keep=1")
     finally:
         registry.parse.cache_clear()
-    assert positions(policy.evict(view(20, owned=3), 8)) == [3, 5, 6, 7, 9, 10, 11, 13]
-    assert positions(policy.evict(view(30, page=2), 5)) == [2, 3, 4, 5, 6, 7]
+    assert evict(policy, view(20, owned=3), 20, 8) == [3, 5, 6, 7, 9, 10, 11, 13]
+    assert evict(policy, view(30, page=2), 30, 5) == [2, 3, 4, 5, 6, 7]
 
 
 def test_the_worked_example_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:

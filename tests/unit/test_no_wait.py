@@ -7,7 +7,6 @@ calls. Ours waits in ``free`` and ``free_page_ids`` alone, of slots that nobody 
 so when an allocation for a part of a batch fails."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,20 +16,18 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.eviction.held import AttentionSource
-from sglang_reasoncache.eviction.policies.by_attention import H2O, RKV
-from sglang_reasoncache.eviction.policies.by_keys import KeyDiff, L2Norm
-from sglang_reasoncache.eviction.policies.contract import (
-    KEYS,
-    Eviction,
-    RequestView,
-    StatisticsNeeds,
-)
-from sglang_reasoncache.eviction.statistics import AttentionStatistics
+from sglang_reasoncache.eviction.policies.h2o import H2O
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
+from sglang_reasoncache.eviction.policies.l2norm import L2Norm
+from sglang_reasoncache.eviction.policies.rkv import RKV
+from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels import distance
 from tests.eviction.rows import world_of
 from tests.property.world import (
+    LAYERS,
+    MAX_ROWS,
     PROMPT,
+    Eviction,
     Pair,
     Setup,
     World,
@@ -175,29 +172,27 @@ POLICIES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("name", POLICIES)
-def test_policies_that_read_keys_and_weights(name: str, page: int) -> None:
-    """They are asked again when the numbers have arrived, and answer as on the CPU."""
+def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
+    """Their scores arrive at a later poll, and what goes is what goes on the CPU."""
     policy = POLICIES[name](budget=16, slack=4, recent=4)
 
     def evicted() -> list[int]:
-        world = world_of(Setup(page, 4, SLOTS, "exact"), policy)
-        needs = StatisticsNeeds(latest=8, total=True)
-        rows = world.rows.req_to_token
-        statistics = AttentionStatistics(rows, world.rows.req_generation, needs)
-        world.controller.eviction._weights = AttentionSource(statistics, heads=1)
+        shapes = {layer: LayerShape(2, 4, 0.5, 0.0) for layer in range(LAYERS)}
+        recent = RecentQueries(shapes, MAX_ROWS + 1, 32, torch.float32, torch.device(World.device))
+        world = world_of(Setup(page, 4, SLOTS, "exact"), policy, queries=recent)
         keys = torch.randn(world.pool.k_buffer[0].shape, generator=torch.Generator().manual_seed(1))
         for buffer in world.pool.k_buffer:
             buffer.copy_(keys)
         req = world.request("r", PROMPT)
         respond(world, req, [7] * 31)
         row, length = req.kv.req_pool_idx, req.kv.kv_allocated_len
-        statistics.begin([row], [length - 4], [length - 4])
-        statistics.begin([row], [length], [4])
-        some = torch.rand(statistics._memory[row].shape, generator=torch.Generator().manual_seed(2))
-        statistics._memory[row].copy_(some)
+        queries = torch.randn(length, 8, generator=torch.Generator().manual_seed(2))
+        rows = torch.tensor([row]).to(World.device)
+        recent.begin_extend(["r"], rows, torch.arange(length).to(World.device), [length])
+        for layer in range(LAYERS):
+            recent.keep(layer, queries.to(World.device))
         steps(world, req, count=5)
         assert world.controller.eviction.positions_now > 0
-        assert not world.controller.stats.eviction_refusals
         state: Any = world.controller.state_of(req)
         gone = np.flatnonzero(state.evicted._mask).tolist()
         finish(world, req)
@@ -219,43 +214,3 @@ def test_lists_and_arrays_are_uploaded() -> None:
         with pytest.raises((WouldWait, RuntimeError)):
             sent[0].tolist()
     assert all(one.tolist() == [3, 1] for one in sent)
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    """Reads keys and answers ``answer`` of a request with more than 20 positions."""
-
-    answer: tuple[Any, ...]
-    when: float = 0.0
-    needs = frozenset({KEYS})
-    slack = 100
-
-    def excess(self, written: int, slots: int) -> int:
-        return max(slots - 20, 0)
-
-    def evict(self, view: RequestView, excess: int) -> tuple[Any, ...]:
-        view.keys.token_scores(lambda keys: keys[..., 0])
-        return self.answer
-
-
-def test_an_answer_that_waited_is_refused_like_any_other() -> None:
-    wrong = Eviction(8, 10**12), Eviction("x", 3)  # type: ignore[arg-type]
-    world = world_of(SETUPS[0], Reading((*wrong, Eviction(8, 8))))
-    req = start(world)
-    steps(world, req)
-    assert world.controller.eviction.positions_now == 8
-    assert world.controller.stats.eviction_refusals == {"not_written": 1, "malformed": 1}
-    finish(world, req)
-
-
-def test_nobody_gives_more_when_the_pool_is_not_short_any_more() -> None:
-    """Both requests are asked before the first one's answer is there."""
-    world = world_of(SETUPS[0], Reading((Eviction(8, 12),), when=0.25))
-    reqs = [start(world, name, first) for name, first in (("a", 100), ("b", 200))]
-    for _ in range(3):
-        world.controller.after_decode(reqs)
-    states: list[Any] = [world.controller.state_of(req) for req in reqs]
-    assert sorted(state.evicted.count for state in states) == [0, 12]
-    assert not any(state.asked for state in states)
-    for req in reqs:
-        finish(world, req)

@@ -11,8 +11,6 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, SharedSlotReads
-from sglang_reasoncache.eviction.device_statistics import DeviceStatistics
-from sglang_reasoncache.eviction.policies.contract import StatisticsNeeds
 from sglang_reasoncache.selection.contract import Quest
 from tests.property.world import in_host
 from tests.selection.test_device_selection import rig_of
@@ -67,8 +65,7 @@ def moved(part: Any) -> Any:
     """A part of SGLang's whose tensors say that they are on the device: the same memory."""
     found = copy.copy(part)
     for name, value in vars(part).items():
-        if name != "req_generation":
-            setattr(found, name, on_device(value))
+        setattr(found, name, on_device(value))
     found.device = "cuda"
     return found
 
@@ -92,7 +89,7 @@ def batch_of(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None =
     batch = dataclasses.replace(batch, **there)
     gone = [0] * len(new) if evicted is None else evicted
     with no_wait():
-        return announced(backend, batch, True, gone, rig.row_of)
+        return announced(backend, batch, True, gone)
 
 
 def check(
@@ -110,13 +107,12 @@ def check(
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
 def test_plans_and_layers(new: list[int], corrected: bool) -> None:
     """With shifted slots, then with evicted positions too; every batch and either correction with
-    statistics and without."""
-    statistics = corrected != (new == NEW["with-prefix"])
+    kept queries and without."""
+    keeps = corrected != (new == NEW["with-prefix"])
     rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
     backend = backend_of(rig, corrected)
-    if statistics:
-        found = backend.paged.keep_statistics(StatisticsNeeds(latest=3, total=True, prompt=4))
-        assert isinstance(found, DeviceStatistics)
+    if keeps:
+        backend.paged.keep_queries(3)
     if not corrected:
         rig.settle()
     if corrected:

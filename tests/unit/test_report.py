@@ -18,12 +18,11 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.download import Download
-from sglang_reasoncache.eviction.policies.contract import Eviction
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_selection import PageSelection
 from tests.eviction.rows import SINGLE, begun
-from tests.property.world import World, finish
+from tests.property.world import Eviction, World, finish
 
 pytestmark = pytest.mark.usefixtures("published_config")
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cache policies over a request's row: which positions to give up. See docs/eviction.md."""
+"""Evicting policies, one a file: what each position of a request is worth. See docs/eviction.md."""

@@ -1,157 +1,108 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy sees and what it answers. Neither SGLang nor its slots' ids appear here."""
+"""What an evicting policy reads of a request. Neither SGLang nor ids of slots appear here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
     import torch
 
-#: What a policy may name in ``needs``.
-KEYS = "keys"
-UNROTATED_KEYS = "unrotated keys"
-ATTENTION = "attention"
+    from sglang_reasoncache.eviction.policies.evictor import Evictor
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 
-class StatisticsNeeds(NamedTuple):
-    """Which weights a policy that needs :data:`ATTENTION` reads."""
+class Layer(Protocol):
+    """Keys and newest queries of one attention layer, read from the device on demand. A rank has
+    its own heads. ``held`` below counts the entries of :attr:`View.held`."""
 
-    latest: int = 0  # newest queries whose weights are kept apart, for ``Attention.latest``
-    total: bool = False  # sums over all queries of the response, for ``Attention.total``
-    prompt: int = 0  # queries at the end of a prompt that count as well
+    @property
+    def rotation(self) -> KeyRotation | None:
+        """The model's rotary embedding; None where cached positions are not recorded."""
+
+    def stored(self) -> torch.Tensor:
+        """fp32 ``[held, kv_heads, head_dim]``: keys as cached, rotated for their cached positions."""
+
+    def used(self) -> torch.Tensor:
+        """fp32 ``[held, kv_heads, head_dim]``: keys as attention uses them, at their positions."""
+
+    def unrotated(self) -> torch.Tensor:
+        """fp32 ``[held, kv_heads, head_dim]``: keys before rotary embedding. Raises RuntimeError
+        without a rotation."""
+
+    def queries(
+        self, first: int, end: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries of the positions from ``first`` on, as far as they were kept.
+
+        ``end``: before that one. None: all, with that of the forward in flight, if there is one.
+
+        Returns fp32 ``[queries, heads, head_dim]`` after rotary embedding, their positions, int64
+        ``[queries]``, and bool ``[queries]``: False where nothing was kept for that position.
+        """
+
+    def weights(self, first: int, end: int | None = None) -> torch.Tensor:
+        """fp32 ``[heads, held]``: softmax weights that the positions got from the queries of
+        :meth:`queries`, summed over these. A query gives nothing to later positions."""
 
 
 @dataclass(frozen=True)
-class Eviction:
-    """Give up positions ``[start, start + length)`` of a request; others keep their numbers."""
+class View:
+    """One request between two forwards.
 
-    start: int
-    length: int
+    Attributes:
+        prompt: Tokens of the prompt.
+        written: Positions ``[0, written)`` have their KV in the pool, or were evicted.
+        owned: First position that may be evicted. What is before it belongs to the prefix tree or,
+            without the option ``prompt``, to the prompt (but for its last part of a page).
+        page: Positions of a page; only whole pages can be evicted.
+        held: int64 ``[held]``, ascending: written positions that were not evicted.
+        slot_aliases: int64 ``[held]``, equal where two positions share a slot.
+        seed: The same for the same prompt.
+        layers: All attention layers of this rank.
+        earlier: fp32 ``[held]``, what an accumulating policy scored the last time, 0 for positions
+            written since; None at the first time.
+        seen: Positions whose queries it counted by then.
+    """
 
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-class Keys(Protocol):
-    """Keys of ``RequestView.held``, read from the pool on demand; a rank has its own heads."""
-
-    @property
-    def layers(self) -> range: ...
-
-    def cached_at(self) -> torch.Tensor:
-        """int64 ``[held]``: the position each key was rotated for, where keys can be un-rotated."""
-
-    def stored(self, layer: int) -> torch.Tensor:
-        """fp32 ``[held, heads, head_dim]``, as cached: rotated for their cached positions."""
-
-    def unrotated(self, layer: int) -> torch.Tensor:
-        """fp32 ``[held, heads, head_dim]``, without rotary embedding."""
-
-    def token_scores(
-        self, score: Callable[[torch.Tensor], torch.Tensor], *, unrotated: bool = False
-    ) -> np.ndarray:
-        """float64 ``[held]``: ``score`` averaged over all layers and KV heads, of all ranks, each
-        of which must call this. It maps keys ``[held, heads, head_dim]`` to ``[held, heads]``."""
-
-
-class Attention(Protocol):
-    """Softmax weights that ``RequestView.held`` got, averaged over the query heads of all
-    layers and ranks. Every rank must read alike."""
-
-    def latest(self, queries: int) -> np.ndarray:
-        """float64 ``[held]``: mean over the ``queries`` newest ones, as far as they were
-        counted; 0 for a position behind a query."""
-
-    def total(self) -> np.ndarray:
-        """float64 ``[held]``: sum over all queries of the response so far, and the last
-        ``StatisticsNeeds.prompt`` ones of what was computed before it."""
-
-
-class NoAttention:
-    """Of a policy that does not need it."""
-
-    def latest(self, queries: int = 0) -> np.ndarray:
-        raise LookupError(f"the policy's needs do not name {ATTENTION!r}")
-
-    total = latest
-
-
-@dataclass(frozen=True)
-class RequestView:
-    """One request between two forwards."""
-
-    prompt: int  # length of the prompt
-    written: int  # positions ``[0, written)`` have their KV in the pool or were evicted
-    #: First position that may be evicted. What is before it belongs to the prefix tree or, without
-    #: a policy's ``prompt``, is prompt (but for its last part of a page).
+    prompt: int
+    written: int
     owned: int
-    page: int  # positions per page; only whole pages can be evicted
-    held: np.ndarray  # int64, ascending: written positions that were not evicted; read-only
-    slot_aliases: np.ndarray  # int64 ``[held]``, equal where two share a slot; read-only
-    seed: int  # the same for the same prompt
-    keys: Keys  # on demand; only for a policy that ``needs`` them
-    attention: Attention = field(default_factory=NoAttention)  # likewise
-
-    def __post_init__(self) -> None:
-        # What one policy does to it must not show in what it reads of keys and weights.
-        for name in ("held", "slot_aliases"):
-            array = getattr(self, name).view()
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
+    page: int
+    held: np.ndarray
+    slot_aliases: np.ndarray
+    seed: int
+    layers: Sequence[Layer] = ()
+    earlier: torch.Tensor | None = None
+    seen: int = 0
 
     def candidates(self, recent: int = 1) -> np.ndarray:
-        """Positions that may be evicted, ascending, in whole pages: all that the request owns
-        and holds, less the ``recent`` newest ones (at least 1), and less those that have a slot
-        with one that stays, where nothing would come back. The caller's own array."""
+        """int64, ascending: positions that may be evicted, in whole pages.
+
+        These are owned and held. The ``recent`` newest ones (at least 1: the next forward reads
+        the newest slot to place its own) are left out, and so is what shares a slot with a
+        position that stays: nothing would come back.
+        """
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))
         stays = np.concatenate((self.slot_aliases[:low], self.slot_aliases[high:]))
         return self.held[low:high][~np.isin(self.slot_aliases[low:high], stays)]
 
-
-class Policy(Protocol):
-    """An evictor: a frozen dataclass, its fields the options of ``--reasoncache-policy``.
-
-    What it decides follows from the view alone, so that tensor-parallel ranks decide alike.
-    ``__post_init__`` raises ``policy_options.OptionError``. ``prompt``, ``when`` and ``until``
-    count if there are any, see ``evictor.Evictor``.
-    """
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Of :data:`KEYS`, :data:`UNROTATED_KEYS` and :data:`ATTENTION`; the last one takes an
-        attribute ``statistics_needs``, a :class:`StatisticsNeeds`."""
-
-    @property
-    def slack(self) -> int:
-        """Positions a request writes at least between two decisions."""
-
-    def excess(self, written: int, slots: int) -> int:
-        """How many of the ``slots`` of ``written`` positions, less what was evicted or shared,
-        are too many now. Called often; 0 ends the decision."""
-
-    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        """Runs of positions to give up, of some ``excess`` slots together. A slot comes back with
-        the last position that has it."""
+    def mean(self, score: Callable[[Layer], torch.Tensor]) -> torch.Tensor:
+        """fp32 ``[held]``: mean over this rank's layers and heads of ``score``, which maps a layer
+        to ``[heads, held]``."""
+        total = score(self.layers[0]).mean(dim=0)
+        for layer in self.layers[1:]:
+            total += score(layer).mean(dim=0)
+        return total / len(self.layers)
 
 
 class NamedPolicy(NamedTuple):
-    """A configured evictor and its name in ``--reasoncache-policy``."""
+    """A configured policy and its name in ``--reasoncache-policy``."""
 
     name: str
-    policy: Policy
-
-
-def needs_of(evictors: Iterable[NamedPolicy]) -> StatisticsNeeds | None:
-    """What all ``evictors`` together read; None: nothing."""
-    policies: list[Any] = [policy for _, policy in evictors if ATTENTION in policy.needs]
-    if not policies:
-        return None
-    latest, total, prompt = zip(*(policy.statistics_needs for policy in policies), strict=True)
-    return StatisticsNeeds(max(latest), any(total), max(prompt))
+    policy: Evictor

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What evicting policies share: a budget and slack, when to keep to it, picking by score."""
+"""The base of every evicting policy: its budget, when it acts, which positions may go."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from sglang_reasoncache.eviction.policies.contract import Eviction, RequestView
-from sglang_reasoncache.policy_options import OptionError, between
+from sglang_reasoncache.policy_options import OptionError, between, one_of
 
-#: Of the pool, between where a policy with ``when`` begins and where it stops.
-HYSTERESIS = 0.05
+if TYPE_CHECKING:
+    import torch
+
+    from sglang_reasoncache.eviction.policies.contract import View
+
+#: Values of ``when``.
+ALWAYS, SHORT = "always", "short"
 
 
 def bounded(default: float, low: float, high: float) -> Any:
@@ -25,7 +28,10 @@ def bounded(default: float, low: float, high: float) -> Any:
 
 @dataclass(frozen=True)
 class Evictor:
-    """Options of every evicting policy; exactly one of ``budget`` and ``share`` must be given.
+    """A policy says :meth:`scores`; the positions of lowest score go until the budget is met.
+
+    It keeps no state: what it scores follows from its options and the view. Fields are the options
+    of ``--reasoncache-policy``; exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
         budget: Slots a request takes, prompt included; positions that share one count once.
@@ -35,8 +41,9 @@ class Evictor:
             alone may exceed it, and a response that forgets every word at once is noise.
         prompt: Positions of the prompt may go too, chunk by chunk while it is computed. It
             is then published when the request finishes, up to the first evicted position.
-        when: Act only once more than this share of the pool's slots is in use; 0: always.
-        until: Having begun, go on until no more than this share is; ``when`` less 0.05.
+        when: ``always``, or ``short``: only when SGLang would retract a request for want of slots.
+
+    Raises OptionError for a value out of bounds.
     """
 
     budget: int | None = None
@@ -44,12 +51,20 @@ class Evictor:
     slack: int = 32
     recent: int = 32
     prompt: bool = False
-    when: float = 0.0
-    until: float | None = None
+    when: str = ALWAYS
+
+    #: Scores go on from those of the last time, and are made whenever a window of queries is full.
+    accumulates: ClassVar[bool] = False
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset()
+    def queries(self) -> int:
+        """Newest queries of a request that the policy reads; 0: none."""
+        return 0
+
+    @property
+    def unrotates(self) -> bool:
+        """Whether it reads keys or queries before rotary embedding."""
+        return False
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
@@ -63,12 +78,7 @@ class Evictor:
             raise OptionError("share", "above 0 and below 1")
         between("slack", self.slack, 0, 65_536)
         between("recent", self.recent, 1, 65_536)
-        if not 0 <= self.when < 1:
-            raise OptionError("when", "at least 0 and below 1")
-        if self.until is None:
-            object.__setattr__(self, "until", max(self.when - HYSTERESIS, 0.0))
-        elif not 0 <= self.until <= self.when:
-            raise OptionError("until", f"between 0 and when ({self.when})")
+        one_of("when", self.when, (ALWAYS, SHORT))
 
     def allowed(self, positions: int) -> int:
         """Slots that as many positions may take."""
@@ -77,56 +87,42 @@ class Evictor:
         assert self.budget is not None, "one of the two is given"
         return self.budget
 
-    def excess(self, written: int, slots: int) -> int:
-        above = slots - self.allowed(written)
-        return above if above > self.slack else 0
+    def excess(self, view: View, slots: int) -> int:
+        """How many of the request's ``slots`` are beyond the budget."""
+        return max(slots - self.allowed(view.written), 0)
 
-
-@dataclass(frozen=True)
-class ScoringEvictor(Evictor):
-    """Gives up the candidates of highest score."""
-
-    def candidates(self, view: RequestView) -> np.ndarray:
-        """int64, positions that may go; see :meth:`RequestView.candidates`."""
+    def candidates(self, view: View) -> np.ndarray:
+        """int64, positions that may go; see :meth:`View.candidates`."""
         return view.candidates(self.recent)
 
-    def scores(self, view: RequestView) -> np.ndarray:
-        """float ``[held]``; computed only where there are candidates."""
+    def scores(self, view: View) -> torch.Tensor:
+        """float ``[held]`` on any device: how much each position is worth. The lowest go, of equals
+        the oldest, and where there is no number (NaN) last. Ranks add up theirs, of their own
+        heads."""
         raise NotImplementedError
 
-    def evict(self, view: RequestView, excess: int) -> Iterable[Eviction]:
-        """Older ones go first among equals; ``excess`` is rounded up to whole pages, which have
-        the mean score of their positions. Positions that share a slot go together, once the one
-        of them that is wanted most would."""
-        page, candidates = view.page, self.candidates(view)
-        if not len(candidates):
-            return []
-        at = np.searchsorted(view.held, candidates)
-        by_page = self.scores(view)[at].reshape(-1, page).mean(axis=1)
-        slots, slot_of = np.unique(view.slot_aliases[at[::page]], return_inverse=True)
-        least = np.full(len(slots), np.inf)
-        with np.errstate(invalid="ignore"):  # No number: such a page stays longest.
-            np.minimum.at(least, slot_of, by_page)
-        chosen = np.argsort(-least, kind="stable")[: math.ceil(excess / page)]
-        return runs(candidates.reshape(-1, page)[np.isin(slot_of, chosen)].ravel())
 
+def lowest(scores: np.ndarray, slots: np.ndarray, page: int, count: int) -> np.ndarray:
+    """bool ``[positions]``: which of some positions, whole pages of a row, go.
 
-def pooled(scores: np.ndarray, kernel: int, kind: str) -> np.ndarray:
-    """``max`` or ``avg`` of the ``kernel`` scores around each, so that what is kept hangs
-    together; beyond the ends lie zeros. An even ``kernel`` reaches one further back than forth.
-
-    ``scores``: float ``[held]``, none below 0, neighbours in the cache side by side.
+    Args:
+        scores: float ``[positions]``; a page is worth the mean of its positions.
+        slots: int ``[positions]``, equal where two share a slot. These go together, and are worth
+            the most of them.
+        page: Positions of a page.
+        count: Slots that shall go, rounded up to whole pages.
     """
-    if not len(scores):
-        return scores
-    sides = (kernel // 2, kernel - 1 - kernel // 2)
-    windows = np.lib.stride_tricks.sliding_window_view(np.pad(scores, sides), kernel)
-    return windows.max(axis=1) if kind == "max" else windows.mean(axis=1)
+    by_page = scores.astype(np.float64).reshape(-1, page).mean(axis=1)
+    known, slot_of = np.unique(slots[::page], return_inverse=True)
+    worth = np.full(len(known), -np.inf)
+    np.maximum.at(worth, slot_of, np.where(np.isnan(by_page), np.inf, by_page))
+    chosen = np.argsort(worth, kind="stable")[: math.ceil(count / page)]
+    return np.isin(slot_of, chosen).repeat(page)
 
 
-def runs(positions: np.ndarray) -> list[Eviction]:
-    """Ascending positions as runs."""
+def runs(positions: np.ndarray) -> list[tuple[int, int]]:
+    """Ascending positions as runs of start and length."""
     if not len(positions):
         return []
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
-    return [Eviction(int(part[0]), len(part)) for part in np.split(positions, breaks)]
+    return [(int(part[0]), len(part)) for part in np.split(positions, breaks)]

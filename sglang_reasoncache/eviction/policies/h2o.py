@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""H2O: heavy hitters stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
+
+#: Queries kept; totals grow about as often as so many were made.
+_WINDOW = 32
+
+
+@dataclass(frozen=True)
+class H2O(Evictor):
+    """H2O (Zhang et al., arXiv 2306.14048): the positions of the least total weight go. The paper
+    decides at every token.
+
+    Attributes:
+        recent_share: Of the budget, for the newest positions; at least ``recent`` of them.
+        prompt_queries: Queries at the end of what was computed last of a prompt that count; the
+            paper adds up all of them.
+    """
+
+    accumulates: ClassVar[bool] = True
+
+    recent_share: float = bounded(0.5, 0, 1)
+    prompt_queries: int = bounded(32, 0, 256)
+
+    @property
+    def queries(self) -> int:
+        return max(_WINDOW, self.prompt_queries)
+
+    def candidates(self, view: View) -> np.ndarray:
+        newest = int(self.recent_share * self.allowed(view.written))
+        return view.candidates(max(self.recent, newest))
+
+    def scores(self, view: View) -> torch.Tensor:
+        """The running total, with what the queries since then gave."""
+        first = max(view.seen, min(view.prompt, view.written) - self.prompt_queries)
+        total = view.mean(lambda layer: layer.weights(first, view.written))
+        return total if view.earlier is None else total + view.earlier

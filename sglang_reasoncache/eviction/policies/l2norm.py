@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""L2 norm: keys of low norm stay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor
+
+
+def relative_norms(keys: torch.Tensor) -> torch.Tensor:
+    """``[held, heads, head_dim]`` to ``[heads, held]``: norms over their mean in the head.
+
+    Within a head the order is the paper's; plain norms of different layers cannot be averaged.
+    """
+    norms = keys.norm(dim=-1)
+    return (norms / norms.mean(dim=0).clamp_min(1e-12)).T
+
+
+@dataclass(frozen=True)
+class L2Norm(Evictor):
+    """Key norms (Devoto et al., arXiv 2406.11430): the largest keys go. Rotation changes no norm."""
+
+    def scores(self, view: View) -> torch.Tensor:
+        return -view.mean(lambda layer: relative_norms(layer.stored()))

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random Attention: the prompt stays, of the rest a uniform sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
+
+
+@dataclass(frozen=True)
+class RandomAttention(Evictor):
+    """Random Attention (arXiv 2609.03430): reasoning tokens go uniformly at random, the prompt stays
+    (unless ``prompt=true``). The paper draws in each head, here a slot holds all heads.
+
+    Each slot draws a number once, from ``seed`` and the prompt; the lowest go first. So what is
+    left is a uniform sample of all that could go, however often the policy acted, and the same on
+    every rank and in every run.
+    """
+
+    seed: int = bounded(0, 0, 2**63 - 1)
+
+    def scores(self, view: View) -> torch.Tensor:
+        # The first numbers are the same however long the request gets.
+        draws = np.random.default_rng((self.seed, view.seed)).random(view.written)
+        # A page has the number of its first position: a mean of 16 would not be uniform.
+        return torch.from_numpy(draws[view.slot_aliases // view.page * view.page])

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""R-KV: what is looked at, and not said again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
+from sglang_reasoncache.eviction.policies.pooling import pooled
+
+_EPSILON = 1e-8
+#: Cosines computed at once.
+_ELEMENTS = 1 << 20
+
+
+def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor:
+    """``[held, heads, head_dim]`` to ``[heads, held]``, the paper's R: a softmax over positions
+    of how similar the others are to each on average.
+
+    Each key spares the newest of those whose cosine with it is above ``threshold``, sought
+    among the newest ``reach`` keys: one of several similar keys has to stay.
+    """
+    count = len(keys)
+    unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
+    # The sum of a key's cosines with all others, as one product with the sum of all keys.
+    sums = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
+    first = max(0, count - reach)
+    newest = unit[:, first:].transpose(1, 2)
+    order = sums.new_ones(count - first).cumsum(0)
+    rows = max(1, _ELEMENTS // max(1, len(unit) * len(order)))
+    for begin in range(0, count, rows):
+        cosines = unit[:, begin : begin + rows] @ newest
+        # No key is like itself.
+        cosines.diagonal(begin - first, 1, 2).zero_()
+        spared = ((cosines > threshold) * order).max(dim=-1, keepdim=True)
+        saved = cosines.gather(-1, spared.indices) * (spared.values > 0)
+        sums.scatter_add_(1, spared.indices[..., 0] + first, -saved[..., 0])
+    return (sums / max(1, count)).softmax(dim=-1)
+
+
+@dataclass(frozen=True)
+class RKV(Evictor):
+    """R-KV (Cai et al., arXiv 2505.24133): the positions of lowest
+    ``mix * importance - (1 - mix) * redundancy`` go.
+
+    Importance is the mean weight by the newest ``alpha`` queries over all heads, then the maximum
+    of ``kernel`` neighbours. The paper compresses every 128 tokens and keeps the newest ``alpha``.
+
+    Attributes:
+        mix: The paper's lambda.
+        alpha: Queries that count.
+        kernel: Held positions whose weights are pooled.
+        threshold: Cosine from which two keys count as similar.
+        reach: Newest held positions among which a key finds one like it; none in the paper,
+            which holds no more than its budget.
+    """
+
+    slack: int = 128
+    recent: int = 8
+    mix: float = bounded(0.1, 0, 1)
+    alpha: int = bounded(8, 1, 64)
+    kernel: int = bounded(7, 1, 63)
+    threshold: float = bounded(0.5, -1, 1)
+    reach: int = bounded(512, 1, 65_536)
+
+    @property
+    def queries(self) -> int:
+        return self.alpha
+
+    def scores(self, view: View) -> torch.Tensor:
+        # That of the forward in flight is the newest one.
+        first = view.written + 1 - self.alpha
+        weights = view.mean(lambda layer: layer.weights(first))
+        # A query's weights sum to 1, so this divides by the number of queries.
+        importance = pooled(weights / weights.sum().clamp_min(1), self.kernel, "max")
+        redundant = view.mean(lambda layer: redundancy(layer.stored(), self.threshold, self.reach))
+        return self.mix * importance - (1 - self.mix) * redundant

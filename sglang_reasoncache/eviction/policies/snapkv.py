@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SnapKV: of the prompt stays what its end looks at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
+from sglang_reasoncache.eviction.policies.pooling import pooled
+from sglang_reasoncache.policy_options import OptionError, one_of
+
+
+@dataclass(frozen=True)
+class SnapKV(Evictor):
+    """SnapKV (Li et al., arXiv 2404.14469): brings the prompt down to the budget once it has been
+    computed; the response stays.
+
+    Kept are the prompt's last ``window`` positions, and those with the highest weight by the newest
+    ``window`` queries, pooled over neighbours. A prompt in chunks is brought down after each.
+
+    Attributes:
+        window: Positions at the end of the prompt that stay, and queries that count.
+        kernel: Positions pooled.
+        pooling: ``avg`` or ``max``.
+    """
+
+    # At once: later queries push those of the prompt out of the window.
+    slack: int = 1
+    prompt: bool = True
+    window: int = bounded(32, 1, 256)
+    kernel: int = bounded(7, 1, 63)
+    pooling: str = "avg"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("pooling", self.pooling, ("avg", "max"))
+        if not self.prompt:
+            raise OptionError("prompt", "true, as it gives up positions of the prompt only")
+
+    @property
+    def queries(self) -> int:
+        return self.window
+
+    def excess(self, view: View, slots: int) -> int:
+        """Of the prompt alone: the response stays."""
+        end = min(view.prompt, view.written)
+        held = int(np.searchsorted(view.held, end))
+        return min(super().excess(view, slots), max(held - self.allowed(end), 0))
+
+    def candidates(self, view: View) -> np.ndarray:
+        response = view.written - min(view.prompt, view.written)
+        return view.candidates(max(self.recent, response + self.window))
+
+    def scores(self, view: View) -> torch.Tensor:
+        end = min(view.prompt, view.written) - self.window
+        prompt = int(np.searchsorted(view.held, end))
+        weights = view.mean(lambda layer: layer.weights(view.written - self.window))
+        weights[:prompt] = pooled(weights[:prompt], self.kernel, self.pooling)
+        return weights

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TriAttention: what queries like the recent ones will look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sglang_reasoncache.eviction.policies.contract import Layer, View
+from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
+
+
+@dataclass(frozen=True)
+class TriAttention(Evictor):
+    """TriAttention (Mao et al., arXiv 2604.04921): before rotary embedding queries lie close to a
+    centre, so the logits that a key will get from later queries follow from its position.
+
+    For frequency f of a head, with the mean query q, the key k, both complex before rotation, and a
+    distance D between them the paper's score is the trigonometric series
+    ``sum |q| |k| cos(w_f D + arg(q / k))``, averaged over distances up to those of queries 1, 2, 4,
+    ... ``reach`` positions ahead, plus ``sum (mean |query| - |q|) |k|`` for how far queries are from
+    their centre. Each head's scores are brought to mean 0 and deviation 1.
+
+    The authors measure centres on other texts before; here they are the request's newest
+    ``window`` queries. They take the highest score of any head; here heads are averaged.
+
+    Attributes:
+        window: Queries whose centre counts.
+        reach: Farthest query ahead, at most as far as the rotary table goes.
+    """
+
+    slack: int = 128
+    window: int = bounded(32, 1, 256)
+    reach: int = bounded(65_536, 1, 1 << 20)
+
+    @property
+    def queries(self) -> int:
+        return self.window
+
+    @property
+    def unrotates(self) -> bool:
+        return True
+
+    def scores(self, view: View) -> torch.Tensor:
+        def score(layer: Layer) -> torch.Tensor:
+            rotation = layer.rotation
+            assert rotation is not None, "refused at the start otherwise"
+            queries, positions, kept = layer.queries(view.written - self.window)
+            plain = rotation.rotate(queries, -positions) * kept[:, None, None]
+            count = kept.sum().clamp_min(1)
+            centre = plain.sum(dim=0) / count
+            spread = rotation.magnitudes(plain).sum(dim=0) / count - rotation.magnitudes(centre)
+            # The series is the product of keys as they are used with the centre, turned to where
+            # queries will be: sums over frequencies are dot products, so distances are averaged
+            # before.
+            last = min(self.reach, len(rotation.cos) - 1)
+            steps = 2 ** torch.arange(last.bit_length(), device=centre.device)
+            now = rotation.rotate(centre, torch.full_like(steps[0], view.written))
+            ahead = rotation.rotate(now.expand(len(steps), -1, -1), steps).mean(dim=0)
+            keys = layer.used().transpose(0, 1)
+            series = _product(ahead, keys) + _product(spread, rotation.magnitudes(keys))
+            deviation = series.std(dim=1, keepdim=True, correction=0).clamp_min(1e-6)
+            return (series - series.mean(dim=1, keepdim=True)) / deviation
+
+        return view.mean(score)
+
+
+def _product(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """``[heads, dim]`` and ``[kv_heads, held, dim]`` to ``[heads, held]``."""
+    grouped = queries.unflatten(0, (len(keys), -1))
+    return (grouped @ keys.transpose(1, 2)).flatten(0, 1)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ring buffer of queries, and what policies compute of it: weights over held keys."""
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.eviction import held as held_module
+from sglang_reasoncache.eviction.decision import Decision
+from sglang_reasoncache.eviction.held import HeldLayer, KeySource
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.h2o import H2O
+from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
+from sglang_reasoncache.eviction.policies.rkv import RKV
+from sglang_reasoncache.eviction.policies.snapkv import SnapKV
+from sglang_reasoncache.eviction.policies.triattention import TriAttention
+from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
+from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.plugin.attention import attention_backend
+from tests.kernels.pools import dense
+from tests.triton_runs import test_interpreted as test_interpreted
+from tests.triton_runs import under_interpreter
+from tests.two_ranks import on_two_ranks
+from tests.unit.attention_rig import Rig, announced
+from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
+from tests.unit.test_attention_cuda_graph import ranks as ranks
+
+WINDOW, ROWS = 4, 3
+HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
+CPU = torch.device("cpu")
+
+
+def recent(window: int = WINDOW, heads: int = HEADS, cap: float = 0.0) -> RecentQueries:
+    layers = {layer: LayerShape(heads, DIM, 0.3, cap) for layer in range(LAYERS)}
+    return RecentQueries(layers, ROWS, window, torch.float32, CPU)
+
+
+class Kept:
+    """A ring buffer, and by request every query there was: a random one for each position."""
+
+    def __init__(self) -> None:
+        self.recent = recent()
+        self.rows: dict[str, int] = {}
+        self.all: dict[str, dict[int, torch.Tensor]] = {}
+
+    def forward(self, *parts: tuple[str, int, int], decodes: bool = False) -> None:
+        """``parts``: request, first new position and end."""
+        positions = [torch.arange(first, end) for _, first, end in parts]
+        where = torch.tensor([self.rows[rid] for rid, _, _ in parts]), torch.cat(positions)
+        self.recent.forget()
+        if decodes:
+            self.recent.begin_decode(*where)
+        else:
+            rids, new = [rid for rid, _, _ in parts], [end - first for _, first, end in parts]
+            self.recent.begin_extend(rids, *where, new)
+        for layer in range(LAYERS):
+            queries = torch.randn(len(where[1]), HEADS * DIM)
+            self.recent.keep(layer, queries)
+            at = 0
+            for rid, first, end in parts:
+                for position in range(first, end):
+                    mine = self.all.setdefault(rid, {})
+                    if layer == LAYERS - 1:
+                        mine[position] = queries[at].view(HEADS, DIM)
+                    at += 1
+
+    def check(self, rid: str, written: int, first: int) -> None:
+        """From ``first`` on the request's own are there, but for those that were never computed or
+        kept; ``first``: of what is asked for."""
+        queries, positions, kept = self.recent.read(LAYERS - 1, self.rows[rid], first, written)
+        assert positions.tolist() == list(range(max(first, written - WINDOW - 1, 0), written))
+        for query, position, there in zip(queries, positions.tolist(), kept, strict=True):
+            if there:
+                assert torch.equal(query, self.all[rid][position])
+        self.there = [at for at, yes in zip(positions.tolist(), kept.tolist(), strict=True) if yes]
+
+
+def test_the_newest_queries_are_there_however_they_came() -> None:
+    """By prompts in chunks, with a cached prefix, decoding, and in a batch of both; around the end
+    of the buffer; and while the next forward is in flight."""
+    kept = Kept()
+    kept.rows = {"a": 1, "b": 2}
+    kept.forward(("a", 0, 7), ("b", 5, 7))
+    kept.check("a", 7, 0)
+    assert kept.there == [3, 4, 5, 6]
+    # What was found in the prefix cache has no query.
+    kept.check("b", 7, 0)
+    assert kept.there == [5, 6]
+    # A chunk that is shorter than the window goes on.
+    kept.forward(("a", 7, 9))
+    kept.check("a", 9, 0)
+    assert kept.there == [4, 5, 6, 7, 8]
+    for step in range(11):
+        kept.forward(("b", 7 + step, 8 + step), ("a", 9 + step, 10 + step), decodes=True)
+        for rid, written in (("a", 10 + step), ("b", 8 + step)):
+            kept.check(rid, written, 0)
+            assert kept.there == list(range(max(written - WINDOW - 1, 5), written))
+            # The forward in flight has written the query behind.
+            kept.check(rid, written - 1, 0)
+            assert kept.there[-1] == written - 2 and len(kept.there) >= 2
+    # A decoding request in a batch with a prompt.
+    kept.rows["c"] = 0
+    kept.forward(("c", 0, 3), ("a", 20, 21))
+    kept.check("a", 21, 18)
+    assert kept.there == [18, 19, 20]
+    kept.check("c", 3, 0)
+    assert kept.there == [0, 1, 2]
+
+
+def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
+    """Also where it had the same positions; and a retracted request comes back with its own."""
+    kept = Kept()
+    kept.rows = {"a": 1}
+    kept.forward(("a", 0, 10))
+    kept.rows["b"] = 1
+    kept.forward(("b", 9, 10))
+    kept.check("b", 10, 0)
+    assert kept.there == [9]
+    # Retracted: "a" is computed again in a row that "b" had, its prompt of 8 was cached.
+    kept.forward(("a", 8, 11))
+    kept.check("a", 11, 0)
+    assert kept.there == [8, 9, 10]
+
+
+def test_random_schedules() -> None:
+    rng, kept = random.Random(4), Kept()
+    # By request: positions, and the first one of which the query was kept.
+    lengths: dict[str, int] = {}
+    begun: dict[str, int] = {}
+    for turn in range(120):
+        running = rng.sample([*lengths], min(len(lengths), 2))
+        parts = [(rid, lengths[rid], lengths[rid] + 1) for rid in running]
+        if joins := len(lengths) < ROWS and rng.random() < 0.4:
+            rid, first = f"r{turn}", rng.randrange(6)
+            kept.rows[rid] = min({*range(ROWS)} - {kept.rows[other] for other in lengths})
+            parts.append((rid, first, first + rng.randint(1, 9)))
+            begun[rid] = max(first, parts[-1][2] - WINDOW)
+        if not parts:
+            continue
+        kept.forward(*parts, decodes=not joins)
+        lengths |= {rid: end for rid, _, end in parts}
+        for rid, _, end in parts:
+            kept.check(rid, end, 0)
+            assert kept.there == list(range(max(begun[rid], end - WINDOW - 1), end))
+        if rng.random() < 0.15:
+            del lengths[rng.choice([*lengths])]
+
+
+# -- weights over held keys -----------------------------------------------------------
+
+
+#: Slot of each position of row 1; -1 was evicted, slot 9 serves two positions.
+ROW = [3, 9, -1, 14, 9, -1, -1, 30, 1, 22]
+HELD = np.array([0, 1, 3, 4, 7, 8, 9])
+
+
+def rotation_of(is_neox: bool = True) -> KeyRotation:
+    angles = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
+    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=1), DIM, is_neox)
+
+
+def source(
+    layers: list[torch.Tensor], queries: RecentQueries | None, rotation: KeyRotation | None
+) -> KeySource:
+    """Over plain tensors: SGLang's pool gives its buffers by layer."""
+    pool = SimpleNamespace(start_layer=0, layer_num=len(layers), get_key_buffer=layers.__getitem__)
+    rows = torch.full((ROWS, 12), 99, dtype=torch.int32)
+    rows[1, : len(ROW)] = torch.tensor(ROW, dtype=torch.int32)
+    cached_at = CachedPositions(32, "cpu")
+    cached_at.record(torch.tensor([3, 9, 14, 30, 1, 22]), torch.tensor([0, 1, 3, 7, 8, 9]))
+    return KeySource(pool, rows, cached_at, rotation, queries)
+
+
+def pool_keys(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.randn(LAYERS, 32, KV_HEADS, DIM, generator=generator)
+    return [layer.to(dtype) for layer in keys]
+
+
+def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries, torch.Tensor]:
+    """Of row 1, all 10 positions but the first two were computed; returns their queries."""
+    generator = torch.Generator().manual_seed(2)
+    queries = torch.randn(LAYERS, 8, HEADS, DIM, generator=generator)[:, :, heads]
+    kept = recent(6, queries.shape[2], cap)
+    kept.begin_extend(["r"], torch.tensor([1]), torch.arange(2, 10), [8])
+    for layer in range(LAYERS):
+        kept.keep(layer, queries[layer].flatten(1))
+    return kept, queries
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_keys_of_held_positions(dtype: torch.dtype) -> None:
+    """As they are stored, used and were before rotation; position 4 reads what was computed for 1."""
+    layers, rotation = pool_keys(dtype), rotation_of()
+    at = torch.from_numpy(HELD)
+    slots = torch.tensor(ROW)[at]
+    cached = torch.tensor([0, 1, 3, 1, 7, 8, 9])
+    for layer in source(layers, None, rotation).layers(1, HELD, 10, shifted=True):
+        assert isinstance(layer, HeldLayer)
+        plain = torch.stack([layers[layer._number].float()[slot] for slot in slots.tolist()])
+        assert torch.equal(layer.stored(), plain)
+        torch.testing.assert_close(layer.used(), rotation.rotate(plain, at - cached))
+        torch.testing.assert_close(layer.unrotated(), rotation.rotate(plain, -cached))
+    [first, _] = source(layers, None, None).layers(1, HELD, 10, shifted=True)
+    assert torch.equal(first.used(), first.stored())
+    with pytest.raises(RuntimeError, match="refused at start-up"):
+        first.unrotated()
+
+
+@pytest.mark.parametrize("cap", [0.0, 2.0])
+@pytest.mark.parametrize("logits", [1, 1 << 20])
+def test_weights_are_those_of_dense_attention(
+    cap: float, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each query head with its KV head, keys turned to where they are used; a query sees nothing
+    behind it, nor what was evicted."""
+    monkeypatch.setattr(held_module, "_LOGITS", logits)
+    (kept, queries), rotation = filled(cap=cap), rotation_of()
+    layers = pool_keys()
+    for number, layer in enumerate(
+        source(layers, kept, rotation).layers(1, HELD, 10, shifted=True)
+    ):
+        for first, newest in ((0, 6), (4, 6), (7, 3), (9, 1)):
+            asked = queries[number, -newest:]
+            at = torch.arange(10 - newest, 10)[:, None]
+            hidden = torch.from_numpy(HELD) > at
+            _, weights = dense(asked, layer.used(), layer.used(), 0.3, hidden=hidden, cap=cap)
+            expected = weights.sum(dim=1)
+            torch.testing.assert_close(
+                layer.weights(first).double(), expected, rtol=1e-4, atol=1e-5
+            )
+    # In flight is the query of position 9.
+    [layer, _] = source(layers, kept, rotation).layers(1, HELD[:-1], 9, shifted=True)
+    for end, newest in ((9, 5), (None, 6)):
+        assert layer.weights(0, end).sum(dim=1).tolist() == pytest.approx([newest] * HEADS)
+
+
+POLICIES: list[Any] = [
+    H2O(budget=2, recent=1, recent_share=0.0),
+    RKV(budget=2, recent=1, kernel=1),
+    SnapKV(budget=2, recent=1, window=2, kernel=3),
+    KeyDiff(budget=2, recent=1, keys="unrotated"),
+    TriAttention(budget=2, recent=1, window=6),
+]
+
+
+def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
+    """Of each policy the scores of all ranks and what goes, by a rank with some of the KV heads."""
+    group = HEADS // KV_HEADS
+    kept, _ = filled(slice(share.start * group, share.stop * group))
+    layers = [layer[:, share].contiguous() for layer in pool_keys()]
+    found = []
+    for policy in POLICIES:
+        read = source(layers, kept, rotation_of()).layers(1, HELD, 10, shifted=True)
+        now = View(10, 10, 0, 1, HELD, HELD, 7, read)
+        scores = policy.scores(now)
+        gone = Decision(now, policy.candidates(now), scores, 3).positions(ranks)
+        sums = scores.double()
+        ranks.add(sums)
+        found.append((sums.tolist(), gone.tolist()))
+    return found
+
+
+def _half(rank: int, group: Any) -> list[tuple[list[float], list[int]]]:
+    return decided(slice(rank, rank + 1), Ranks(group))
+
+
+def test_ranks_give_up_the_same_as_one_process_with_all_heads(tmp_path: Path) -> None:
+    found = on_two_ranks(_half, tmp_path, 240)
+    assert found[0] == found[1]
+    for (sums, gone), (whole, expected) in zip(
+        found[0], decided(slice(0, KV_HEADS), Ranks()), strict=True
+    ):
+        assert np.array(sums) / 2 == pytest.approx(np.array(whole), rel=1e-4, abs=1e-5)
+        assert len(gone) == 3 and gone == expected
+
+
+# -- attention backends ----------------------------------------------------------------
+
+
+LENGTHS = [1, 19, 70]
+
+
+def assert_kept(rig: Rig, found: RecentQueries, new: list[int]) -> None:
+    """Queries of the rig's last forward, of the layer that it ran."""
+    for row, end, own in zip(rig.row_of.tolist(), rig.lengths, rig.query.split(new), strict=True):
+        newest = own[-found.window :]
+        queries, _, kept = found.read(1, row, end - len(newest), end)
+        assert kept.all() and torch.equal(queries, newest.float())
+
+
+@pytest.mark.usefixtures("published_config", "out_of_tree_platform")
+@pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 30]], ids=["decode", "extend"])
+def test_the_cpu_backend_keeps_queries_and_computes_the_same(new: list[int]) -> None:
+    rig = Rig(shifted=0.4, lengths=LENGTHS)
+    backend = PagedCpuBackend(rig.runner, rig.cached_at)
+    expected = rig.forward(backend, rig.batch(new))
+    found = backend.paged.keep_queries(3)
+    assert found.layers[1] == LayerShape(rig.heads, 16, rig.layer.scaling, 0.0)
+    assert torch.equal(rig.forward(backend, rig.batch(new)), expected)
+    assert_kept(rig, found, new)
+
+
+@under_interpreter
+@pytest.mark.usefixtures("published_config", "out_of_tree_platform")
+def test_cuda_backends_keep_queries_whichever_kernel_attends(
+    ranks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager and in either variant of a graph, padded or not; prefill graphs keep none."""
+    rig = Rig(shifted=0.4, lengths=LENGTHS)
+    backend = triton_backend(rig, monkeypatch)
+    found = backend.paged.keep_queries(3)
+    graphs = Graphs(rig, backend)
+    for shifted in (True, False):
+        for new in ([1, 1, 1], [1, 19, 30]):
+            batch = announced(backend, rig.batch(new), shifted)
+            assert not backend.can_run_prefill_cuda_graph(batch)
+            rig.forward(backend, batch)
+            assert_kept(rig, found, new)
+        found.positions.fill_(-1)
+        rig.forward(graphs, announced(backend, rig.batch([1, 1, 1]), shifted))
+        assert_kept(rig, found, [1, 1, 1])
+    assert graphs.replayed == ["shifted", "plain"]
+
+
+def test_no_memory_at_the_start_ends_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(window: int) -> RecentQueries:
+        raise MemoryError(f"no 9 MiB for {window} queries")
+
+    large = SimpleNamespace(rotation=None, keep_queries=without_memory)
+    backend = SimpleNamespace(paged=large, skips_evicted=True)
+    runner: Any = SimpleNamespace(
+        is_draft_worker=False,
+        prefill_attention_backend_str="torch_native",
+        decode_attention_backend_str="torch_native",
+    )
+    config = ReasonCacheConfig(policy="snapkv:share=0.5:window=64", positions="as-cached")
+    cached = CachedPositions(1, "cpu")
+    with pytest.raises(ValueError, match="--reasoncache-policy snapkv.*no 9 MiB for 64 queries"):
+        attention_backend(runner, config, "torch_native", lambda _: backend, cached)
