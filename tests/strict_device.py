@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
-
-from sglang_reasoncache.selection.device_selection import WouldWait, refused
 
 CUDA = torch.device("cuda", 0)
 #: Of a device tensor, what gives the host its numbers, or moves it there.
@@ -28,6 +27,37 @@ _NUMPY = {"numpy", "__array__", "__array_wrap__", "__dlpack__"}
 _MOVES = {"to", "cpu", "cuda", "type_as"}
 #: Factories that read Python numbers; on a device they copy them from pageable memory.
 _FROM_HOST = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
+_INDEX = torch.ops.aten.index.Tensor
+_INDEXING = (
+    _INDEX,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
+
+
+class WouldWait(RuntimeError):
+    """The host would have to know what is in a tensor; the message names the operator."""
+
+
+class Refused(TorchDispatchMode):
+    """Raises WouldWait where the host needs the shape or the value of an operator's result."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Whether the host knows the shape all the same.
+        sized = func is _INDEX or kwargs.get("output_size") is not None
+        waits = torch.Tag.data_dependent_output in func.tags or (
+            torch.Tag.dynamic_output_shape in func.tags and not sized
+        )
+        masks = (torch.bool, torch.uint8)
+        if func in _INDEXING:
+            waits |= any(index is not None and index.dtype in masks for index in args[1])
+        if waits:
+            raise WouldWait(f"{func} waits for the device")
+        return func(*args, **kwargs)
 
 
 class DeviceTensor(Tensor):
@@ -177,7 +207,7 @@ class StrictDevice(TorchFunctionMode):
             self.waits(name)
         elif device:
             self._check_indices(name, args, tensors)
-        guard = refused(torch.device("cpu")) if device and self.strict else contextlib.nullcontext()
+        guard = Refused() if device and self.strict else contextlib.nullcontext()
         with guard:
             found = func(*args, **kwargs)
         if pins:

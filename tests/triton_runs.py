@@ -27,7 +27,7 @@ on_device = pytest.mark.skipif(
 )
 _SMALL = {
     **dict.fromkeys(("decode_triton.SPLITS", "decode_triton.PIECES", "plan_triton.PIECES"), 4),
-    **{"select_triton.TILE": 8, "select_triton.PAGES": 4},
+    **{"select_triton.TILE": 8},
 }
 under_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 
@@ -65,7 +65,10 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
 _BESIDE = {
     "test_attention": ["tests/kernels/test_distance.py", "tests/kernels/test_plan.py"],
     "test_attention_triton": ["tests/kernels/test_select_triton.py"],
-    "test_attention_cuda_graph": ["tests/unit/test_no_wait_attention.py"],
+    "test_attention_cuda_graph": [
+        "tests/selection/test_device_selection.py",
+        "tests/unit/test_no_wait_attention.py",
+    ],
 }
 
 

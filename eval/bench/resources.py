@@ -44,12 +44,11 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 #: Arguments that are pointers, by what they point at, unless a case says otherwise.
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
-    "to_indptr to_indices to_shift to_entries entries runs run_indptr indptr tile_ptr by following",
-    "i64": "requests lengths first bases slots totals dst src bits",
+    "to_indices to_shift runs run_indptr indptr tile_ptr by following",
+    "i64": "requests lengths first bases slots to dst src bits",
     "fp32": "parts part_lse sinks lse cosines sines logits weights whole",
     "fp64": "out",
     "bf16": "query keys values out_k out_v ends",
-    "u8": "asked state keep",
 }
 POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 #: Addresses and strides that are multiples of 16; ``end`` is a slice of ``kv_indptr`` from 1.
@@ -248,8 +247,10 @@ def _rotations(write: bool) -> _Kernel:
     return rotations_triton.rotation_kernel, dict(WRITE=write, **sizes), {}
 
 
-def _select(kernel: Any, **asked: Any) -> _Kernel:
-    return kernel, dict(PIECES=plan_triton.PIECES, TILE=select_triton.TILE, **asked), {}
+def _pages(kernel: Any, **asked: Any) -> _Kernel:
+    """Of 16 positions."""
+    sizes = dict(COLS=16, PAGES=select_triton.TILE // 16)
+    return kernel, dict(**sizes, **asked), dict.fromkeys(("begin", "to", "sizes"), "i64")
 
 
 def _page_bounds(element: str) -> _Kernel:
@@ -274,14 +275,7 @@ def _others() -> dict[str, _Kernel]:
         "plan, merged": _plan(MERGE=True, WRITE=True),
         "rotations of tiles, counts": _rotations(False),
         "rotations of tiles": _rotations(True),
-        "pages to read": (
-            select_triton.settle_kernel,
-            dict(PAGE=16, TILE=select_triton.PAGES),
-            {},
-        ),
-        "selection, counts": _select(select_triton.select_kernel, PAGE=16, WRITE=False),
-        "selection": _select(select_triton.select_kernel, PAGE=16, WRITE=True),
-        "selected weights": _select(select_triton.add_kernel),
+        "entries of pages": _pages(select_triton.copy_kernel, SHIFTS=True),
         "bounds of pages, bf16": _page_bounds("bf16"),
         "bounds of pages, e4m3": _page_bounds("e4m3"),
     }
@@ -337,10 +331,7 @@ LIMITS = {
     "plan, merged": Resources(72, 0, 64, 900),
     "rotations of tiles, counts": Resources(32, 0, 256, 80, 100, 50),
     "rotations of tiles": Resources(120, 0, 256, 80, 750, 700),
-    "pages to read": Resources(32, 0, 16, 90),
-    "selection, counts": Resources(32, 0, 16, 90),
-    "selection": Resources(48, 0, 64, 350),
-    "selected weights": Resources(32, 0, 0, 70),
+    "entries of pages": Resources(40, 0, 0, 200),
     "bounds of pages, bf16": Resources(40, 0, 1024, 450),
     "bounds of pages, e4m3": Resources(56, 0, 512, 700),
 }

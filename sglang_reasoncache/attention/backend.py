@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sglang_reasoncache import compat
-from sglang_reasoncache.attention.paged import PagedAttention, attention_layers
+from sglang_reasoncache.attention.paged import PagedAttention
+from sglang_reasoncache.attention.served import check_attention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class PagedBackend(_Stock):
         they are read; None reads every key as cached. ``requested_by``: the flags that request it,
         the beginning of every message. ``stock``: for the backend behind. Raises ValueError for
         what is not supported, by name, and an embedding that cannot rotate keys."""
-        check_supported(model_runner, requested_by)
+        check_attention(model_runner, requested_by)
         self.requested_by = requested_by
         # First, because it may raise: SGLang's backend takes memory.
         self.paged = PagedAttention(model_runner, cached)
@@ -94,34 +94,3 @@ class PagedBackend(_Stock):
                 f"{self.requested_by}: attention with {', '.join(unknown)} is not supported"
             )
         return sinks
-
-
-def check_supported(model_runner: ModelRunner, requested_by: str) -> None:
-    """Raises ValueError naming the first thing that our attention kernels do not compute."""
-    if model_runner.use_mla_backend:
-        raise ValueError(f"{requested_by} does not support multi-head latent attention")
-    if model_runner.model_config.is_encoder_decoder:
-        raise ValueError(f"{requested_by} does not support encoder-decoder models")
-    if not model_runner.spec_algorithm.is_none():
-        raise ValueError(f"{requested_by} does not support --speculative-algorithm")
-    pool = model_runner.token_to_kv_pool
-    if type(pool) is not compat.MHATokenToKVPool or pool.kv_cache_layout != "nhd":
-        raise ValueError(
-            f"{requested_by} reads one plain multi-head KV pool in NHD layout, this server uses "
-            f"{type(pool).__name__} ({getattr(pool, 'kv_cache_layout', 'own layout')})"
-        )
-    if pool.is_quantized_kv_cache:
-        raise ValueError(f"{requested_by} does not read block-quantised KV caches")
-    for layer in attention_layers(model_runner.model):
-        for name, found, supported in (
-            ("sliding window", layer.sliding_window_size, (-1, None)),
-            ("cross attention", layer.is_cross_attention, (False,)),
-            ("attention type", layer.attn_type, (compat.AttentionType.DECODER,)),
-            ("position encoding", layer.pos_encoding_mode, ("NONE",)),
-            ("logit capping", layer.logit_capping_method, ("tanh",)),
-            ("attention temperature length", layer.xai_temperature_len, (-1,)),
-        ):
-            if found not in supported:
-                raise ValueError(
-                    f"{requested_by}: layer {layer.layer_id} has {name} {found}, supported: {supported[0]}"
-                )

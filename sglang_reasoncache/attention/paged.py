@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention.served import attention_layers, key_rotation
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_selection import PageSelection
@@ -67,7 +67,7 @@ class PagedAttention:
         if cached is not None:
             context = model_runner.model_config.context_len
             # All layers share one copy of its table.
-            rotation = KeyRotation.from_model(model_runner.model, context).to(self.device)
+            rotation = key_rotation(model_runner.model, context).to(self.device)
         self._layers = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
@@ -99,25 +99,26 @@ class PagedAttention:
         return self.queries
 
     def select(self, name: str, selector: Selector) -> PageSelection:
-        """Have decode steps read what ``selector`` keeps, from now on.
+        """Have decode steps read the pages that ``selector`` scores highest, from now on.
 
-        Raises ValueError for one that is not sound; on a GPU, one that fails, gives nonsense or
-        waits. MemoryError: there is none for the pages' bounds.
+        Raises MemoryError where there is none for the pages' bounds.
         """
         keys = {layer: kv.keys for layer, kv in self._layers.items()}
-        page, rows = self.allocator.page_size, self._rows.req_to_token
-        arguments = name, selector, keys, page, rows, self._cached_at
-        if self.backend != "triton":
-            self.selection = PageSelection(*arguments, self.rotation)
-            return self.selection
-        from sglang_reasoncache.selection.device_selection import DeviceSelection
-
-        made = DeviceSelection(*arguments)
-        whole = self._nobodys_row(self.width, positions=True)
-        # The last layer of each shape: the first ones may read everything.
-        alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
-        queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
-        made.try_out(whole, queries)
+        on_gpu = self.backend == "triton"
+        made = PageSelection(
+            name,
+            selector,
+            keys,
+            self.allocator.page_size,
+            self._rows.req_to_token,
+            self._cached_at,
+            None if on_gpu else self.rotation,
+        )
+        if on_gpu:
+            # The last layer of each shape: the first ones may read everything.
+            alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
+            queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
+            made.warm_up(self._nobodys_row(self.width), queries)
         self.selection = made
         return made
 
@@ -125,10 +126,10 @@ class PagedAttention:
         """Compile Triton kernels that the first forwards would wait for, some seconds. Writes
         nothing."""
         entries = 8
-        plan = self._readable(self._nobodys_row(entries, positions=False).plan_of(1))
+        plan = self._readable(self._nobodys_row(entries).plan_of(1))
         merged = plan
         if self.merges:
-            merged = self._nobodys_row(entries, positions=False, merge=True).plan_of(1)
+            merged = self._nobodys_row(entries, merge=True).plan_of(1)
         spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
         shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention}
         for (heads, dim, logit_cap), layer in shapes.items():
@@ -141,10 +142,10 @@ class PagedAttention:
                 shift = None if plan.shift is None else plan.shift[first:]
                 gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
 
-    def _nobodys_row(self, length: int, *, positions: bool, merge: bool = False) -> PlanBuffers:
+    def _nobodys_row(self, length: int, *, merge: bool = False) -> PlanBuffers:
         """A plan of row 0, which is no request's."""
         zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        buffers = self.buffers(1, length, positions=positions, merge=merge)
+        buffers = self.buffers(1, length, merge=merge)
         self.plan_into(buffers, zero, zero + length)
         return buffers
 
@@ -169,14 +170,13 @@ class PagedAttention:
         batch: int,
         entries: int | None = None,
         *,
-        positions: bool = False,
         merge: bool = False,
     ) -> PlanBuffers:
         """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         entries = batch * self.width if entries is None else entries
-        return PlanBuffers.of(batch, entries, self.device, positions=positions, merge=merge)
+        return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
     def plan_into(self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor) -> RowPlan:
         """Plan rows on a GPU; what this queues can be captured in a CUDA graph."""
@@ -198,7 +198,7 @@ class PagedAttention:
             lengths = batch.seq_lens_cpu
             entries = None if lengths is None else int(lengths.sum())
             sizes: Any = len(batch.seq_lens), entries
-            buffers = self.buffers(*sizes, positions=self.always_needed, merge=merge)
+            buffers = self.buffers(*sizes, merge=merge)
             return self.plan_into(buffers, *where), BatchRows(buffers, *where, longest)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
@@ -244,7 +244,7 @@ class PagedAttention:
         longest = self.width if lengths is None else int(lengths.max())
         self.rows, read = self._plan(batch, longest, merge=self.merges)
         if self.selection is not None:
-            self.selection.begin(read, weighs=False)
+            self.selection.begin(read)
 
     @once_more
     def begin_graph(self, buffers: PlanBuffers, batch: ForwardBatch) -> None:
@@ -299,7 +299,7 @@ class PagedAttention:
         if selection is not None:
             query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             selected = selection.plan(layer.layer_id, query, self._scales(layer)[0])
-            rows = rows if selected is None else selected[0]
+            rows = rows if selected is None else selected
         return self._attend(decode_attention, q, layer, rows, sinks)
 
     @once_more
@@ -348,8 +348,3 @@ class PagedAttention:
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float
         v_scale = 1.0 if layer.v_scale_float is None else layer.v_scale_float
         return layer.scaling * k_scale, v_scale
-
-
-def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
-    """SGLang's attention layers of a model."""
-    return [module for module in model.modules() if isinstance(module, compat.RadixAttention)]

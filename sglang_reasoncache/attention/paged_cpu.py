@@ -12,6 +12,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.paged import once_more
+from sglang_reasoncache.attention.served import key_rotation
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
@@ -48,7 +49,7 @@ class CorrectedTorchNativeBackend(compat.TorchNativeAttnBackend):
         self.allocator = model_runner.token_to_kv_pool_allocator
         self._cached = cached
         context = model_runner.model_config.context_len
-        self.rotation = KeyRotation.from_model(model_runner.model, context)
+        self.rotation = key_rotation(model_runner.model, context)
 
     @once_more
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
-from sglang_reasoncache.attention.batch_mark import BatchMark
+from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.kernels.row_plan import BatchRows
 
@@ -37,15 +37,22 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
-        self.mark = BatchMark(self.paged.allocator, corrected=cached is not None)
         # Every graph's plan: replays follow one another on one stream.
         # Those captured before the last, largest one was allocated still write to theirs.
         self._graphs: list[PlanBuffers] = []
         self._graph_variant: str | None = None
 
+    def needs_ours(self, forward_batch: ForwardBatch) -> bool:
+        """Whether rows of a batch may have shifted slots or evicted positions."""
+        allocator, mark = self.paged.allocator, mark_of(forward_batch)
+        shifted = self.paged.cached is not None and allocator.has_shifted_slots
+        if not (allocator.has_evicted or shifted):
+            return False
+        return mark is None or mark.needs_ours
+
     def reads_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether a decode step runs our kernels."""
-        return self.paged.always_needed or self.mark.needs_ours(forward_batch.rids)
+        return self.paged.always_needed or self.needs_ours(forward_batch)
 
     # -- outside of graphs ------------------------------------------------------
 
@@ -63,8 +70,9 @@ class SharedSlotReads(PagedBackend):
             else:
                 super().init_forward_metadata(forward_batch)
             return
-        if self.mark.needs_ours(forward_batch.rids):
-            self.paged.begin_extend(forward_batch, self.mark.evicted(forward_batch.rids))
+        if self.needs_ours(forward_batch):
+            mark = mark_of(forward_batch)
+            self.paged.begin_extend(forward_batch, None if mark is None else mark.evicted)
         else:
             super().init_forward_metadata(forward_batch)
 
@@ -88,13 +96,10 @@ class SharedSlotReads(PagedBackend):
         if self._graphs and self._graphs[-1].batch >= max_bs:
             return
         paged = self.paged
-        buffers = paged.buffers(max_bs, positions=paged.always_needed, merge=paged.merges)
+        buffers = paged.buffers(max_bs, merge=paged.merges)
         told = "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB"
         less = "lower --cuda-graph-max-bs-decode or --context-length for less"
         logger.info(f"{told}; {less}", max_bs, paged.width, buffers.nbytes / 2**20)
-        selection: Any = self.paged.selection
-        if selection is not None:
-            selection.allocate_graphs(max_bs, weighs=False)
         self._graphs.append(buffers)
 
     def init_forward_metadata_out_graph(
@@ -132,9 +137,8 @@ class SharedSlotReads(PagedBackend):
         where = forward_batch.req_pool_indices, forward_batch.seq_lens
         buffers = self._graphs[-1]
         self.paged.plan_into(buffers, *where)
-        selection: Any = self.paged.selection
-        if selection is not None:
-            selection.begin_graph(BatchRows(buffers, *where, self.paged.width))
+        if self.paged.selection is not None:
+            self.paged.selection.begin(BatchRows(buffers, *where, self.paged.width))
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
         """Our plan is the last to look at rows: in the graph, or before a forward without one."""

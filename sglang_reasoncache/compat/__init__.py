@@ -49,7 +49,7 @@ _MODULES: dict[str, list[str]] = {
     "layers.attention.triton_backend": ["TritonAttnBackend"],
     "layers.attention.base_attn_backend": ["SharedReadEnds"],
     "model_executor.runner_utils.capture_mode": ["get_capture_attention_variant"],
-    "layers.radix_attention": ["RadixAttention", "AttentionType"],
+    "layers.radix_attention": ["RadixAttention"],
     "layers.rotary_embedding.base": ["RotaryEmbedding"],
     "parser.reasoning_parser": ["ReasoningParser"],
 }

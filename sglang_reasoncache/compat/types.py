@@ -129,6 +129,7 @@ class ModelRunner(Protocol):
     use_mla_backend: bool
     spec_algorithm: Any
     init_new_workspace: bool
+    attn_backend: Any
 
 
 class AttentionLayer(Protocol):

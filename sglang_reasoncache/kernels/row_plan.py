@@ -43,7 +43,7 @@ class RowPlan(NamedTuple):
 class BatchRows(NamedTuple):
     """Of one forward."""
 
-    plan: Any  # a RowPlan; on a GPU PlanBuffers with positions
+    plan: Any  # a RowPlan; on a GPU PlanBuffers
     requests: torch.Tensor  # int [batch], rows
     lengths: torch.Tensor  # int [batch], their positions, new ones included
     longest: int  # upper bound on lengths

@@ -1,176 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some entries of a plan, by pages of their rows, and the pages' bounds, on a GPU without a wait.
+"""Entries of some pages of a plan, and the pages' bounds, on a GPU without a wait.
 
-Layers read no rows, which may change while a forward runs, but the plan that was made of them.
-Grids depend on the batch alone.
+PyTorch does the rest of a selection, on tensors of an element a page. These go by entries and keys:
+with fixed shapes PyTorch would write every entry of a plan that is as wide as the context several
+times over, and read a whole page for each new token.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
-from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
-#: Entries a program reads at once.
+if TYPE_CHECKING:
+    from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
+#: Entries that a program copies.
 TILE = 512
-#: Pages a program settles at once.
-PAGES = 256
 #: Keys of a page that a program reads at once, at most.
 KEYS = 32
 
-#: What a row has of a page: nothing; keys that may be left out; keys that are read in any case.
-ABSENT, OPTIONAL, ALWAYS = 0, 1, 2
 
-_OPTIONAL, _ALWAYS = tl.constexpr(OPTIONAL), tl.constexpr(ALWAYS)
-
-
-@triton.jit(do_not_specialize=["pages", "budget"])
-def settle_kernel(
-    asked,  # uint8 [batch, pages]
-    state,  # uint8 [batch, pages]: ABSENT, OPTIONAL or ALWAYS
-    lengths,  # int64 [batch]
-    keep,  # uint8 [batch, pages], written as far as rows are long
-    totals,  # int64 [3], added to: positions held, positions read, newest pages not asked for
-    pages, budget, PAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Grid (batch,)."""
-    row = tl.program_id(0).to(tl.int64)
-    length = tl.minimum(tl.load(lengths + row), pages * PAGE).to(tl.int32)
-    whole = length <= budget
-    newest = (length - 1) // PAGE
-    zeros = tl.zeros([TILE], tl.int32)
-    held, read, missing = zeros, zeros, zeros
-    for some in range(0, tl.cdiv(length, PAGE), TILE):
-        page = some + tl.arange(0, TILE)
-        inside = page * PAGE < length
-        kind = tl.load(state + row * pages + page, mask=inside, other=0)
-        wanted = tl.load(asked + row * pages + page, mask=inside, other=0) != 0
-        last = page == newest
-        there = (kind == _OPTIONAL) | (kind == _ALWAYS)
-        kept = there & (wanted | last | (kind == _ALWAYS) | whole)
-        tl.store(keep + row * pages + page, kept.to(tl.uint8), mask=inside)
-        size = tl.where(there, tl.minimum(length - page * PAGE, PAGE), 0)
-        held += size
-        read += tl.where(kept, size, 0)
-        missing += (there & last & (wanted == 0)).to(tl.int32)
-    if length > budget:
-        tl.atomic_add(totals, tl.sum(held, axis=0).to(tl.int64))
-        tl.atomic_add(totals + 1, tl.sum(read, axis=0).to(tl.int64))
-        tl.atomic_add(totals + 2, tl.sum(missing, axis=0).to(tl.int64))
-
-
-@triton.jit
-def _span_of(kv_indptr, request, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
-    """Entries of a program."""
-    begin = tl.load(kv_indptr + request)
-    start, stop = common.piece_of(tl.load(kv_indptr + request + 1) - begin, piece, PIECES, TILE)
-    return begin + start, begin + stop
-
-
-@triton.jit(do_not_specialize=["pages", "capacity"])
-def select_kernel(
-    kv_indptr,  # int32 [batch + 1]
-    kv_indices,  # int32 [entries]
-    shift,  # int32 [entries]
-    positions,  # int32 [entries]
-    keep,  # uint8 [batch, pages]
-    counts,  # int32 [batch, PIECES], written unless WRITE
-    to_indptr,  # int32 [batch + 1]
+@triton.jit(do_not_specialize=["count", "total", "capacity"])
+def copy_kernel(
+    begin,  # int64 [count], of each page: its first entry in the whole plan
+    to,  # int64 [count]: its first entry among those that are read
+    sizes,  # int64 [count]: how many are read, 0 or all
+    kv_indices,  # int32 [total]
+    shift,  # int32 [total]
     to_indices,  # int32 [capacity], written
-    to_shift,  # int32 [capacity], written
-    to_entries,  # int32 [capacity], written: where they are in the whole plan
-    pages, capacity, PAGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
-    TILE: tl.constexpr,
+    to_shift,  # int32 [capacity], written if SHIFTS
+    count, total, capacity, SHIFTS: tl.constexpr, COLS: tl.constexpr, PAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (PIECES, batch). Counts the entries of every piece that are kept, or writes them."""
-    piece = tl.program_id(0)
-    request = tl.program_id(1)
-    keep += request.to(tl.int64) * pages
-    start, stop = _span_of(kv_indptr, request, piece, PIECES, TILE)
-    found = tl.zeros([TILE], tl.int32)
-    if WRITE:
-        to = common.first_target(to_indptr, counts, request, piece, PIECES)
-    for some in range(start, stop, TILE):
-        entry = some + tl.arange(0, TILE)
-        inside = entry < stop
-        page = tl.load(positions + entry, mask=inside, other=0) // PAGE
-        known = inside & (page >= 0) & (page < pages)
-        kept = known & (tl.load(keep + page, mask=known, other=0) != 0)
-        if WRITE:
-            at, fits, to = common.targets(kept, to, capacity)
-            tl.store(to_indices + at, tl.load(kv_indices + entry, mask=fits, other=0), mask=fits)
-            tl.store(to_shift + at, tl.load(shift + entry, mask=fits, other=0), mask=fits)
-            tl.store(to_entries + at, entry, mask=fits)
-        else:
-            found += kept.to(tl.int32)
-    if not WRITE:
-        tl.store(counts + request * PIECES + piece, tl.sum(found, axis=0))
+    """Grid (cdiv(count, PAGES),)."""
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    inside = page < count
+    at = tl.arange(0, COLS)[None, :]
+    source = tl.load(begin + page, mask=inside, other=0)[:, None] + at
+    target = tl.load(to + page, mask=inside, other=0)[:, None] + at
+    size = tl.load(sizes + page, mask=inside, other=0)[:, None]
+    there = (at < size) & (source < total) & (target < capacity)
+    tl.store(to_indices + target, tl.load(kv_indices + source, mask=there, other=0), mask=there)
+    if SHIFTS:
+        tl.store(to_shift + target, tl.load(shift + source, mask=there, other=0), mask=there)
 
 
-@triton.jit(do_not_specialize=["size"])
-def add_kernel(
-    weights,  # fp32 [capacity], read and zeroed
-    kv_indptr,  # int32 [batch + 1], of the selected entries
-    entries,  # int32 [capacity]
-    whole,  # fp32 [size], added to
-    size, PIECES: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Grid (PIECES, batch). No two entries go to one element."""
-    start, stop = _span_of(kv_indptr, tl.program_id(1), tl.program_id(0), PIECES, TILE)
-    for some in range(start, stop, TILE):
-        entry = some + tl.arange(0, TILE)
-        inside = entry < stop
-        weight = tl.load(weights + entry, mask=inside, other=0.0)
-        tl.store(weights + entry, tl.zeros([TILE], tl.float32), mask=inside)
-        to = tl.load(entries + entry, mask=inside, other=-1)
-        there = inside & (to >= 0) & (to < size)
-        tl.store(whole + to, tl.load(whole + to, mask=there, other=0.0) + weight, mask=there)
+def copy_pages(
+    read: torch.Tensor, sizes: torch.Tensor, page: int, whole: PlanBuffers, *, shifted: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Slots and shifts (None unless ``shifted``) of the entries that are read, row after row.
 
-
-def settle(
-    asked: torch.Tensor,
-    state: torch.Tensor,
-    lengths: torch.Tensor,
-    keep: torch.Tensor,
-    totals: torch.Tensor,
-    *,
-    budget: int,
-    page: int,
-) -> None:
-    """Pages that are read: those asked for, the newest, those always read, rows within the budget.
-
-    Arguments are those of :func:`settle_kernel`, contiguous; ``asked`` is bool. ``totals`` are of
-    rows longer than ``budget`` positions, which are not read whole.
-    """
-    tensors = asked.view(torch.uint8), state, lengths, keep, totals
-    with common.current_device(state.device):
-        settle_kernel[(len(lengths),)](*tensors, state.shape[1], budget, PAGE=page, TILE=PAGES)
-
-
-def select_into(buffers: PlanBuffers, whole: PlanBuffers, keep: torch.Tensor, page: int) -> None:
-    """The entries of ``whole`` that lie in pages to be read, in their order.
+    Both are int32 and as long as those of ``whole``; what lies behind the last entry is anything.
 
     Args:
-        buffers: Written; its ``positions`` are where entries are in the whole plan. Entries past
-            its capacity are skipped.
-        keep: uint8 ``[batch, pages]``, 0: not read.
-        page: Positions of a page.
+        read: int64 ``[batch, pages]``, entries of each page that are read: none, or all.
+        sizes: Likewise, entries that the plan has.
+        page: Most entries of a page.
+        whole: The plan, every position an entry.
     """
-    assert whole.positions is not None and buffers.positions is not None
-    batch, pages = keep.shape
-    read = whole.kv_indptr, whole.kv_indices, whole.shift, whole.positions, keep
-    buffers.fill(select_kernel, batch, pages, read=read, PAGE=page, TILE=TILE)
-
-
-def add(weights: torch.Tensor, buffers: PlanBuffers, batch: int, whole: torch.Tensor) -> None:
-    """Add the weights of entries that were selected into ``buffers`` to fp32 ``whole``, and zero them."""
-    grid = (buffers.counts.shape[2], batch)
-    selected = weights, buffers.kv_indptr, buffers.positions
-    with common.current_device(weights.device):
-        add_kernel[grid](*selected, whole, len(whole), PIECES=grid[0], TILE=TILE)
+    indices = torch.empty_like(whole.kv_indices)
+    shift = torch.empty_like(indices) if shifted else None
+    assert whole.shift is not None, "a plan that is not merged"
+    sides = whole.kv_indices, whole.shift, indices, indices if shift is None else shift
+    sizes, read = sizes.flatten(), read.flatten()
+    begin, to = (counts.cumsum(0) - counts for counts in (sizes, read))
+    columns, capacity = triton.next_power_of_2(page), len(indices)
+    pages = max(1, TILE // columns)
+    if len(read):
+        with common.current_device(read.device):
+            copy_kernel[triton.cdiv(len(read), pages),](
+                *(begin, to, read, *sides, len(read), capacity, capacity),
+                SHIFTS=shifted,
+                COLS=columns,
+                PAGES=pages,
+            )
+    return indices, shift
 
 
 @triton.jit(do_not_specialize=["tokens", "num_slots"])

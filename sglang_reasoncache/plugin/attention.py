@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
@@ -24,22 +27,17 @@ from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
-#: What SGLang's FlashInfer backend is made for; its Triton backend takes others.
-_FLASHINFER_DIMS = (64, 128, 256)
-#: Ours on CUDA in this scheduler process.
-_backend: Any | None = None
 
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a server's attention backend can do. None: keys cannot be corrected, no policy reads
-    queries, a decode step reads all pages. ``uncorrected``: why, if ours was tried."""
+    """What a server's attention backend can do."""
 
-    rotation: KeyRotation | None = None
-    queries: RecentQueries | None = None
-    selection: PageSelection | None = None
+    rotation: KeyRotation | None = None  # None: keys cannot be corrected
+    queries: RecentQueries | None = None  # None: no policy reads recent queries
+    selection: PageSelection | None = None  # None: decode steps read all pages
     skips_evicted: bool = False
-    uncorrected: str = ""
+    uncorrected: str = ""  # why keys cannot be corrected, if our backend was tried
 
 
 def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
@@ -55,14 +53,11 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
         return
     model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
     theirs = compat.get_default_attn_backend(server_args, latent, model)
-    cannot = latent or model.is_encoder_decoder or model.is_hybrid_swa
-    if theirs in compat.CUDA_BACKENDS or cannot:
+    name = served.cuda_backend_of(model, latent, platform.has_flashinfer)
+    if theirs in compat.CUDA_BACKENDS or name is None:
         return
     if config.positions != "corrected" and refusals.in_the_way_of_corrected(server_args):
         return
-    even = model.head_dim == model.v_head_dim and model.head_dim in _FLASHINFER_DIMS
-    flashinfer = platform.has_flashinfer and even and not model.has_attention_sinks
-    name = "flashinfer" if flashinfer else "triton"
     if any(getattr(resolved, field) not in (None, name) for field in compat.ATTENTION_FIELDS):
         return
     compat.declare_resolution(server_args, "sglang-reasoncache", attention_backend=name)
@@ -90,28 +85,43 @@ def attention_backend(
         return backend, AttentionParts(rotation, uncorrected=uncorrected)
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
         return backend, AttentionParts(paged.rotation, uncorrected=uncorrected)
-    queries = selection = None
-    selector = config.policies.selector
+    return backend, AttentionParts(
+        rotation=paged.rotation,
+        queries=_queries(paged, config),
+        selection=_selection(paged, config),
+        skips_evicted=backend.skips_evicted,
+        uncorrected=uncorrected,
+    )
+
+
+def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries | None:
+    """Raises ValueError where memory is missing."""
     window = max((policy.queries for _, policy in config.policies.evictors), default=0)
-    if window:
-        try:
-            queries = paged.keep_queries(window)
-        except MemoryError as error:
-            lower = "lower --max-running-requests, or window of snapkv, alpha of rkv"
-            reason = f"keeps the newest queries of every request: {error}; {lower}"
-            raise refusals.of_policy(config.policy, reason) from error
-        told = "reasoncache: the newest %d queries of %d requests take %.1f MiB"
-        logger.info(told, window, len(queries.positions), queries.nbytes / 2**20)
-    if selector is not None:
-        refusals.check_selected_page(selector.name, paged.allocator.page_size)
-        try:
-            selection = paged.select(*selector)
-        except MemoryError as error:
-            keys = f"keeps the least and largest key of each page beside the pool: {error}"
-            reason = f"{keys}; lower --mem-fraction-static, or raise --page-size"
-            raise refusals.of_policy(selector.name, reason) from error
-    parts = paged.rotation, queries, selection, backend.skips_evicted, uncorrected
-    return backend, AttentionParts(*parts)
+    if not window:
+        return None
+    try:
+        queries = paged.keep_queries(window)
+    except MemoryError as error:
+        lower = "lower --max-running-requests, or window of snapkv, alpha of rkv"
+        reason = f"keeps the newest queries of every request: {error}; {lower}"
+        raise refusals.of_policy(config.policy, reason) from error
+    told = "reasoncache: the newest %d queries of %d requests take %.1f MiB"
+    logger.info(told, window, len(queries.positions), queries.nbytes / 2**20)
+    return queries
+
+
+def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelection | None:
+    """Raises ValueError for a page size of 1, and where memory is missing."""
+    selector = config.policies.selector
+    if selector is None:
+        return None
+    refusals.check_selected_page(selector.name, paged.allocator.page_size)
+    try:
+        return paged.select(*selector)
+    except MemoryError as error:
+        keys = f"keeps the least and largest key of each page beside the pool: {error}"
+        reason = f"{keys}; lower --mem-fraction-static, or raise --page-size"
+        raise refusals.of_policy(selector.name, reason) from error
 
 
 def resolve_positions(
@@ -220,7 +230,6 @@ def make_cuda(
     what is not supported, by name, and, with its cause, where making it fails: for want of memory
     or of a compiler, or where SGLang could not apply a hook.
     """
-    global _backend
     requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
@@ -236,13 +245,12 @@ def make_cuda(
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
         backend.paged.warm_up()
         # Without the backend they do nothing.
-        _install_hooks()
+        _install_hooks(backend)
     except ValueError:
         raise
     except Exception as error:
         told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise ValueError(f"{requested_by} failed at the start: {told}") from error
-    _backend = backend
     return backend
 
 
@@ -255,32 +263,36 @@ def backend_class(name: str) -> type:
     return type(f"Corrected{stock}", bases, {"__module__": __name__})
 
 
-def _install_hooks() -> None:
+def _install_hooks(backend: Any) -> None:
     batch, variants = (compat.CUDA_HOOK_TARGETS[key] for key in ("forward_batch", "graph_variants"))
     compat.apply_hooks({batch: (_after_forward_batch, compat.HookType.AFTER)})
-    compat.apply_hooks({variants: (_around_graph_variants, compat.HookType.AROUND)})
+    around = functools.partial(_around_graph_variants, backend)
+    compat.apply_hooks({variants: (around, compat.HookType.AROUND)})
 
 
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
-    """Batches without our tree (SGLang's own trial runs) stay unknown."""
+    """Mark a new batch. Batches without our tree (SGLang's own trial runs) and of a draft worker, whose
+    backend is SGLang's, stay unmarked."""
+    from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
+
     tree: Any = getattr(batch, "tree_cache", None)
-    if _backend is None or model_runner.is_draft_worker or not hasattr(tree, "reads_shifted"):
+    backend: Any = getattr(model_runner, "attn_backend", None)
+    if not isinstance(backend, SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
     # SGLang builds a batch on the stream that its forward runs on.
     with tree.controller.containment:
-        shifted = _backend.mark.corrected and tree.reads_shifted(batch.reqs)
-        _backend.mark.note(result.rids, shifted, tree.evicted_of(batch.reqs))
+        evicted = tree.evicted_of(batch.reqs)
+        shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
+        result.rids = MarkedRids(result.rids, shifted or any(evicted), evicted)
 
 
-def _around_graph_variants(original: Callable[[Any], Any], hf_config: Any) -> Any:
+def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:
     variants = original(hf_config)
-    if _backend is None:
-        return variants
     if variants is not None:
         own = f"variants of their own ({', '.join(variants.capture_labels)})"
-        raise ValueError(f"{_backend.requested_by}: this model's decode graphs have {own}")
+        raise ValueError(f"{backend.requested_by}: this model's decode graphs have {own}")
     from sglang_reasoncache.attention.paged_cuda import GraphVariants
 
-    return GraphVariants(_backend)
+    return GraphVariants(backend)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform, always."""
+"""Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform, with or without
+``--enable-reasoncache``."""
 
 from __future__ import annotations
 

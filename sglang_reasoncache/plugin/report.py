@@ -51,7 +51,6 @@ _SELECTION = {
 #: Counters with a label ``reason`` -> help.
 _BY_REASON = {
     "refusals": "Blocks not shared, by reason.",
-    "selection_refusals": "Answers of a selecting policy that were not used as they were, by reason.",
 }
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
@@ -108,8 +107,6 @@ class SharingMetrics:
         """``described``: what ``recent()`` of a selection returns."""
         for name in _SELECTION:
             self._count(f"selection_{name}", described[name])
-        for reason, total in described["refusals"].items():
-            self._count("selection_refusals", total, reason=reason)
 
     def _count(self, name: str, total: int, **reason: str) -> None:
         key = (name, *reason.values())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention import served
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
@@ -44,13 +45,7 @@ class ServerParts:
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
-        is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
-        if not is_plain or pool.kv_cache_layout != "nhd":
-            raise ValueError(
-                "--enable-reasoncache supports models with one plain multi-head KV pool in NHD "
-                f"layout without block quantisation, this server uses {type(pool).__name__} "
-                f"({getattr(pool, 'kv_cache_layout', 'own layout')})"
-            )
+        served.check_pool(pool)
         self.config = config
         self.allocator = shared_allocator_of(stock)
         num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
@@ -67,12 +62,8 @@ class ServerParts:
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """The prefix tree with its controller. Raises ValueError for what is not supported."""
-        if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
-            raise ValueError(
-                "--enable-reasoncache supports full-attention models only (no sliding window, "
-                "state space or DSA)"
-            )
+        """With its controller. Raises ValueError for what is not supported."""
+        served.check_kind(context)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
         asked, parts = self.config, self.attention

@@ -1,40 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a selecting policy sees and what it answers; and the one of this package."""
+"""What a selector sees and answers; and Quest, the selector of this package."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from sglang_reasoncache.policy_options import between
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 class Selector(Protocol):
-    """Reads fewer pages in a decode step; nothing is freed. A frozen dataclass."""
+    """Scores the pages of a row, in each decode step and layer; the best are read, nothing is freed.
+
+    A frozen dataclass, whose fields are its options.
+    """
 
     @property
     def budget(self) -> int:
-        """Positions read. Rows with no more are read whole, without a decision."""
+        """Positions that a row reads in a layer, its newest page included. Shorter rows are read
+        whole."""
 
     @property
     def whole_layers(self) -> int:
-        """First layers that read everything."""
+        """How many layers, from the first one on, read everything."""
 
-    def keep(
-        self, shares: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
-    ) -> torch.Tensor:
-        """bool ``[rows, pages]``, which are read; asked in every layer, on the pool's device.
+    def scores(self, shares: Tensor, held: Tensor, page: int) -> Tensor:
+        """fp32 ``[rows, pages]``: pages of the highest scores are read, and the newest in any case.
+
+        On a GPU this is captured in a CUDA graph, so it must not wait for the device.
 
         Args:
-            shares: fp32 ``[rows, pages]``, what the query heads may find in a page: each head's
-                softmax over the pages by the largest logit that a key between the least and
-                largest ones of the page can have, added up over heads.
-            held: bool ``[rows, pages]``, which of them the row has.
-            newest: int64 ``[rows]``, the page that is being filled; one of those to be read.
+            shares: fp32 ``[rows, pages]`` on the pool's device: what the query heads may find in a
+                page. Each head has a softmax over the pages, by the largest logit that a key between
+                the least and the largest key of the page can have; the heads are added up.
+            held: bool ``[rows, pages]``: the row has the page. Scores of others mean nothing.
             page: Positions of a page.
         """
 
@@ -48,12 +50,11 @@ class NamedSelector(NamedTuple):
 
 @dataclass(frozen=True)
 class Quest:
-    """Quest (Tang et al., 2024): each step reads the pages whose keys may fit its query best, some
-    ``budget`` positions. All of them stay in memory.
+    """Quest (Tang et al., 2024, arXiv 2406.10774): reads the pages whose keys may fit the query best.
 
     Attributes:
-        budget: Positions that a step reads in a layer, the newest page included.
-        whole_layers: First layers, which read everything; the paper has two.
+        budget: See ``Selector``.
+        whole_layers: See ``Selector``; the paper has two.
     """
 
     budget: int = 1024
@@ -63,11 +64,6 @@ class Quest:
         between("budget", self.budget, 1, 10_000_000)
         between("whole_layers", self.whole_layers, 0, 1000)
 
-    def keep(
-        self, shares: torch.Tensor, held: torch.Tensor, newest: torch.Tensor, page: int
-    ) -> torch.Tensor:
-        """Which pages are read: the newest, and those of highest share up to the budget."""
-        shares = shares.masked_fill(~held, -1.0).scatter(1, newest[:, None], math.inf)
-        count = min(math.ceil(self.budget / page), held.shape[1])
-        best = shares.topk(count, dim=1).indices
-        return held & held.new_zeros(held.shape).scatter(1, best, True)
+    def scores(self, shares: Tensor, held: Tensor, page: int) -> Tensor:
+        """The shares themselves."""
+        return shares

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The least and largest key of each page, and what queries may find in it (Quest)."""
+"""The least and largest key of each page, and what queries may find between them (Quest).
+
+Both have kernels of their own: in PyTorch every layer would copy the bounds of all pages before it
+multiplies them (three to six times slower in host memory), and every written token would read its
+whole page."""
 
 from __future__ import annotations
 
@@ -11,15 +15,16 @@ from sglang_reasoncache.kernels.row_plan import RowPlan
 
 
 class PageBounds:
-    """Of one layer. Takes ``2 / page`` of its keys' memory.
+    """Bounds of the pages of one layer. They take ``2 / page`` of the memory of its keys.
 
     Args:
         keys: ``[num_slots, kv_heads, dim]``, of the pool.
         page: Slots of a page.
 
     Attributes:
-        ends: ``[num_pages, kv_heads, 2 * dim]``, the two below side by side.
-        high, low: ``[num_pages, kv_heads, dim]``.
+        ends: ``[num_pages, kv_heads, 2 * dim]``, high and low side by side.
+        high, low: ``[num_pages, kv_heads, dim]``, largest and least keys.
+        on_gpu: Triton kernels read and write them.
     """
 
     def __init__(self, keys: torch.Tensor, page: int) -> None:
@@ -30,8 +35,9 @@ class PageBounds:
         self._keys, self._page = keys, page
         self.ends = ends
         self.high, self.low = ends[..., :dim], ends[..., dim:]
-        # Pages instead of slots. Only the weights of attention to them are read.
+        # Pages in place of slots. Only the weights of attention to them are used.
         self._paged = PagedKv(ends, ends[..., :1])
+        self.on_gpu = self._paged.backend == "triton"
 
     def update(self, slots: torch.Tensor) -> None:
         """Bring the bounds of pages up to date after keys were written to ``slots``.
@@ -39,7 +45,7 @@ class PageBounds:
         A page is filled from its first slot on, so its keys are those up to the last slot.
         ``slots``: int ``[tokens]``; those of a page side by side and ascending.
         """
-        if self._paged.backend == "triton":
+        if self.on_gpu:
             from sglang_reasoncache.kernels import select_triton
 
             select_triton.note_bounds(self._keys, slots, self.ends, self._page)
@@ -55,15 +61,7 @@ class PageBounds:
         self.high[pages] = keys.masked_fill(beyond, float("-inf")).amax(dim=1).to(self.ends.dtype)
         self.low[pages] = keys.masked_fill(beyond, float("inf")).amin(dim=1).to(self.ends.dtype)
 
-    def shares(
-        self,
-        query: torch.Tensor,
-        plan: RowPlan,
-        scale: float,
-        *,
-        spans: tuple[torch.Tensor, torch.Tensor] | None = None,
-        longest: int | None = None,
-    ) -> torch.Tensor:
+    def shares(self, query: torch.Tensor, pages: RowPlan, scale: float) -> torch.Tensor:
         """Each head's softmax over a row's pages, by the largest logit that a key between a
         page's bounds can have; added up over heads.
 
@@ -71,23 +69,23 @@ class PageBounds:
         ``low``. The shares are the weights of decode attention to the bounds.
 
         Args:
-            query: ``[rows, heads, dim]``.
-            plan: Entries are pages, none shifted.
+            query: ``[rows, heads, dim]``, fp32, bf16 or fp16.
+            pages: Entries are pages, none shifted. On a GPU those out of range have no share.
             scale: Of the logits.
-            spans, longest: See ``decode_attention``.
 
         Returns:
-            fp32 ``[entries]``, those of one row after the other.
+            fp32 ``[entries]``, those of one row after the other; zeros behind the last row.
         """
-        found = torch.zeros(len(plan.kv_indices), device=self.ends.device)
+        found = torch.zeros(len(pages.kv_indices), device=self.ends.device)
+        # What a GPU read is not known to the host; elsewhere weights are as many as entries.
+        weights = found if self.on_gpu else found[: int(pages.kv_indptr[-1])]
+        longest = len(found) // query.shape[0]
         signed = torch.cat((query.clamp_min(0), query.clamp_max(0)), dim=-1)
-        decode_attention(
-            signed, self._paged, plan, scale=scale, spans=spans, weights=found, longest=longest
-        )
+        decode_attention(signed, self._paged, pages, scale=scale, weights=weights, longest=longest)
         return found
 
     def largest(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """The logits of :meth:`shares`, unscaled, one query a page.
+        """The logits of :meth:`shares`, unscaled, for a query of each page's own.
 
         fp32 ``[pages, heads, dim]`` and int64 ``[pages]`` to fp32 ``[pages, heads]``.
         """

@@ -22,7 +22,7 @@ from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection import page_bounds
 from sglang_reasoncache.selection.contract import Quest
-from sglang_reasoncache.selection.device_selection import DeviceSelection
+from sglang_reasoncache.selection.page_selection import PageSelection
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -79,117 +79,58 @@ def test_slots_out_of_range_are_left_out() -> None:
     assert not ends.any()
 
 
-class Rows:
-    """Rows with evicted positions, ragged, some shorter than the budget, and one beyond the batch."""
-
-    def __init__(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.num_slots, width = 400, 61
-        self.pages = -(-width // PAGE)
-        self.rows = torch.randint(0, self.num_slots, (6, width), generator=generator).int()
-        evicted = torch.rand(6, width, generator=generator) < 0.2
-        self.rows[evicted] = -1
-        self.cached_at = torch.randint(0, width, (self.num_slots,), generator=generator).int()
-        self.requests = torch.tensor([5, 0, 3, 1])
-        self.lengths = torch.tensor([61, 7, 42, 1])
-        self.asked = torch.rand(4, self.pages, generator=generator) < 0.4
-        self.state = torch.randint(0, 3, (4, self.pages), generator=generator).to(torch.uint8)
-        self.whole = PlanBuffers.of(5, 200, DEVICE, positions=True)
-        arguments = (self.rows, self.requests, self.lengths, self.cached_at)
-        plan_into(self.whole, *map(there, arguments), num_slots=self.num_slots)
-
-
 @on_device
-@pytest.mark.parametrize("budget", [0, 12, 61])
-def test_pages_that_are_read(budget: int) -> None:
-    rows = Rows(1)
-    keep = there(torch.full(rows.state.shape, 7, dtype=torch.uint8))
-    totals = there(torch.tensor([100, 200, 300]))
-    select_triton.settle(
-        there(rows.asked), there(rows.state), there(rows.lengths), keep, totals,
-        budget=budget, page=PAGE,
-    )  # fmt: skip
-    held = read = missing = 0
-    for i, length in enumerate(rows.lengths.tolist()):
-        for page in range(rows.pages):
-            size = min(PAGE, length - page * PAGE)
-            found = int(keep[i, page])
-            if size <= 0:
-                assert found == 7
-                continue
-            kind, asked = int(rows.state[i, page]), bool(rows.asked[i, page])
-            newest = page == (length - 1) // PAGE
-            right = kind > 0 and (asked or kind == 2 or newest or length <= budget)
-            assert found == right
-            if length > budget and kind:
-                held += size
-                read += size * right
-                missing += newest and not asked
-    assert totals.tolist() == [100 + held, 200 + read, 300 + missing]
-
-
-@on_device
-@pytest.mark.parametrize("capacity", [200, 30])
-def test_entries_of_kept_pages(capacity: int) -> None:
-    """In their order, with shifts and places; what has no room is left out."""
-    rows = Rows(2)
-    chosen = PlanBuffers.of(5, capacity, DEVICE, positions=True)
-    select_triton.select_into(chosen, rows.whole, there(rows.asked.to(torch.uint8)), PAGE)
-    assert rows.whole.positions is not None and chosen.positions is not None
-    whole_ends = rows.whole.kv_indptr.tolist()
-    expected: list[int] = []
-    ends = [0]
-    for i in range(4):
-        for entry in range(whole_ends[i], whole_ends[i + 1]):
-            if rows.asked[i, int(rows.whole.positions[entry]) // PAGE]:
-                expected.append(entry)
-        ends.append(min(len(expected), capacity))
-    assert capacity == 200 or len(expected) > capacity
-    expected = expected[:capacity]
-    assert chosen.kv_indptr.tolist()[:5] == ends
-    entries = there(torch.tensor(expected))
-    for name in ("kv_indices", "shift"):
-        found = getattr(chosen, name)[: len(expected)]
-        assert torch.equal(found, getattr(rows.whole, name)[entries])
-    assert chosen.positions.tolist()[: len(expected)] == expected
-    # Weights go back the same way, and leave zeros.
-    weights = there(torch.arange(1.0, capacity + 1))
-    weights[len(expected) :] = 0
-    sums = there(torch.full((200,), 0.5))
-    select_triton.add(weights, chosen, 4, sums)
-    right = torch.full((200,), 0.5)
-    right[expected] += torch.arange(1.0, len(expected) + 1)
-    assert torch.equal(sums.cpu(), right)
-    assert not weights.any()
+@pytest.mark.parametrize("shifted", [True, False])
+def test_entries_of_pages_are_copied(shifted: bool) -> None:
+    """Pages with evicted ones between them, short last ones, a row without any."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.tensor([61, 7, 42, 0])
+    sizes = (lengths[:, None] - torch.arange(16) * PAGE).clamp(0, PAGE)
+    sizes[torch.rand(sizes.shape, generator=generator) < 0.2] = 0
+    keep = torch.rand(sizes.shape, generator=generator) < 0.4
+    keep[1] = sizes[1] > 0
+    read, total = sizes * keep, int(sizes.sum())
+    whole = PlanBuffers.of(4, total + 9, DEVICE)
+    assert whole.shift is not None
+    for side in (whole.kv_indices, whole.shift):
+        side.copy_(torch.randint(-500, 500, (total + 9,), generator=generator))
+    pages = there(read), there(sizes)
+    indices, shift = select_triton.copy_pages(*pages, PAGE, whole, shifted=shifted)
+    among = keep.flatten().repeat_interleave(sizes.flatten())
+    count = int(among.sum())
+    assert 0 < count < total
+    entries = there(among.nonzero()[:, 0])
+    assert torch.equal(indices[:count], whole.kv_indices[entries])
+    assert (shift is not None) == shifted
+    assert shift is None or torch.equal(shift[:count], whole.shift[entries])
 
 
 @on_device
 def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a step: keys noted, pages laid out, Quest asked, entries selected; on a GPU captured
-    in a CUDA graph, after the trial call. Rows, lengths and keys change between replays."""
+    """All of a step: keys noted, pages laid out, Quest asked, entries copied; on a GPU captured
+    in a CUDA graph. Rows, lengths and keys change between replays."""
     if INTERPRETED:
         monkeypatch.setattr(page_bounds, "PagedKv", functools.partial(PagedKv, backend="triton"))
     width, pages = 40, 40
     host_rows = torch.zeros(3, width, dtype=torch.int32)
     rows, keys = there(host_rows.clone()), there(torch.randn(pages * PAGE, HEADS, 16))
     rule = Quest(budget=2 * PAGE, whole_layers=0)
-    selection = DeviceSelection("quest", rule, {0: keys}, PAGE, rows, None)
+    selection = PageSelection("quest", rule, {0: keys}, PAGE, rows, None)
     requests, lengths = there(torch.tensor([2, 1])), there(torch.tensor([1, 1]))
     slots, query = there(torch.zeros(2, dtype=torch.int64)), there(torch.randn(2, 2 * HEADS, 16))
-    buffers = PlanBuffers.of(2, 2 * width, DEVICE, positions=True)
+    buffers = PlanBuffers.of(2, 2 * width, DEVICE)
     zero = requests[:1] * 0
-    one = PlanBuffers.of(1, width, DEVICE, positions=True)
+    one = PlanBuffers.of(1, width, DEVICE)
     plan_into(one, rows, zero, zero + width, num_slots=len(keys))
-    selection.try_out(one, {0: query[:1]})
-    selection.allocate_graphs(2, weighs=False)
+    selection.warm_up(one, {0: query[:1]})
 
     def step() -> RowPlan:
         plan_into(buffers, rows, requests, lengths, num_slots=len(keys))
-        selection.begin_graph(BatchRows(buffers, requests, lengths, width))
+        selection.begin(BatchRows(buffers, requests, lengths, width))
         selection.update(0, slots)
         some = selection.plan(0, query, 0.25)
         assert some is not None
-        return some[0]
+        return some
 
     replay: Any = step
     if DEVICE == "cuda":
@@ -224,10 +165,9 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
             host = selection_on_host(rule, {0: host_keys}, PAGE, own)
             host.update(0, own[0, :length])
             whole = plan_rows(own, request, own_length, num_slots=len(keys))
-            host.begin(BatchRows(whole, request, own_length, length), False)
+            host.begin(BatchRows(whole, request, own_length, length))
             some = host.plan(0, query[i : i + 1].cpu(), 0.25)
-            expected += (whole if some is None else some[0]).kv_indices.tolist()
+            expected += (whole if some is None else some).kv_indices.tolist()
             ends.append(len(expected))
         assert found.kv_indptr.tolist() == ends
         assert found.kv_indices[: ends[-1]].tolist() == expected
-    assert selection.describe()["refusals"] == {}

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.plugin import attention
 from tests.kernels.pools import dense, turned
@@ -94,7 +94,7 @@ class Rig:
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=SimpleNamespace(
-                has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
+                page_size=1, has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
             ),
             dtype=dtype,
             model=torch.nn.ModuleList([rope, self.layer]),
@@ -133,10 +133,13 @@ class Rig:
         )
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
-        """Evict some positions before each row's ``new`` tokens; never the newest of those."""
-        self.runner.token_to_kv_pool_allocator.has_evicted = True
+        """Evict some whole pages before each row's ``new`` tokens; never the newest of those."""
+        allocator = self.runner.token_to_kv_pool_allocator
+        allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
-            gone = torch.rand(max(end - count - 1, 0), generator=self.generator) < share
+            pages = max(end - count - 1, 0) // allocator.page_size
+            gone = torch.rand(pages, generator=self.generator) < share
+            gone = gone.repeat_interleave(allocator.page_size)
             self.rows.req_to_token[row, : len(gone)][gone] = -1
 
     def settle(self) -> None:
@@ -203,11 +206,17 @@ def announced(
         evicted_of=lambda of: evicted if of is reqs else [],
     )
     requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
-    runner: Any = SimpleNamespace(is_draft_worker=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "_backend", backend)
-        attention._after_forward_batch(batch, type(batch), requests, runner)
+    runner: Any = SimpleNamespace(attn_backend=backend)
+    attention._after_forward_batch(batch, type(batch), requests, runner)
     return batch
+
+
+def mark(batch: ForwardBatch, needs_ours: bool) -> None:
+    """Whether the batch's rows have shifted slots or evicted positions."""
+    if isinstance(batch.rids, MarkedRids):
+        batch.rids.needs_ours, batch.rids.evicted = needs_ours, None
+    else:
+        batch.rids = MarkedRids(batch.rids or [], needs_ours)
 
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.

@@ -16,8 +16,8 @@ from sglang_reasoncache.cache.allocator import (
     SharedTokenAllocator,
     shared_allocator_of,
 )
-from sglang_reasoncache.selection.device_selection import WouldWait, refused
 from tests.property.world import allocator_of
+from tests.strict_device import Refused, WouldWait
 
 SLOTS = 16
 PAGE = 4
@@ -63,7 +63,7 @@ def free_list(allocator: Allocator) -> list[int]:
 
 def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) -> None:
     row = either.alloc(2 * page)
-    with refused(torch.device("cpu")):
+    with Refused():
         for some in (row[:page], row[page:]):
             change = either.prepare_named(some, np.zeros(page, dtype=np.int64))
             assert either.commit(change, evicts=True) == page

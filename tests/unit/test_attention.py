@@ -15,7 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend, PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.kernels import extend
-from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig
+from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig, mark
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
@@ -68,7 +68,7 @@ def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: st
     if kind == "cuda":
         # Above: a batch that nobody looked at.
         batch = rig.batch(new)
-        backend.mark.note(batch.rids, True)
+        mark(batch, True)
         rig.check(backend, batch)
 
 
@@ -104,7 +104,7 @@ def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kin
     rig = Rig(shifted=1.0)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda":
-        backend.mark.note(batch.rids, marked)
+        mark(batch, marked)
     buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
     before = [buffer.clone() for buffer in buffers]
     rig.forward(backend, batch)
@@ -124,7 +124,7 @@ def test_one_backend_serves_batches_of_every_kind(kind: str) -> None:
         rig.check(backend, rig.batch(BATCHES[name]))
         if kind == "cuda":
             plain = rig.batch(BATCHES[name])
-            backend.mark.note(plain.rids, False)
+            mark(plain, False)
             assert torch.equal(rig.forward(backend, plain), rig.forward(stock, plain))
     rig.settle()
     batch = rig.batch([1, 1, 1])

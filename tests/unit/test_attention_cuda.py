@@ -26,7 +26,7 @@ from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.plugin import attention, hooks, refusals
-from tests.unit.attention_rig import BATCHES, Rig
+from tests.unit.attention_rig import BATCHES, Rig, mark
 from tests.unit.test_attention import backend_of
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform", "few_objects")
@@ -45,7 +45,7 @@ def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: s
     allocator.has_shifted_slots = known != "never shared"
     batch = rig.batch(new)
     if known in ("as cached, evicted", "marked"):
-        backend.mark.note(batch.rids, False)
+        mark(batch, False)
     ours = rig.forward(backend, batch)
     assert corrected or torch.equal(rig.cached_at.positions, cached_at)
     assert torch.equal(ours, rig.forward(TorchNativeAttnBackend(rig.runner), batch))
@@ -58,7 +58,7 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
     backend = backend_of("cuda", rig)
     batch = rig.batch(new)
     assert not backend.can_run_prefill_cuda_graph(batch)
-    backend.mark.note(batch.rids, False)
+    mark(batch, False)
     assert backend.can_run_prefill_cuda_graph(batch)
     copied = dataclasses.replace(batch, positions=batch.positions.clone())
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
@@ -90,40 +90,29 @@ def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPat
         attention.make_cuda(runner, name, None, requested_by="--x y")
 
 
-FLAGS = ["pdmux", "two-batch-overlap", "mis", "torch-compile", "deterministic-inference"]
-
-
-@pytest.mark.parametrize("flag", FLAGS)
-def test_flags_in_the_way_are_named(flag: str) -> None:
-    asked = "--reasoncache-positions corrected over --attention-backend flashinfer"
-    args, field = compat.ServerArgs(model_path="none", device="cpu"), flag.replace("-", "_")
-    refusals.check_corrected(args, asked)
-    assert getattr(args, f"enable_{field}") is False
-    setattr(args, f"enable_{field}", True)
-    with pytest.raises(ValueError, match=f"{asked} cannot be combined with: --enable-{flag} "):
-        refusals.check_corrected(args, asked)
+@pytest.mark.parametrize("field", refusals.CORRECTED_CONFLICTS)
+def test_flags_in_the_way_are_named(field: str) -> None:
+    args, flag = compat.ServerArgs(model_path="none", device="cpu"), field.replace("_", "-")
+    refusals.check_corrected(args, "--x y")
+    assert getattr(args, field) is False
+    setattr(args, field, True)
+    with pytest.raises(ValueError, match=f"--x y cannot be combined with: --{flag} "):
+        refusals.check_corrected(args, "--x y")
     # What SGLang switched on by itself is in the way as well.
     switched = compat.ServerArgs(model_path="none", device="cpu")
-    compat.declare_resolution(switched, "a test", **{f"enable_{field}": True})
+    compat.declare_resolution(switched, "a test", **{field: True})
     assert len(refusals.in_the_way_of_corrected(switched)) == 1
 
 
-@pytest.mark.parametrize("word", ["1", "true", "YES", "y"])
 @pytest.mark.parametrize("name", refusals.CORRECTED_VARIABLES)
-def test_variables_in_the_way_are_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, word: str
-) -> None:
-    """Off, as SGLang reads them, they are not."""
-    monkeypatch.setenv(name, word)
-    assert getattr(envs, name).get()
-    with pytest.raises(ValueError, match=rf"corrected cannot be combined with: {name} \("):
-        refusals.check_corrected(SimpleNamespace(), "corrected")
-    for off in ("0", "no"):
-        monkeypatch.setenv(name, off)
-        refusals.check_corrected(SimpleNamespace(), "corrected")
+def test_variables_in_the_way_are_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Where SGLang reads them as true, and where its own rules for a model set them."""
+    for word in ("1", "true", "YES", "y", "0", "no"):
+        monkeypatch.setenv(name, word)
+        found = refusals.in_the_way_of_corrected(SimpleNamespace())
+        assert bool(found) == getattr(envs, name).get()
+        assert not found or found[0].startswith(f"{name} (")
     monkeypatch.delenv(name)
-    assert not getattr(envs, name).get()
-    # SGLang's own rules for a model set it like this.
     getattr(envs, name).set(True)
     assert len(refusals.in_the_way_of_corrected(SimpleNamespace())) == 1
 
@@ -193,56 +182,41 @@ EVICTS = "streamingllm:budget=64"
 
 
 @pytest.mark.parametrize(
-    ("settings", "fields", "expected"),
+    ("settings", "fields", "model", "expected"),
     [
-        ({"positions": "as-cached"}, {}, "fa3 fa3"),
-        ({"policy": EVICTS, "positions": "as-cached"}, {}, "flashinfer flashinfer"),
-        ({"policy": "none"}, {}, "fa3 fa3"),
+        ({"positions": "as-cached"}, {}, {}, "fa3 fa3"),
+        ({"policy": EVICTS, "positions": "as-cached"}, {}, {}, "flashinfer flashinfer"),
+        ({"policy": "none"}, {}, {}, "fa3 fa3"),
         # The operator named one.
-        ({}, {"attention_backend": "fa3"}, "fa3 fa3"),
-        ({}, {"decode_attention_backend": "flashinfer"}, "fa3 flashinfer"),
+        ({}, {"attention_backend": "fa3"}, {}, "fa3 fa3"),
+        ({}, {"decode_attention_backend": "flashinfer"}, {}, "fa3 flashinfer"),
         # Nothing could be corrected; what was asked for is refused later, by name.
-        ({}, {"enable_torch_compile": True}, "fa3 fa3"),
-        ({}, {"enable_deterministic_inference": True}, "fa3 fa3"),
-        ({"positions": "corrected"}, {"enable_torch_compile": True}, "flashinfer flashinfer"),
-        ({}, {"flashinfer": False}, "triton triton"),
+        ({}, {"enable_torch_compile": True}, {}, "fa3 fa3"),
+        ({"positions": "corrected"}, {"enable_torch_compile": True}, {}, "flashinfer flashinfer"),
+        ({}, {"flashinfer": False}, {}, "triton triton"),
+        # Of the model.
+        ({}, {}, {"head_dim": 96}, "triton triton"),
+        ({}, {}, {"learnable_sink": True}, "triton triton"),
+        ({}, {}, {"is_hybrid_swa": True}, "fa3 fa3"),
+        ({}, {}, {"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
+        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "fa3 fa3"),
+        # SGLang's rules for a model stay.
+        ({}, {}, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
     ],
 )
 def test_a_backend_is_taken_only_where_ours_serves_it(
     monkeypatch: pytest.MonkeyPatch,
     model_path: Path,
+    tmp_path: Path,
     settings: dict[str, Any],
     fields: dict[str, Any],
+    model: dict[str, Any],
     expected: str,
 ) -> None:
-    config = ReasonCacheConfig(**settings)
-    found = resolved(monkeypatch, model_path, "hopper", config, **fields)
-    assert " ".join(found[:2]) == expected
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"head_dim": 96}, "triton triton"),
-        # SGLang's rules for a model stay.
-        ({"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
-        ({"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "fa3 fa3"),
-        # Attention sinks, sliding windows, cross attention.
-        ({"learnable_sink": True}, "triton triton"),
-        ({"is_hybrid_swa": True}, "fa3 fa3"),
-        ({"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
-    ],
-)
-def test_a_backend_is_taken_only_for_models_it_serves(
-    monkeypatch: pytest.MonkeyPatch,
-    model_path: Path,
-    tmp_path: Path,
-    change: dict[str, Any],
-    expected: str,
-) -> None:
-    shape = json.loads((model_path / "config.json").read_text()) | change
+    """``model``: of its config.json."""
+    shape = json.loads((model_path / "config.json").read_text()) | model
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    found = resolved(monkeypatch, tmp_path, "hopper", ReasonCacheConfig())
+    found = resolved(monkeypatch, tmp_path, "hopper", ReasonCacheConfig(**settings), **fields)
     assert " ".join(found[:2]) == expected
 
 
@@ -338,11 +312,7 @@ def test_auto_goes_on_where_ours_fails(
     why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"
     found = parts("auto")
     assert found.rotation is None and re.fullmatch(why, found.uncorrected)
-    assert (
-        warned == [found.uncorrected]
-        and attention._backend is None
-        and len(made) == (at != "__init__")
-    )
+    assert warned == [found.uncorrected] and len(made) == (at != "__init__")
     assert all(backend() is None for backend in made)
     with pytest.raises(ValueError, match=why):
         parts("corrected")

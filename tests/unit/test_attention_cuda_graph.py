@@ -28,7 +28,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import DIM, TOLERANCE, Rig, announced
+from tests.unit.attention_rig import DIM, TOLERANCE, Rig, announced, mark
 from tests.unit.test_attention import REQUESTED_BY
 
 #: Requests that graphs are captured for; batches are padded to one of these.
@@ -188,7 +188,7 @@ def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int],
     slots = batch.out_cache_loc
     assert backend.paged.backend == "triton"
     for shifts in (True, False, True):
-        backend.mark.note(batch.rids, shifts)
+        mark(batch, shifts)
         rig.cached_at.positions[slots] = 7
         found = rig.forward(runner, batch)
         assert torch.equal(rig.cached_at.positions[slots].long(), batch.positions)
@@ -266,23 +266,20 @@ def test_the_log_says_what_graphs_take(
 
 
 @under_interpreter
-def test_hooks_reach_the_runner_and_every_batch(
-    rig: Rig, backend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
     """They stay in SGLang: this process ends with these tests."""
-    attention._install_hooks()
-    monkeypatch.setattr(attention, "_backend", backend)
+    attention._install_hooks(backend)
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
         variants = module.create_attention_graph_variants(hf_config)
         assert isinstance(variants, GraphVariants)
     batch = rig.batch([1, 1, 1])
     assert variants.select(batch) == SHIFTED
-    backend.mark.note(batch.rids, False)
+    mark(batch, False)
     assert variants.select(batch) == PLAIN
     # The hook is there; what it is called with is in tests/contract.
     assert isinstance(ForwardBatch.__dict__["init_new"], classmethod)
     assert ForwardBatch.init_new.__wrapped__ is not None
     for shifted, evicted in ((True, False), (False, True), (False, False)):
         announced(backend, batch, shifted, [int(evicted)])
-        assert backend.mark.needs_ours(batch.rids) == (shifted or evicted)
+        assert backend.needs_ours(batch) == (shifted or evicted)

@@ -4,11 +4,13 @@
 not there."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.attention.batch_mark import BatchMark
+from sglang_reasoncache.attention.batch_mark import MarkedRids
+from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from tests.property import world as worlds
 from tests.property.world import PROMPT, Eviction, Pair, Setup, World, prefill, retract, start
 
@@ -62,17 +64,19 @@ def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_positi
 def test_an_unknown_batch_counts_once_there_are_some(seen: str, corrected: bool) -> None:
     """Evicted positions in both modes, shifted slots in one."""
     allocator = SimpleNamespace(has_shifted_slots=False, has_evicted=False)
-    mark = BatchMark(allocator, corrected=corrected)
-    known, equal = ["a"], ["a"]
-    assert not mark.needs_ours(known) and not mark.needs_ours(None)
+    backend: Any = SharedSlotReads.__new__(SharedSlotReads)
+    backend.paged = SimpleNamespace(allocator=allocator, cached=object() if corrected else None)
+
+    def needs_ours(rids: list[str] | None) -> bool:
+        found: bool = backend.needs_ours(SimpleNamespace(rids=rids))
+        return found
+
+    needing, other = MarkedRids(["a"], True), MarkedRids(["a"], False)
+    assert not any(map(needs_ours, (needing, other, list(other), None)))
     setattr(allocator, seen, True)
     counts = corrected or seen == "has_evicted"
-    assert mark.needs_ours(known) == mark.needs_ours(None) == counts
-    mark.note(known, False)
-    assert not mark.needs_ours(known)
-    assert mark.needs_ours(equal) == mark.needs_ours(None) == counts
-    mark.note(known, True)
-    assert mark.needs_ours(known) == counts
+    assert needs_ours(needing) == needs_ours(list(other)) == needs_ours(None) == counts
+    assert not needs_ours(other)
 
 
 def test_evicted_positions_are_those_of_the_row_at_hand() -> None:

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cac
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
-from sglang_reasoncache.attention.batch_mark import BatchMark
+from sglang_reasoncache.attention.batch_mark import mark_of
+from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.filter.align import AcrossPair
@@ -69,9 +70,8 @@ PLAIN |= {"asks_to_share"}
 #: Only call what has two tries.
 PLAIN |= {"once_more", "tried", "put"}
 #: Of a forward, what has one try: SGLang's own, and what reads attributes.
-ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "evicted"}
-#: A selector that fails reads everything.
-ONE_TRY |= {"is_idle", "is_decode", "reads_ours", "_kept"}
+ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "mark_of"}
+ONE_TRY |= {"is_idle", "is_decode", "reads_ours"}
 SETUPS = [
     Setup(page=1, block=4, slots=240, publish="exact", when="short"),
     Setup(page=4, block=4, slots=320, publish="aliased", prompts=True),
@@ -429,31 +429,29 @@ def test_a_fault_among_siblings_costs_no_slot(
 
 
 @pytest.mark.usefixtures("published_config")
-def test_a_batch_that_cannot_be_looked_at_may_read_anything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_batch_that_cannot_be_looked_at_may_read_anything() -> None:
     """A fault where SGLang makes a batch: its forward reads rows as if some slots were shifted."""
 
-    def look(faults: Faults) -> tuple[bool, Any]:
+    def look(faults: Faults) -> tuple[bool, Sequence[int] | None] | None:
+        """The batch's mark."""
         world = World(SETUPS[0])
-        reqs, allocator = [start(world)], world.allocator
-        allocator.has_shifted_slots = allocator.has_evicted = True
-        mark = BatchMark(allocator)
-        backend = SimpleNamespace(mark=mark)
-        monkeypatch.setattr(attention, "_backend", backend)
+        world.allocator.has_shifted_slots = world.allocator.has_evicted = True
+        backend: Any = SharedSlotReads.__new__(SharedSlotReads)
+        backend.paged = SimpleNamespace(cached=True)
+        runner: Any = SimpleNamespace(attn_backend=backend)
         made = SimpleNamespace(rids=["r"], forward_mode=None)
-        batch = SimpleNamespace(tree_cache=world.tree, reqs=reqs)
+        batch = SimpleNamespace(tree_cache=world.tree, reqs=[start(world)])
         with injected(faults):
-            runner: Any = SimpleNamespace(is_draft_worker=False)
             attention._after_forward_batch(made, object, batch, runner)
         assert (world.controller.report.disabled is None) == (faults.site is None)
-        return mark.needs_ours(made.rids), mark.evicted(made.rids)
+        mark = mark_of(made)
+        return None if mark is None else (mark.needs_ours, mark.evicted)
 
     faults = Faults()
     assert look(faults) == (False, [0])
     assert len(faults.seen) > 4
     for site in faults.seen:
-        assert look(Faults(site)) == (True, None), site
+        assert look(Faults(site)) is None, site
 
 
 def _rank(rank: int, group: Any) -> list[Any]:

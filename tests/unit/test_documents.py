@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from sglang_reasoncache import registry
+from sglang_reasoncache.attention import served
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
-from sglang_reasoncache.selection.page_selection import SelectionRefusal
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.contract.test_layers import LAYER
@@ -116,13 +116,20 @@ def test_refused_flags_and_series_are_in_their_pages() -> None:
 @pytest.mark.parametrize(
     ("page", "heading", "refusals"),
     [
-        ("selection", "refusal", SelectionRefusal),
         ("architecture", "reason", Refusal),
     ],
 )
 def test_every_refusal_is_in_its_table(page: str, heading: str, refusals: type[Enum]) -> None:
     names = re.findall(r"^`(\w+)`$", _table(page, heading), re.MULTILINE)
     assert names == [each.value for each in refusals]
+
+
+def test_what_is_served_is_told() -> None:
+    table = TEXT["kernels"].partition("\n| layer | served |")[2].partition("\n\n")[0]
+    told = re.findall(r"^\| (.*?) \| `(.*?)`", table, re.MULTILINE)
+    assert dict(told) == {name: str(values[0]) for name, _, values in served.LAYER_ATTRIBUTES}
+    names = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS]
+    assert not [name for name in names if f"`{name}`" not in TEXT["kernels"]]
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:

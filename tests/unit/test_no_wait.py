@@ -22,7 +22,6 @@ from sglang_reasoncache.eviction.policies.l2norm import L2Norm
 from sglang_reasoncache.eviction.policies.rkv import RKV
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels import distance
-from sglang_reasoncache.selection.device_selection import WouldWait
 from tests.eviction.rows import world_of
 from tests.property.world import (
     LAYERS,
@@ -41,7 +40,7 @@ from tests.property.world import (
     retract,
     start,
 )
-from tests.strict_device import guarded, no_wait, strict_device
+from tests.strict_device import WouldWait, guarded, no_wait, strict_device
 from tests.triton_runs import INTERPRETED
 
 SLOTS = 200

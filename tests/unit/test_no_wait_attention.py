@@ -11,11 +11,10 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, SharedSlotReads
-from sglang_reasoncache.selection import page_selection
 from sglang_reasoncache.selection.contract import Quest
 from tests.property.world import in_host
 from tests.selection.test_device_selection import rig_of
-from tests.strict_device import DeviceTensor, no_wait, on_device, strict_device
+from tests.strict_device import no_wait, on_device, strict_device
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import under_interpreter
 from tests.unit.attention_rig import TOLERANCE, Rig, announced
@@ -126,10 +125,8 @@ def test_plans_and_layers(new: list[int], corrected: bool) -> None:
         check(rig, backend, new, gone, Replayed(backend))
 
 
-def test_pages_are_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_are_selected() -> None:
     """Chosen, their bounds kept, and told about."""
-    # The stand-in's tensors are a subclass.
-    monkeypatch.setattr(page_selection, "Tensor", DeviceTensor)
     rig = rig_of([70, 19, 41], shifted=(1, 4))
     backend = backend_of(rig)
     selection = backend.paged.select("quest", Quest(budget=24, whole_layers=1))

@@ -16,8 +16,8 @@ from sglang.srt.layers.rotary_embedding import base, factory
 from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
+from sglang_reasoncache.attention.served import key_rotation
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
-from sglang_reasoncache.kernels.rotation import KeyRotation
 
 HEADS = 2
 #: Half the distance between 1 and the next fp32 number.
@@ -123,7 +123,7 @@ class Embedding:
         self._modeling = importlib.import_module(module)
         self._module = getattr(self._modeling, f"{model.family}RotaryEmbedding")(config)
         self.sglang = self.made_by_sglang(torch.float32)
-        self.rotation = KeyRotation.from_model(torch.nn.ModuleList([self.sglang]), model.positions)
+        self.rotation = key_rotation(torch.nn.ModuleList([self.sglang]), model.positions)
 
     def made_by_sglang(self, dtype: torch.dtype) -> Any:
         config = self.model.config()
@@ -230,7 +230,7 @@ def test_attention_factor_is_in_the_key_once(embedding: Embedding) -> None:
 def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> None:
     """SGLang casts its table to the model's dtype on the CPU."""
     half = torch.nn.ModuleList([embedding.made_by_sglang(torch.bfloat16)])
-    rotation = KeyRotation.from_model(half, embedding.model.positions)
+    rotation = key_rotation(half, embedding.model.positions)
     assert torch.equal(rotation.cos, embedding.rotation.cos)
     assert torch.equal(rotation.sin, embedding.rotation.sin)
 
@@ -308,7 +308,7 @@ def hunyuan(use_qk_norm: bool) -> Any:
 )
 def test_refused_by_name(message: str, modules: Any) -> None:
     with pytest.raises(ValueError, match=f"--reasoncache-positions corrected.*{message}"):
-        KeyRotation.from_model(torch.nn.ModuleList(modules()), 64)
+        key_rotation(torch.nn.ModuleList(modules()), 64)
 
 
 def test_not_refused() -> None:
@@ -319,4 +319,4 @@ def test_not_refused() -> None:
         ([hunyuan(False)], 64),
         ([Attention(rotary_of(rotary_dim=32))], 32),
     ):
-        assert KeyRotation.from_model(torch.nn.ModuleList(modules), 64).rotary_dim == rotary_dim
+        assert key_rotation(torch.nn.ModuleList(modules), 64).rotary_dim == rotary_dim

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which models are served, and which with corrected positions, judged by their KV pool, their
+attention layers and their rotary embedding. What flags refuse is in ``plugin/refusals.py``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.kernels.rotation import KeyRotation
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.compat.types import AttentionLayer, ModelRunner, TreeCacheBuildContext
+
+_FLAG = "--enable-reasoncache"
+_CORRECTED = "--reasoncache-positions corrected"
+
+#: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.
+LAYER_ATTRIBUTES = (
+    ("sliding window", "sliding_window_size", (-1, None)),
+    ("cross attention", "is_cross_attention", (False,)),
+    ("attention type", "attn_type", ("decoder",)),
+    ("position encoding", "pos_encoding_mode", ("NONE",)),
+    ("logit capping", "logit_capping_method", ("tanh",)),
+    ("attention temperature length", "xai_temperature_len", (-1,)),
+)
+#: Rotary modules with one table of angles that are linear in the position.
+ROTARY_KINDS = (
+    "RotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
+    "DynamicNTKAlphaRotaryEmbedding",
+    "DynamicNTKScalingRotaryEmbedding",
+)
+#: Attention modules that scale each dim of a key by a learned weight after its rotation, where the
+#: attribute is true.
+SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
+#: Head dims for which SGLang's FlashInfer backend is made; its Triton backend takes others.
+FLASHINFER_DIMS = (64, 128, 256)
+
+
+def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
+    """Raises ValueError for a pool whose buffers are not ``[slots, heads, head_dim]``.
+
+    ``requested_by``: the flag that needs such buffers, the beginning of the message.
+    """
+    layout = getattr(pool, "kv_cache_layout", "own layout")
+    is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
+    if not is_plain or layout != "nhd":
+        raise ValueError(
+            f"{requested_by} supports models with one plain multi-head KV pool in NHD layout without "
+            f"block quantisation, this server uses {type(pool).__name__} ({layout})"
+        )
+
+
+def check_kind(context: TreeCacheBuildContext) -> None:
+    """Raises ValueError for a model that keeps other state than keys and values of all positions."""
+    if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
+        raise ValueError(
+            f"{_FLAG} supports full-attention models only (no sliding window, state space or DSA)"
+        )
+
+
+def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
+    """Of SGLang's backends on CUDA the one in front of which our kernels serve a model; None: no one.
+
+    ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: it has multi-head latent
+    attention.
+    """
+    if latent or model.is_encoder_decoder or model.is_hybrid_swa:
+        return None
+    even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
+    return "flashinfer" if has_flashinfer and even and not model.has_attention_sinks else "triton"
+
+
+def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
+    """Raises ValueError naming the first thing that our attention kernels do not compute."""
+    if model_runner.use_mla_backend:
+        raise ValueError(f"{requested_by} does not support multi-head latent attention")
+    if model_runner.model_config.is_encoder_decoder:
+        raise ValueError(f"{requested_by} does not support encoder-decoder models")
+    if not model_runner.spec_algorithm.is_none():
+        raise ValueError(f"{requested_by} does not support --speculative-algorithm")
+    check_pool(model_runner.token_to_kv_pool, requested_by)
+    for layer in attention_layers(model_runner.model):
+        for name, attribute, supported in LAYER_ATTRIBUTES:
+            found = getattr(layer, attribute)
+            found = getattr(found, "value", found)  # of an enum
+            if found not in supported:
+                raise ValueError(
+                    f"{requested_by}: layer {layer.layer_id} has {name} {found}, "
+                    f"supported: {supported[0]}"
+                )
+
+
+def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
+    """SGLang's attention layers of a model."""
+    return [module for module in model.modules() if isinstance(module, compat.RadixAttention)]
+
+
+def key_rotation(model: torch.nn.Module, max_positions: int) -> KeyRotation:
+    """The rotation of keys, read from the rotary embedding that all attention layers share.
+
+    Raises:
+        ValueError: no rotary embedding, several, a kind whose angle is not linear in the position,
+            keys that are not rotated or changed afterwards, or a table shorter than the context.
+    """
+    found = _rotary_modules(model)
+    kinds = {type(m).__name__ for m in found}
+    if len(kinds) != 1 or not kinds <= set(ROTARY_KINDS):
+        raise ValueError(
+            f"{_CORRECTED} needs one plain rotary embedding per model, "
+            f"found {sorted(kinds) or 'none'}; as-cached works without"
+        )
+    for name, owner in model.named_modules():
+        _check_rotated_keys(name, owner)
+    table, *others = (m._compute_cos_sin_cache().float() for m in found)
+    if any(not torch.equal(other, table) for other in others):
+        raise ValueError(f"{_CORRECTED} needs the same rotary embedding in every layer")
+    if len(table) < max_positions:
+        raise ValueError(
+            f"{_CORRECTED}: the rotary table holds {len(table)} positions, "
+            f"--context-length is {max_positions}"
+        )
+    return KeyRotation(table, found[0].rotary_dim, found[0].is_neox_style)
+
+
+def _rotary_modules(model: torch.nn.Module) -> list[Any]:
+    """Each once; also SGLang's that are no RotaryEmbedding (LongRoPE, dual chunk)."""
+    package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, compat.RotaryEmbedding) or type(module).__module__.startswith(package)
+    ]
+
+
+def _check_rotated_keys(name: str, owner: torch.nn.Module) -> None:
+    """Raises ValueError where ``owner`` has an attention layer whose cached keys are not rotated, or
+    changed after their rotation."""
+    children = list(owner.children())
+    heads = {c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
+    if not heads:
+        return
+    kind = type(owner).__name__
+    # A rotary module made for a part of the head leaves open which dims that part is.
+    sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}
+    if not sizes:
+        raise ValueError(
+            f"{_CORRECTED} needs a rotary embedding in every attention layer, {name} ({kind}) has "
+            "none; as-cached works without"
+        )
+    if sizes != heads:
+        raise ValueError(
+            f"{_CORRECTED}: {name} ({kind}) rotates a part of {sizes} dims "
+            f"placed by the model itself in heads of {heads}; as-cached works"
+        )
+    flag = SCALES_ROTATED_KEYS.get(kind)
+    if flag is not None and getattr(owner, flag, True):
+        raise ValueError(
+            f"{_CORRECTED}: {name} ({kind}, {flag}) scales keys after "
+            "their rotation, so they cannot be rotated any more; as-cached works"
+        )
