@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host knows of one request's row, so that sharing, freeing and publishing wait for no device."""
+"""A copy in host memory of what is known of one request's row. Sharing, freeing and publishing read
+this copy, so they do not wait for the device."""
 
 from __future__ import annotations
 
@@ -9,23 +10,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Entries that name no slot. 0 is SGLang's padding slot, which no request gets.
+#: Values of an entry that is no slot id. 0 is SGLang's padding slot, which no request gets.
 EVICTED, UNKNOWN = -1, 0
 
 _numbers = itertools.count()
 
 
 class HostRow:
-    """Of every position the slot that its entry names, ``EVICTED``, or ``UNKNOWN``.
+    """For each position: the id of its slot, ``EVICTED``, or ``UNKNOWN``.
 
-    The slot of an ``UNKNOWN`` position is named nowhere else. A slot becomes known before it is shared.
+    A position is ``UNKNOWN`` until :meth:`locate` is called for it. No other position names its slot:
+    a slot is located before it is shared.
 
     Attributes:
-        number: Unique per process: a request's next row has another one.
-        shared: Positions less the slots that they name.
-        foreign: Slots of other requests among them.
-        first_shared: The lowest position that was ever redirected.
-        lent: Slots that another request has had, too. They stay in their entries: moving frees none.
+        number: Unique in this process. After a retraction the request gets a row with a new number.
+        shared: Slots saved inside this row: positions minus distinct slots that they name.
+        foreign: Slots of other requests that this row names.
+        first_shared: The lowest position that was ever redirected; None: none was.
+        lent: Slots of this row that another request's row names, or has named. Positions that name
+            such a slot are not redirected again, because that might free no slot.
     """
 
     def __init__(self) -> None:
@@ -34,55 +37,61 @@ class HostRow:
         self.first_shared: int | None = None
         self.lent: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
-        # Slot -> the positions that name it, for all slots that several do, and all that are lent.
+        # Slot -> the positions of this row that name it. Only slots that several positions name, and
+        # lent slots, have an entry.
         self._readers: dict[int, list[int]] = {}
 
     def reserve(self, end: int) -> None:
-        """Have memory for positions before ``end``."""
+        """Allocate memory for the positions below ``end``."""
         size = len(self._slots)
         if end > size:
             self._slots = np.pad(self._slots, (0, max(end, 2 * size, 256) - size))
 
     def locate(self, start: int, slots: Sequence[int]) -> None:
-        """Consecutive positions that were ``UNKNOWN`` when the row was read name these slots."""
+        """Record the slots of consecutive positions from ``start`` on, as they were read from the
+        device. Positions that are no longer ``UNKNOWN`` keep what is recorded."""
         self.reserve(start + len(slots))
         known = self._slots[start : start + len(slots)]
         known[known == UNKNOWN] = np.asarray(slots, dtype=np.int64)[known == UNKNOWN]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """Slots, ``EVICTED`` or ``UNKNOWN``: int64, shaped as ``positions``, int64 ``[n]``."""
+        """The entries of ``positions``, int64 ``[n]``: slot, ``EVICTED`` or ``UNKNOWN``, int64 ``[n]``."""
         found, known = np.zeros(len(positions), dtype=np.int64), positions < len(self._slots)
         found[known] = self._slots[positions[known]]
         return found
 
     def between(self, start: int, end: int) -> np.ndarray:
-        """As :meth:`at`, of the positions of ``[start, end)``."""
+        """The entries of positions ``[start, end)``, int64 ``[end - start]``; see :meth:`at`."""
         found, known = np.zeros(end - start, dtype=np.int64), self._slots[start:end]
         found[: len(known)] = known
         return found
 
     def readers(self, position: int) -> list[int]:
-        """All positions that name the slot of ``position``, itself among them."""
+        """All positions that name the same slot as ``position``, including ``position``."""
         slot = int(self._slots[position]) if position < len(self._slots) else UNKNOWN
         return self._readers.get(slot, [position])
 
     def first_readers(self, positions: np.ndarray) -> np.ndarray:
-        """For each of ``positions``, int64 ``[n]`` ascending, the first of them with the same slot."""
+        """For each of ``positions``, int64 ``[n]`` ascending: the lowest of ``positions`` that names the
+        same slot. int64 ``[n]``."""
         slots = self.at(positions)
         labels = np.where(slots == UNKNOWN, -1 - positions, slots)
         _, first, label = np.unique(labels, return_index=True, return_inverse=True)
         return positions[first][label]
 
     def first_lent(self, end: int) -> int:
-        """The lowest position before ``end`` whose slot is lent; ``end`` where there is none."""
+        """The lowest position below ``end`` whose slot is lent, or ``end`` if there is none."""
         return min(
             (at for slot in self.lent for at in self._readers[slot] if at < end), default=end
         )
 
     def read(self, dst: int, src: int, length: int, lender: HostRow, moves: list[Moved]) -> None:
-        """Have the positions from ``dst`` on name the slots of those from ``src`` on of ``lender``: this
-        row, or another request's. All that name the same slots move with them. ``moves`` gets one entry
-        a position, each when it is done: where this fails, :func:`undo` them."""
+        """Redirect ``length`` positions from ``dst`` on to the slots of the positions from ``src`` on in
+        ``lender``, which is this row or another request's. All positions of this row that name a slot
+        of the destination move with it.
+
+        ``moves`` gets one entry per position as soon as that position has moved. If this raises, the
+        caller passes ``moves`` to :func:`undo`."""
         for at, source in zip(range(dst, dst + length), range(src, src + length), strict=True):
             slot = int(lender._slots[source])
             if lender is not self:
@@ -93,7 +102,8 @@ class HostRow:
                 self.lent.add(slot)
 
     def _redirect(self, position: int, slot: int, sources: list[int]) -> Moved:
-        """``sources``: positions of this row that are known to name ``slot``."""
+        """Move all positions that name the slot of ``position`` to ``slot``. ``sources``: positions of
+        this row that name ``slot`` and may not be in ``_readers`` yet."""
         old = int(self._slots[position])
         assert old > UNKNOWN and slot > UNKNOWN, "a slot that is shared was located"
         positions = [] if old == slot else self._readers.get(old, [position])
@@ -111,7 +121,7 @@ class HostRow:
         return moved
 
     def unset(self, positions: np.ndarray) -> None:
-        """These positions, int64 ``[n]``, name no slot any more."""
+        """Mark ``positions``, int64 ``[n]``, as evicted."""
         self.reserve(int(positions.max(initial=-1)) + 1)
         for position, slot in zip(positions.tolist(), self._slots[positions].tolist(), strict=True):
             there = self._readers.get(slot)
@@ -124,9 +134,10 @@ class HostRow:
 
 
 class Moved(NamedTuple):
-    """What one step of :meth:`HostRow.read` did: ``positions`` named the slot ``old``, and name ``new``.
-    ``foreign``: a slot of another request, which the row did not name before; ``first``: the row's
-    ``first_shared`` before."""
+    """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
+
+    ``positions`` is empty if both were the same slot. ``foreign``: ``new`` belongs to another request,
+    and this row did not name it before. ``first``: ``first_shared`` of the row before the change."""
 
     row: HostRow
     positions: list[int]
@@ -136,7 +147,7 @@ class Moved(NamedTuple):
     first: int | None
 
     def undo(self) -> None:
-        """To be called for the last change that is not undone yet."""
+        """Take the change back. Later changes must have been taken back before."""
         row = self.row
         if not self.positions:
             return
@@ -153,6 +164,6 @@ class Moved(NamedTuple):
 
 
 def undo(moves: Iterable[Moved]) -> None:
-    """Of the last moves that were made, in their order."""
+    """Take back the most recent moves, which are given in the order in which they were made."""
     for move in reversed(list(moves)):
         move.undo()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From proposals to redirected rows: measure, accept, apply, count."""
+"""From proposed block pairs to redirected rows: measure, accept, redirect, count."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proposed block, and the rules that refuse it whatever its distance.
 
-Nothing here looks at text or similarity: it checks what must hold for the server's memory to
-stay right.
+The rules do not look at text or similarity. They check what must hold so that the server's memory
+stays correct.
 """
 
 from __future__ import annotations
@@ -17,38 +17,43 @@ from sglang_reasoncache.sharing.state import Candidate, has_row, state_of
 
 
 class Refusal(Enum):
-    """Why a proposed block was not shared; values are metric labels."""
+    """Why a proposed block was not shared. The values are labels of a Prometheus series."""
 
     WARMUP = "warmup"
     DISTANCE = "distance"
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
-    """They name the same slots already, or will once other accepted blocks share."""
+    """Source and destination name the same slots already, or will once other accepted blocks share."""
     PART_OF_PAGE = "part_of_page"
     OVERLAP = "overlap"
-    """Source and destination overlap, or another block of the request has some of the positions."""
+    """Source and destination overlap, or another candidate has some of the destination's positions."""
     TOO_YOUNG = "too_young"
-    """A position would read a foreign slot before it is ``min_age`` behind the end."""
+    """The block, or its source in another request, is less than ``min_age`` tokens behind the end."""
     READERS = "readers"
-    """So many positions read the block's slots, or will, that moving all would take long."""
+    """Too many positions name the block's slots, or will; moving all of them would take long."""
     LATE = "late"
     """The request finished, or lost its row, before the block could be shared."""
     ACROSS = "across"
-    """Another request has some of the slots, too: moving would free none."""
+    """Another request names some of the block's slots, so redirecting the block would not free them."""
     EVICTED = "evicted"
-    """A position of the block, or of its source, was evicted."""
+    """A position of the block or of its source was evicted."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockProposal:
-    """Redirect positions ``[dst_start, dst_start + length)`` of ``req`` to the slots of ``[src_start, ...)``.
+    """Redirect positions ``[dst_start, dst_end)`` of ``req`` to the slots of ``[src_start, src_end)``.
 
-    All other positions with the slots of the destination move too, so these are free. Either may
-    come first in the response. Positions are logical: index into prompt plus output. The slots are
-    those that rows name when it shares, so a source that is itself shared resolves to the slot that
-    holds its KV. ``source``: another request, whose block is read; None: the same. A proposal is void
-    once the row of either is gone: ``row`` and ``source_row``.
+    Positions are indexes into prompt plus output; either block may come first. Every other position
+    that names a slot of the destination is redirected too, so these slots become free. Slots are looked
+    up when the block shares: if the source was redirected by then, the destination reads the slots that
+    the source names.
+
+    Attributes:
+        length: Tokens.
+        row: The row of ``req`` when the block was proposed. Without that row the block is refused.
+        source: The request whose block is read; None: ``req`` itself.
+        source_row: The row of the source then. Without that row the block is refused.
     """
 
     req: Request
@@ -68,7 +73,7 @@ class BlockProposal:
 
     @property
     def lender(self) -> Request:
-        """Whose slots are read."""
+        """The request whose slots are read."""
         return self.req if self.source is None else self.source
 
     @property
@@ -81,7 +86,7 @@ class BlockProposal:
 
 
 def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal | None:
-    """Why ``block`` must not be applied now, or None."""
+    """Why ``block`` must not share now, or None. ``min_age``: tokens; ``page``: tokens of a page."""
     req, lender, across = block.req, block.lender, block.source is not None
     state, other = state_of(req), state_of(lender)
     if state is None or other is None or not _has_row(req, block.row):
@@ -89,10 +94,10 @@ def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal
     if not _has_row(lender, block.source_row):
         return Refusal.LATE
     if block.dst_start < req.kv.cache_protected_len:
-        # The prefix tree owns these; another request may read them.
+        # The prefix tree owns the destination; another request may read it.
         return Refusal.TREE_OWNED
     if across and block.src_start < lender.kv.cache_protected_len:
-        # It may evict them when the lender has gone.
+        # The prefix tree owns the source and may evict it once the lender is gone.
         return Refusal.TREE_OWNED
     written, there = written_positions(req), written_positions(lender)
     if block.dst_end > written or block.src_end > there:

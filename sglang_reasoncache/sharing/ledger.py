@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks that can share and do not yet: memory that SGLang gets back when it is short of it."""
+"""Accepted blocks that do not share yet. They share when SGLang is short of slots."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.sharing.decision import BlockProposal
 
-#: Entries that have left and are still in the queue, beyond as many as are there.
+#: The queue is rebuilt once it has this many more removed entries than entries of the ledger.
 _DEAD = 1024
 
 
 @dataclass(eq=False)
 class Entry:
-    """A block whose slots are located. ``distance``: of its KV to that of its source."""
+    """An accepted block, whose slots are located. ``distance``: between its KV and its source's."""
 
     block: BlockProposal
     distance: float
 
     @property
     def slots(self) -> int:
-        """How many come back when it shares."""
+        """Slots that come back when the block shares."""
         return self.block.length
 
 
 class Ledger:
-    """One per scheduler; the same on all tensor-parallel ranks.
+    """Accepted blocks by distance. One per scheduler; the same on all tensor-parallel ranks.
 
     Attributes:
-        slots: How many come back if every block shares.
+        slots: Slots that come back if every block shares.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class Ledger:
 
     def clear(self) -> None:
         self.slots = 0
-        # By distance, then in the order of arrival.
+        # A heap by distance, then by arrival. It may still hold removed entries.
         self._queue: list[tuple[float, int, Entry]] = []
-        # ``id`` of a request -> entries in its row, or that read its row.
+        # ``id`` of a request -> blocks in its row, and blocks that read its row.
         self._of: dict[int, dict[Entry, None]] = {}
         self._length = 0
 
     def __len__(self) -> int:
-        """Blocks."""
+        """Number of blocks."""
         return self._length
 
     def add(self, entry: Entry) -> None:
@@ -58,11 +58,11 @@ class Ledger:
         self._length += 1
 
     def of(self, req: Request) -> list[Entry]:
-        """Entries in the row of ``req``, or that read its row."""
+        """Blocks in the row of ``req``, and blocks that read its row."""
         return list(self._of.get(id(req), ()))
 
     def slots_of(self, req: Request) -> int:
-        """How many come back from its row."""
+        """Slots that come back from the row of ``req`` if its blocks share."""
         return sum(entry.slots for entry in self._of.get(id(req), ()) if entry.block.req is req)
 
     def remove(self, entry: Entry) -> None:
@@ -78,7 +78,7 @@ class Ledger:
             heapq.heapify(self._queue)
 
     def take(self) -> Entry | None:
-        """Remove the block with the smallest distance."""
+        """Remove and return the block with the smallest distance; None if the ledger is empty."""
         while self._queue:
             entry = heapq.heappop(self._queue)[2]
             if self._has(entry):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the pool for a batch of block pairs: slots and distances."""
+"""Reads slots and KV distances of a batch of block pairs from the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_reasoncache.sharing.decision import BlockProposal
 
 
 class Measurement(Download):
-    """Slots and sums of a batch of block pairs, on their way from the device to the host.
+    """Slots and sums of squares of a batch of block pairs, being copied from device to host.
 
     ``dst_slots`` and ``src_slots`` are int64 ``[blocks, length]``.
     """
@@ -31,22 +31,23 @@ class Measurement(Download):
 
     @property
     def sums(self) -> torch.Tensor:
-        """On the host, of this rank's heads; see :class:`DistanceKernel` for the shape."""
+        """Sums over this rank's heads, on the host; :class:`DistanceKernel` gives shape and dtype."""
         return self.host[2]
 
     def slots(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Destination and source slots of every block, as host numbers."""
+        """Destination and source slots of every block, each ``[blocks][length]``."""
         return self.host[0].tolist(), self.host[1].tolist()
 
 
 class BlockMeter:
-    """Distances over all layers, and over all heads when they are split over ranks.
+    """KV distances over all layers and all KV heads, those of other tensor-parallel ranks included.
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        rotation: Keys are compared as they would be used; None: as cached.
-        num_heads: KV heads over all ranks.
-        ranks: They measure the same blocks in the same order.
+        rotation: Rotates a source key to the position that would read it before it is compared; None:
+            keys are compared as cached.
+        num_heads: KV heads of all ranks together.
+        ranks: All ranks measure the same blocks in the same order.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class BlockMeter:
         return self._kernel.backend
 
     def warm_up(self, block: int) -> None:
-        """Compile what measuring blocks of this many tokens needs, before requests come."""
+        """Compile the kernels for blocks of ``block`` tokens, before requests come."""
         slots = torch.zeros((1, block), dtype=torch.int64, device=self._rows.device)
         shift = None if self.rotation is None else torch.zeros_like(slots, dtype=torch.int32)
         self._kernel.squares(slots, slots, shift)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        """Compare what one or more blocks of one length hold; on a GPU this only launches."""
+        """Compare K and V of the pairs, all of one length. On a GPU this launches and does not wait."""
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
         reqs = [(b.req.kv.req_pool_idx, b.lender.kv.req_pool_idx) for b in blocks]
@@ -92,7 +93,7 @@ class BlockMeter:
         return None if self.rotation is None else self._cached_at.shift(src_slots, used_at)
 
     def distances(self, measured: Measurement) -> list[float]:
-        """KV distance per block; under tensor parallelism all ranks call this together."""
+        """KV distance of each block. All tensor-parallel ranks call this together."""
         sums = measured.sums
         self._ranks.add(sums)
         return block_distances(sums, measured.block, self._num_heads).tolist()

@@ -1,25 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions will name one slot once every accepted block shares."""
+"""Which positions will name the same slot once every accepted block shares."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-#: A row's number and a position.
+#: ``HostRow.number`` and a position.
 Key = tuple[int, int]
 
 
 class Merges:
-    """Disjoint sets of positions: a block joins each of its positions with the one it will read.
+    """Disjoint sets of positions (union-find). A set holds the positions that will name one slot.
 
-    A block is accepted only if it joins sets that were apart. Then every accepted block frees a
-    slot for each of its positions, in whatever order blocks share, so the ledger's sum is exact.
+    An accepted block joins the set of each of its positions with the set of the position it will read.
+    A block is refused if two such sets are the same already. So every accepted block frees one slot per
+    position, in whatever order blocks share, and the ledger's sum is exact.
     """
 
     def __init__(self) -> None:
         self._above: dict[Key, Key] = {}
         self._sizes: dict[Key, int] = {}
-        # Sets with positions of several requests.
+        # Roots of sets with positions of several requests.
         self._across: set[Key] = set()
 
     def _root(self, key: Key) -> Key:
@@ -31,16 +32,16 @@ class Merges:
         return key
 
     def size(self, key: Key) -> int:
-        """Positions that will name the slot of this one."""
+        """How many positions will name the slot of ``key``."""
         return self._sizes.get(self._root(key), 1)
 
     def is_across(self, key: Key) -> bool:
-        """Whether another request's positions are among them."""
+        """Whether positions of several requests will name the slot of ``key``."""
         return self._root(key) in self._across
 
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> bool:
-        """Let each position of ``dst`` read the one of ``src``; False, and nothing changes, where
-        two of them will name one slot anyway."""
+        """Join each of ``dst`` with the one at the same index of ``src``. Returns False and changes
+        nothing if the two positions of any pair will name one slot anyway."""
         joined: dict[Key, Key] = {}
         for one, other in zip(dst, src, strict=True):
             low, high = self._root(one), self._root(other)

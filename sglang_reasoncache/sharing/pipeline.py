@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way of a block pair: proposed, allowed, measured in a batch in flight, judged, entered in the
-ledger, and redirected at once or when SGLang is short of slots.
+"""Takes a block pair from proposal to row: ask the rules, measure the distance, judge it, enter the
+block in the ledger, and redirect it at once or when SGLang is short of slots.
 
-Nothing here waits for the step engine or for a device, and no request does.
+Nothing here waits for the filter process or for the device.
 """
 
 from __future__ import annotations
@@ -24,34 +24,37 @@ from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, s
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
-#: Finished steps taken from the engine at once, unless their blocks fill a batch before.
+#: Replies taken from the filter at once, unless their blocks fill a batch before.
 _TAKE_LIMIT = 256
-#: Blocks measured at once: many steps may end together.
+#: Most blocks measured at once: many steps may end together.
 _MAX_BATCH = 256
-#: Positions that move together: more save little and cost the scheduler's thread time.
+#: Most positions that may name one slot of a block before it is redirected. All of them are redirected
+#: with it; more would save little and take the scheduler's thread long.
 MAX_READERS = 16
-#: Share of the pool in use from which blocks are measured: below, SGLang will not be short soon.
+#: Blocks are measured while more than this share of the pool is in use. With less in use SGLang will
+#: not be short soon.
 _MEASURED_FROM = 0.5
-#: Polls for which they are measured after a request had to wait.
+#: Blocks are also measured for this many polls after a request had to wait for slots.
 _AFTER_REFUSAL = 256
-#: Slots that a shortage takes at least: it comes again with every decode step.
+#: Least slots that one shortage takes back, because a shortage returns with every decode step.
 _LEAST_RECLAIMED = 64
 
 Batch = list[BlockProposal]
 
 
 class BlockPipeline:
-    """One per scheduler. A batch is judged when its distances have arrived on all ranks.
+    """One per scheduler. A batch is judged once its distances are in host memory on all ranks.
 
     Args:
-        at_once: Blocks share when they are accepted; otherwise when :meth:`reclaim` is called.
-        use: The share of the pool in use, the same on all ranks.
+        min_age: Tokens that a block must lie behind the end of its response.
+        at_once: Blocks share when they are accepted; False: when :meth:`reclaim` is called.
+        use: Returns the share of the pool in use, 0 to 1, the same on all ranks.
 
     Attributes:
         block: Tokens per block.
-        tracker: Of the requests whose blocks these are.
+        tracker: Follows the requests whose blocks these are.
         ledger: Accepted blocks that do not share yet.
-        redirector: Makes them share.
+        redirector: Redirects the blocks of the ledger.
     """
 
     def __init__(
@@ -75,18 +78,20 @@ class BlockPipeline:
 
     @property
     def saved(self) -> int:
-        """Slots that the running requests do without by sharing."""
+        """Slots that sharing saves the running requests now."""
         return self.redirector.saved
 
     @property
     def across(self) -> int:
-        """Those of them that several requests share."""
+        """Those of :attr:`saved` that several requests share."""
         return self.saved - self.redirector.within
 
     def advance(self) -> None:
-        """Bring block pairs as far as they come without waiting, or ``_MAX_BATCH`` of them.
+        """Judge and launch batches until the next one would have to wait, or ``_MAX_BATCH`` pairs are
+        done.
 
-        One batch at a time is measured. Meanwhile steps pile up in the engine, which sheds.
+        One batch at a time is measured. Meanwhile steps wait in the filter, which sheds new ones when
+        too many wait.
         """
         self._refused = max(self._refused - 1, 0)
         self._measures = self.at_once or self._refused > 0 or self._use() > _MEASURED_FROM
@@ -102,33 +107,33 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # What was collected had no blocks, or came too late; it took some time too.
+                # The steps had no blocks, or the rules refused them all. That took some time too.
                 done += 1
         if self.at_once:
             self._share(math.inf)
 
     def refused(self) -> None:
-        """A request waits for slots, so blocks are measured."""
+        """SGLang had no slots for a request: measure blocks during the next polls."""
         self._refused = _AFTER_REFUSAL
 
     def reclaim(self, wanted: int) -> int:
-        """Let blocks share, those with the smallest distance first, until ``wanted`` slots came back
-        or the ledger is empty; how many did. All ranks call this together."""
+        """Let blocks share, the smallest distance first, until ``wanted`` slots came back or the ledger
+        is empty. Returns how many slots came back. All ranks call this together."""
         before = self.saved
         while self.ledger.slots and self.saved - before < wanted:
             self._share(max(wanted - (self.saved - before), _LEAST_RECLAIMED))
         return self.saved - before
 
     def requeue(self, req: Request, state: RequestState) -> None:
-        """A poll found ``req`` with its row: its blocks that wait are measured, if their sources have
-        theirs, and if SGLang may be short of slots soon."""
+        """Queue the pending blocks of ``req``, which has its row, to be measured. Does nothing unless
+        SGLang may be short of slots soon. A block whose source has no row stays pending."""
         if not self._measures:
             return
         waiting, state.pending = state.pending, []
         blocks: Batch = []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # Of a member that has left nothing is asked.
+            # The source is gone for good: forget the block.
             if source is None or source.finished():
                 state.candidates.pop(candidate.dst_start, None)
             elif has_row(source):
@@ -139,19 +144,21 @@ class BlockPipeline:
             self._waiting.append(blocks)
 
     def returning(self) -> set[int]:
-        """``id`` of the requests with blocks on their way that shared before a retraction."""
+        """``id`` of the requests that wait for a block to be judged which shared before a retraction."""
         batches = [*self._waiting, self._in_flight[0] if self._in_flight else []]
         return {id(block.req) for batch in batches for block in batch if block.candidate.written}
 
     def forget(self, req: Request) -> None:
-        """The row of ``req`` is gone. Blocks of others that would have read it wait for its next."""
+        """The row of ``req`` is gone. Blocks of other requests that would have read it become pending
+        until ``req`` has a row again."""
         for entry in self.ledger.of(req):
             self.ledger.remove(entry)
             if entry.block.req is not req:
                 _state_of(entry.block.req).pending.append(entry.block.candidate)
 
     def evicted(self, req: Request) -> None:
-        """Positions of ``req`` were evicted: blocks that had, or read, any of them cannot share."""
+        """Positions of ``req`` were evicted: remove the blocks of the ledger that contain or would read
+        any of them."""
         for entry in self.ledger.of(req):
             refusal = self._refusal_of(entry.block)
             if refusal is not None:
@@ -159,13 +166,13 @@ class BlockPipeline:
                 self._refuse(entry.block, refusal)
 
     def drop(self) -> None:
-        """Forget what is on its way."""
+        """Forget all blocks that do not share yet."""
         self._waiting.clear()
         self._in_flight = None
         self.ledger.clear()
 
     def _collect(self) -> bool:
-        """Take the blocks of steps that the engine has compared; False when there are none."""
+        """Take blocks from the filter's replies. False if no reply had a result."""
         blocks: Batch = []
         results = self.tracker.take(_TAKE_LIMIT, _MAX_BATCH)
         for req, result in results:
@@ -174,8 +181,8 @@ class BlockPipeline:
                 late = len(result.pairs) + len(result.across)
                 self._stats.refusals[Refusal.LATE.value] += late
                 continue
-            # Asked here as well as later: which requests still exist may differ between
-            # ranks, and the batches they make must not.
+            # The rules are asked here and again later: ranks may differ in which requests still exist,
+            # but must make the same batches.
             for block in self._blocks(req, result):
                 if not self._allows(block):
                     continue
@@ -202,13 +209,13 @@ class BlockPipeline:
         return blocks
 
     def _block(self, req: Request, candidate: Candidate, source: Request) -> BlockProposal:
-        """``source``: in whose row ``src_start`` is, as the rows are now."""
+        """A proposal for the current rows. ``source``: the request whose row holds ``src_start``."""
         other = None if source is req else source
         rows = _state_of(req).row, _state_of(source).row
         return BlockProposal(req, candidate, self.block, rows[0], other, rows[1])
 
     def _launch(self) -> bool:
-        """Measure the next blocks; False when none waits."""
+        """Measure the next waiting blocks. False if the rules allow none of them."""
         first: Batch = []
         while self._waiting and len(first) < _MAX_BATCH:
             first += self._waiting.popleft()
@@ -220,8 +227,8 @@ class BlockPipeline:
         return bool(batch)
 
     def _judge(self, batch: Batch, measured: Measurement) -> None:
-        """Enter what is accepted of a measured batch in the ledger."""
-        # Every rank adds up the sums of the whole batch before any block is left out.
+        """Judge a measured batch, and enter the accepted blocks in the ledger."""
+        # Ranks add up the sums of the whole batch, so no block is left out before this.
         distances = self.meter.distances(measured)
         allowed = [i for i, block in enumerate(batch) if self._allows(block)]
         fresh = [i for i in allowed if not batch[i].candidate.accepted]
@@ -245,7 +252,8 @@ class BlockPipeline:
                 self._refuse(block, refusal)
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
-        """What only other blocks tell; None lets it have the positions of its source."""
+        """Why the other accepted blocks forbid this one. None: they do not, and the block's positions
+        are joined with its source's."""
         merges = _state_of(block.req).merges
         dst = self._keys(block.row, block.dst_start)
         src = self._keys(block.source_row, block.src_start)
@@ -256,12 +264,12 @@ class BlockPipeline:
         return None if merges.join(dst, src) else Refusal.SAME_SLOTS
 
     def _keys(self, row: HostRow | None, start: int) -> list[Key]:
-        """Of the pages of a block."""
+        """Row number and first position of each page of the block."""
         assert row is not None, "it is allowed"
         return [(row.number, at) for at in range(start, start + self.block, self._page)]
 
     def _share(self, wanted: float) -> None:
-        """Have blocks share, not many more than fill a batch, until ``wanted`` slots came back."""
+        """Redirect one batch of blocks, fewer once ``wanted`` slots came back."""
         for block, refusal in self.redirector.share(self.ledger, wanted):
             self._stats.blocks_missed += 1
             self._refuse(block, refusal)
@@ -270,7 +278,7 @@ class BlockPipeline:
         return refusal_of(block, self._min_age, self._page)
 
     def _allows(self, block: BlockProposal) -> bool:
-        """Ask the rules; what they refuse is counted."""
+        """Whether the rules allow the block; counts it if they refuse it."""
         refusal = self._refusal_of(block)
         if refusal is not None:
             self._refuse(block, refusal)
@@ -284,7 +292,7 @@ class BlockPipeline:
         if refusal is not Refusal.LATE:
             del state.candidates[block.dst_start]
         elif state.row is not None and state.row is block.row:
-            # Its source has no row.
+            # The source has no row: the block waits for it.
             state.pending.append(candidate)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks of the ledger share: their rows name the slots of their sources, and slots come back."""
+"""Redirects blocks of the ledger: their rows name the slots of their sources, and slots become free."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from sglang_reasoncache.sharing.ledger import Ledger
 from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 
-#: Blocks that share at once: each takes some of the scheduler's time.
+#: Most blocks redirected at once: each takes some of the scheduler's time.
 _MAX_BATCH = 256
 
 
 class Shared(NamedTuple):
-    """A block that shares. ``row``: index of its row in SGLang's pool."""
+    """A block that is being redirected. ``row``: index of its row in ``req_to_token``."""
 
     block: BlockProposal
     row: int
@@ -30,15 +30,15 @@ class Shared(NamedTuple):
 
     @property
     def freed(self) -> int:
-        """Slots that come back."""
+        """Slots that become free."""
         return sum(bool(move.positions) for move in self.moves)
 
 
 class Redirector:
     """One per scheduler. Changes rows between two forwards.
 
-    A batch in flight may still read the old slots: they are only overwritten by
-    a later forward on the same stream. The freed slots can be handed out at once.
+    A forward in flight may still read the old slots. SGLang can hand them out at once, because only a
+    later forward on the same stream overwrites them.
     """
 
     def __init__(
@@ -54,21 +54,22 @@ class Redirector:
 
     @property
     def saved(self) -> int:
-        """Slots that rows do without."""
+        """Slots that sharing saves now."""
         return self._allocator.saved
 
     @property
     def within(self) -> int:
-        """Those of them that rows do without by naming a slot of theirs several times."""
+        """Those of :attr:`saved` that rows save by naming one slot at several of their positions."""
         return sum(row.shared for row in self._allocator.rows.values())
 
     def row_of(self, req: Request) -> HostRow:
-        """Of a request that holds one."""
+        """The row of ``req``, which must hold one."""
         return self._allocator.row_of(req.kv.req_pool_idx)
 
     def share(self, ledger: Ledger, wanted: float) -> list[tuple[BlockProposal, Refusal]]:
-        """Have the nearest blocks of ``ledger`` share, until ``wanted`` slots came back or a batch is
-        full. Returns those that cannot share any more. All or nothing changes: what fails raises."""
+        """Take blocks from ``ledger``, the smallest distance first, and redirect them, until ``wanted``
+        slots came back or ``_MAX_BATCH`` is reached. Returns the taken blocks that cannot share any
+        more, and why. If this raises, no row or count has changed."""
         done, refused = list[Shared](), list[tuple[BlockProposal, Refusal]]()
         freed = moved = 0
         try:
@@ -88,7 +89,7 @@ class Redirector:
                 )
             if done:
                 commit = self.prepare(done)
-                # All ranks are prepared: what follows does not fail.
+                # All ranks are prepared: nothing after this can fail.
                 self._ranks.agree()
                 commit()
         except BaseException:
@@ -99,7 +100,7 @@ class Redirector:
         return refused
 
     def refusal_of(self, block: BlockProposal) -> Refusal | None:
-        """Why a block whose slots are located must not share now, or None."""
+        """Why ``block`` must not share now, or None. Its slots and its source's must be located."""
         refusal = refusal_of(block, self._min_age, self.page)
         if refusal is not None:
             return refusal
@@ -119,8 +120,9 @@ class Redirector:
         row.read(block.dst_start, block.src_start, block.length, lender, shared.moves)
 
     def prepare(self, done: Sequence[Shared]) -> Callable[[], None]:
-        """All that can fail of writing whole pages of rows. The function returned does the rest."""
-        # A position that moves twice gets its last slot; what fails gives it back its first one.
+        """Do all of the change that can fail. The returned function then writes the rows and moves the
+        references."""
+        # A position may move twice: it gets its last slot, or after a failure its first one again.
         new: dict[tuple[int, int], int] = {}
         old: dict[tuple[int, int], int] = {}
         lost, gained = list[int](), list[int]()
@@ -164,6 +166,6 @@ class Redirector:
 
 
 def _rows_of(block: BlockProposal) -> tuple[HostRow, HostRow]:
-    """Of its destination and of its source."""
+    """The row of the block and the row of its source."""
     assert block.row is not None and block.source_row is not None, "refused before"
     return block.row, block.source_row
