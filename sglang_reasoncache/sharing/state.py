@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one request carries through sharing. Lives on the request, ends with it."""
+"""What sharing stores about one request. It is attached to SGLang's request and ends with it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.sharing.merges import Merges
 
 _ATTRIBUTE = "_reasoncache_state"
-#: Key in the OpenAI API's ``custom_params`` that switches sharing off for a request.
+#: Key in the OpenAI API's ``custom_params`` by which a request opts out.
 OPT_OUT_KEY = "reasoncache"
-#: How a client writes its value, in any case.
+#: Strings that a client may send as its value, in upper or lower case.
 _SPELLINGS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
@@ -25,13 +25,14 @@ _SPELLINGS = {
 
 @dataclass(eq=False)
 class Candidate:
-    """A block of a response that can read the slots of an equal one, as long as the request lives.
+    """A block of a response that may read the slots of another block, or does. It outlives rows.
 
     Attributes:
-        source: The request whose block that is; None: the same.
-        source_rid: Its id.
-        accepted: Its distance was judged; that stands after a retraction.
-        written: Positions that had their KV when it began to share; 0 before it did.
+        dst_start, src_start: First positions of the block and of its source.
+        source: The request whose block is the source; None: the same request.
+        source_rid: SGLang's id of that request.
+        accepted: The distance was accepted. It is not judged again after a retraction.
+        written: Written positions of the request when the block first shared; 0: it has not shared yet.
     """
 
     dst_start: int
@@ -43,7 +44,7 @@ class Candidate:
 
 
 class PromptGroup:
-    """Requests with the same prompt, while any of them lives. ``number``: unique per process."""
+    """Requests with the same prompt. Lives as long as one of them. ``number``: unique in this process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -51,13 +52,13 @@ class PromptGroup:
 
 
 class Followed:
-    """A request in a step engine, from opening to :meth:`close`.
+    """A request that the filter follows, until :meth:`close`.
 
-    While its row is complete it is in its ``group``, if it has one.
+    The request is a member of ``group``, if it has one, while its row is complete.
 
-    A request that is aborted while it waits to be scheduled again just disappears. The end of
-    this object then leaves its id in ``orphans``, for the thread that feeds the engine to
-    close: the garbage collector may run in any thread.
+    SGLang drops a request that is aborted while it waits to be scheduled again, and tells nobody. Then
+    ``__del__`` of this object appends the id to ``orphans``, and the thread that feeds the filter closes
+    it. ``__del__`` cannot do that, because the garbage collector may run in any thread.
     """
 
     _engine: FilterProcess | None = None
@@ -76,18 +77,18 @@ class Followed:
         self.join(True)
 
     def join(self, yes: bool) -> None:
-        """The row is complete, or (no) is gone."""
+        """Join the group, as the row is complete; with False leave it, as the row is gone."""
         if self.group is not None and self._engine is not None:
             self._engine.join(self.id, self.group.number if yes else -1)
 
     def close(self) -> None:
-        """Called by the thread that feeds the engine."""
+        """Have the filter forget the request. Only the thread that feeds the filter calls this."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.close(self.id)
 
     def abandon(self) -> None:
-        """The engine has lost the request already."""
+        """The filter process ended and knows the request no more: there is nothing to close."""
         self._engine = None
 
     def __del__(self) -> None:
@@ -97,19 +98,22 @@ class Followed:
 
 @dataclass
 class RequestState(RowState):
-    """Owned by the controller.
+    """What the plugin knows of one request.
 
     Attributes:
-        followed: The request in the step engine; None when it opted out, or nothing shares.
-        takes_part: False when it opted out: its row is never touched.
-        fed: Output tokens already handed to the engine.
-        row: Its row, once a poll has seen that all of it was computed; None until then, and again after
-            a retraction.
-        candidates: Blocks that may share, or do, by ``dst_start``; they outlive a retraction.
-        pending: Those of them that wait to be measured: for a row, their own or their source's, or
-            until SGLang may be short of slots.
-        shared: Those that share in this row, in order.
-        merges: Of its group's positions, or its own; those of earlier rows stay in it.
+        followed: The filter's handle of the request. None: the filter does not follow it, because it
+            opted out, nothing is shared, or the filter process was restarted.
+        takes_part: False: the row is never touched, because the request opted out or is of a kind that
+            cannot share (:func:`takes_part`).
+        fed: Output tokens handed to the filter.
+        row: The row, once a poll has seen that all of it was computed. None before, and again after a
+            retraction.
+        candidates: Blocks that may share, or do, by ``dst_start``. They outlive a retraction.
+        pending: Candidates that wait to be measured: for the row, for the source's row, or until SGLang
+            may be short of slots.
+        shared: Candidates that share in this row, in the order in which they began.
+        merges: Sets of the group's positions, or of the request's if it has no group. Positions of
+            earlier rows stay in them.
     """
 
     followed: Followed | None = None
@@ -122,7 +126,8 @@ class RequestState(RowState):
     merges: Merges = field(default_factory=Merges)
 
     def claim(self, candidate: Candidate, length: int) -> bool:
-        """Make it one of ``candidates``; False where another one has some of its positions."""
+        """Add to ``candidates``. False, without adding, if another candidate has some of its positions.
+        ``length``: tokens of a block."""
         start = candidate.dst_start
         if any(at in self.candidates for at in range(start - length + 1, start + length)):
             return False
@@ -130,7 +135,7 @@ class RequestState(RowState):
         return True
 
     def forget_row(self) -> None:
-        # First what cannot fail.
+        # What cannot fail comes first.
         self.row = None
         super().forget_row()
         self.shared = []
@@ -138,7 +143,7 @@ class RequestState(RowState):
 
 
 def state_of(req: Request) -> RequestState | None:
-    """State attached to SGLang's request, None before its first decode step."""
+    """The state attached to SGLang's request. None: no poll has seen the request yet."""
     return getattr(req, _ATTRIBUTE, None)
 
 
@@ -152,15 +157,15 @@ def is_running(req: Request) -> bool:
 
 
 def has_row(req: Request) -> bool:
-    """Whether a request runs with a row that a poll has seen whole. Of one that is being computed again
+    """Whether the request runs and a poll has seen its row complete. Before that, after a retraction,
     some positions may not even have slots."""
     state = state_of(req)
     return state is not None and state.row is not None and is_running(req)
 
 
 def asks_to_share(custom_params: object) -> bool:
-    """What a request's ``custom_params`` say; True where they say nothing. Raises ValueError for
-    what is neither yes nor no."""
+    """The answer in a request's ``custom_params``; True if there is none. Raises ValueError if they
+    are no object, or the value is neither yes nor no."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
     value = (custom_params or {}).get(OPT_OUT_KEY)
@@ -175,8 +180,8 @@ def asks_to_share(custom_params: object) -> bool:
 
 
 def allows(req: Request) -> bool:
-    """False when the request opted out: it keeps its row, and reads no approximations. So is
-    what no frontend refused; see ``plugin/hooks.py``."""
+    """False if the request opted out: its row is left alone, and it reads no approximate KV. Also False
+    if ``custom_params`` is invalid and no frontend refused it; see ``plugin/hooks.py``."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError: its repr is part of the message

@@ -15,15 +15,18 @@ class SharingStats(EvictionStats):
     """Totals since the start or the last flush: requests, steps, blocks, slots or positions.
 
     Attributes:
-        filter_restarts: Since the start, flushed or not; so is ``filter_given_up``, 0 or 1.
-        filter_seconds: CPU time of the filter's process.
-        scheduler_seconds: Time of the scheduler's thread spent on sharing and evicting.
+        filter_restarts: Since the start; a flush does not reset it.
+        filter_given_up: 0 or 1; a flush does not reset it.
+        filter_seconds: CPU seconds of the filter process.
+        scheduler_seconds: Seconds of the scheduler's thread spent on sharing and evicting.
         shortages: Times SGLang had fewer slots than it wanted and nothing left to evict.
-        blocks_missed: Blocks that the ledger counted and that could not share when they were needed.
-        finished_positions: Of finished requests, prompts included; of these ``finished_redirected``
-            named a slot owned elsewhere, ``finished_evicted`` none.
-        sum_saved: Over all polls, slots that the running requests did without, ``sum_across`` of them
-            by sharing with each other, out of ``sum_logical`` positions.
+        blocks_missed: Blocks that the ledger counted but that could not share when they were needed.
+        finished_positions: Positions of finished requests, prompts included.
+        finished_redirected: Of these, positions that named a slot which another position owns.
+        finished_evicted: Of these, evicted positions.
+        sum_logical: Positions of the running requests, added up over all polls.
+        sum_saved: Slots that they saved by sharing and eviction, added up over all polls.
+        sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
 
     steps_seen: int = 0
@@ -60,12 +63,12 @@ class SharingStats(EvictionStats):
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def reset(self) -> None:
-        """In place: every part of a scheduler counts into this one."""
+        """Set all counts to 0 in place, because every part of a scheduler holds this object."""
         vars(self).update(vars(SharingStats()))
 
     def poll(self, running: int, saved: int, logical: int, across: int = 0) -> None:
-        """Count a poll: ``running`` requests with ``saved`` of ``logical`` positions redirected or
-        evicted."""
+        """Count a poll of ``running`` requests, which have ``logical`` positions and save ``saved``
+        slots, ``across`` of them by sharing with each other."""
         if logical <= 0:
             return
         self.polls += 1
@@ -85,11 +88,11 @@ class SharingStats(EvictionStats):
 
     @property
     def memory_saving_ratio(self) -> float:
-        """Slots saved over logical slots, averaged over decode steps."""
+        """Slots saved over positions, averaged over the polls."""
         return self.sum_step_ratio / max(self.polls, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON of the totals, with ratios in place of the sums: docs/evaluation.md explains each."""
+        """The totals as JSON, with ratios in place of the sums. docs/evaluation.md explains each."""
         affected = self.finished_redirected + self.finished_evicted
         return {
             **{name: value for name, value in vars(self).items() if not name.startswith("sum_")},

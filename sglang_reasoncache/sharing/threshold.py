@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Percentile-based adaptive threshold on block distances (ReasonCache, stage 2).
+"""The adaptive threshold on KV distances (ReasonCache, stage 2).
 
-A block pair may share slots if its distance is at most the p-th percentile of the distances seen so
-far. During a warm-up nothing shares.
+A block pair may share if its distance is at most the p-th percentile of the distances seen so far.
+During a warm-up nothing shares.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 _LOW, _HIGH, _PER_DECADE = 1e-7, 1e3, 256
-#: Upper edges of the bins: zero, 1e-7, then 256 edges per factor of ten up to 1e3, and the last bin,
-#: which counts whatever is larger as 1e3. A distance in [1e-7, 1e3] counts as the edge of its bin,
-#: at most 10 ** (1 / 256) = 1.00904 times itself.
+#: Upper edges of the bins: 0, 1e-7, then 256 edges per factor of ten up to 1e3. The last bin counts
+#: larger distances as 1e3. A distance in [1e-7, 1e3] counts as the upper edge of its bin, which is at
+#: most 10 ** (1 / 256) = 1.00904 times the distance.
 _EDGES = np.concatenate(
     [[0.0, _LOW], _LOW * 10.0 ** (np.arange(1, 10 * _PER_DECADE + 1) / _PER_DECADE), [_HIGH]]
 )
-#: At this total weight all counts are halved, so the percentile of a server that runs for weeks
-#: still follows its load.
+#: All counts are halved when their sum exceeds this, so that the percentile of a server that runs for
+#: weeks still follows its load.
 _FULL = 2.0**21
 
 
 class AdaptiveThreshold:
-    """The p-th percentile of a stream of distances, in the bounded memory of a histogram.
+    """The p-th percentile of a stream of distances, kept as a histogram of constant size.
 
-    The percentile is at least the exact one (linear interpolation between order statistics, numpy's
-    default) and at most 0.91% above it, for distances of zero or in [1e-7, 1e3]. From the 2**21st
-    distance on the older ones count less. Not thread safe.
+    For distances that are 0 or in [1e-7, 1e3] the value is at least the exact percentile (numpy's
+    default, linear interpolation between order statistics) and at most 0.91% above it. After 2**21
+    distances the older ones count less. Not thread safe.
 
     Args:
         percentile: p, 0 to 100. 0 accepts nothing, 100 every finite distance after the warm-up.
@@ -52,13 +52,13 @@ class AdaptiveThreshold:
 
     @property
     def value(self) -> float:
-        """The largest distance accepted now: negative for none, infinite for all."""
+        """The largest distance accepted now. Negative: none is accepted; infinite: all are."""
         if self._percentile <= 0 or not self.is_warm:
             return -1.0
         return math.inf if self._percentile >= 100 else self._value()
 
     def decide(self, distances: Sequence[float]) -> npt.NDArray[np.bool_]:
-        """Observe all distances, then judge each: bool ``[n]``, whether the pair may share.
+        """Observe ``n`` distances, then judge each: bool ``[n]``, whether the pair may share.
 
         NaN, infinite and negative distances are neither observed nor accepted.
         """
@@ -72,7 +72,7 @@ class AdaptiveThreshold:
         return is_distance & (values <= self.value)
 
     def describe(self) -> dict[str, Any]:
-        """JSON for the endpoint. ``distance`` is None where every finite distance is accepted."""
+        """JSON for the endpoint. ``distance`` is None if every finite distance is accepted."""
         value = self.value
         return {
             "percentile": self._percentile,
@@ -82,13 +82,13 @@ class AdaptiveThreshold:
         }
 
     def _value(self) -> float:
-        """The percentile; negative when nothing was observed."""
+        """The percentile; negative if nothing was observed."""
         cumulated = np.cumsum(self._bins)
         if not cumulated[-1] > 0:
             return -1.0
         rank = max(0.0, (cumulated[-1] - 1.0) * self._percentile / 100.0)
         lower = math.floor(rank)
-        # After a halving the weights are fractions, and the last ones may add up to less than 1.
+        # After a halving the counts are fractions, and the last ones may add up to less than 1.
         last = np.searchsorted(cumulated, cumulated[-1])
         at = np.minimum(np.searchsorted(cumulated, [lower, lower + 1], side="right"), last)
         low, high = _EDGES[at].tolist()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the running requests: who takes part, and which tokens the step engine has of each."""
+"""Follows the running requests: which of them take part, and which of their tokens the filter has."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ def in_one_group(one: Request, other: Request) -> bool:
 
 
 class RequestTracker:
-    """One per scheduler. The engines of all ranks give the same results at the same time.
+    """Hands tokens to the filter and takes its results. One per scheduler; the same on all ranks.
 
-    Without an ``engine`` nothing is shared and nobody followed. ``markers``: around the reasoning
-    part. ``groups``: requests with the same prompt share with each other.
+    Args:
+        engine: The scheduler's side of the filter. None: nothing is shared and no request is followed.
+        ranks: All ranks take the same results at the same poll.
+        markers: Tokens around the reasoning part. None: all output may share.
+        groups: Requests with the same prompt share with each other.
     """
 
     def __init__(
@@ -58,13 +61,13 @@ class RequestTracker:
         self._groups: weakref.WeakValueDictionary[GroupKey, PromptGroup]
         self._groups = weakref.WeakValueDictionary()
         self._shed_before = 0
-        # Engine ids of requests that disappeared; any thread may append one.
+        # The filter's ids of requests that SGLang dropped; any thread may append one.
         self._orphans: collections.deque[int] = collections.deque()
-        # Engine id -> SGLang's request, as long as that lives.
+        # The filter's id -> SGLang's request, as long as the request lives.
         self._requests: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
 
     def follow(self, req: Request) -> RequestState:
-        """The request's state; a new request is followed if it may share."""
+        """The request's state. A new request gets one, and is followed if it may share."""
         state = state_of(req)
         if state is not None:
             return state
@@ -81,8 +84,9 @@ class RequestTracker:
         return state
 
     def _group_of(self, req: Request) -> PromptGroup | None:
-        """Of those that the prefix tree would let read each other's prompt; keys are compared in
-        full. A request that it does not take in, whose KV other things than tokens decide, has none."""
+        """The group of requests that the prefix tree would let read each other's prompt, compared
+        token by token. None for a request that is kept out of the prefix tree, because its KV depends
+        on more than its tokens."""
         if not self._in_groups or req.skip_radix_cache_insert:
             return None
         prompt = array("q", req.origin_input_ids).tobytes()
@@ -94,13 +98,13 @@ class RequestTracker:
         return group
 
     def source(self, req: Request, number: int) -> Request | None:
-        """The member of ``req``'s group with an id of the engine; None for any other."""
+        """The request with the filter's id ``number``; None if it is gone or not in the group of ``req``."""
         source = self._requests.get(number)
         return source if source is not None and in_one_group(req, source) else None
 
     def describe_groups(self, most: int) -> list[dict[str, Any]]:
-        """JSON: groups of several running requests, at most so many, those first that read most of each
-        other."""
+        """JSON of groups with several running requests, at most ``most``, those first whose members read
+        most slots of each other."""
         members: dict[PromptGroup, list[tuple[Request, HostRow]]] = {}
         for req in list(self._requests.values()):
             state = state_of(req) if is_running(req) else None
@@ -119,14 +123,14 @@ class RequestTracker:
         return sorted(described, key=lambda group: -group["slots_read_across"])[:most]
 
     def count(self, req: Request) -> bool:
-        """A request that is new; whether it takes part."""
+        """Count a new request; returns whether it takes part."""
         yes = takes_part(req)
         self.stats.requests_seen += 1
         self.stats.requests_opted_out += not yes
         return yes
 
     def feed(self, reqs: Iterable[Request]) -> None:
-        """Hand the new tokens of followed requests to the engine."""
+        """Hand the new tokens of followed requests to the filter."""
         if self._engine is None:
             return
         while self._orphans:
@@ -136,7 +140,7 @@ class RequestTracker:
             state = self.follow(req)
             if state.followed is None:
                 continue
-            # The newest token's KV is not written before the next forward.
+            # The next forward writes the KV of the newest token.
             ready = len(req.output_ids) - 1
             if ready > state.fed:
                 ids.append(state.followed.id)
@@ -148,7 +152,8 @@ class RequestTracker:
         self._count(self._engine)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
-        """Steps that the engines of all ranks have compared; None for a request that disappeared."""
+        """Results of up to ``limit`` replies that the filters of all ranks have given; stops at
+        ``max_pairs`` pairs. The request is None if SGLang dropped it."""
         if self._engine is None or not self._engine.outstanding:
             return []
         ready = self.ranks.least(self._engine.ready())
@@ -166,9 +171,9 @@ class RequestTracker:
         return [(self._requests.get(result.request), result) for result in results]
 
     def _lose(self, engine: FilterProcess) -> None:
-        """The engine of some rank failed: all start theirs anew, or give up, at the same poll.
+        """The filter process of some rank failed: all ranks restart theirs, or give up, at this poll.
 
-        What it knew of the running requests is lost, so they are not followed any more.
+        The new process does not know the running requests, so they are not followed any more.
         """
         for req in list(self._requests.values()):
             state = state_of(req)
@@ -180,7 +185,7 @@ class RequestTracker:
         engine.restart()
 
     def stop(self) -> None:
-        """Nothing is fed or taken any more."""
+        """End the filter process. Nothing is fed or taken any more."""
         self._requests.clear()
         self._orphans.clear()
         if self._engine is not None:
@@ -193,7 +198,7 @@ class RequestTracker:
         self.stats.filter_given_up = int(engine.given_up)
 
     def reset(self) -> None:
-        """The cache was flushed, and the counts with it; failures of the engine still count."""
+        """The cache was flushed and the counts are 0. Restarts of the filter process still count."""
         if self._engine is not None:
             self._shed_before = self._engine.steps_shed
             self._count(self._engine)
