@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing of ours ends a scheduler: what we raise while it runs ends sharing and evicting."""
+"""Keeps the plugin's exceptions from ending a scheduler: they end sharing and evicting instead."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ _LONGEST = 300
 
 
 class Containment:
-    """A ``with`` around everything of ours that SGLang calls at run time.
+    """A context manager around all code of the plugin that SGLang calls at run time.
 
-    An exception is logged once, and ``disable`` called with a reason, once: here at once, under
-    tensor parallelism at the next reduction, by all ranks. Until then this rank goes on as ever.
+    It suppresses exceptions. The first one is logged, and ``disable`` is called once with the reason: at
+    once on a single rank; under tensor parallelism on all ranks at the next reduction. Until then the
+    rank that failed goes on sharing.
+
+    Attributes:
+        alone: This rank is the only one.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
@@ -48,8 +52,9 @@ class Containment:
         return True
 
     def together(self, work: Callable[..., None], *arguments: object) -> None:
-        """Call what makes reductions. Its last one is here, whatever happens in it: a rank that
-        fails ahead of the others still meets them, at the next reduction that they make."""
+        """Call ``work``, which may make reductions over the ranks, and then make one more, whatever
+        happened in ``work``. So a rank that fails early still meets the next reduction of the
+        others."""
         with self:
             try:
                 work(*arguments)
@@ -58,16 +63,19 @@ class Containment:
             self._ranks.agree()
 
     def once_more(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What ``work`` returns, which SGLang cannot go on without: where it fails, it is called
-        again, with memory given back. It can be, because nothing that counts changed before; not
-        while a CUDA graph is captured. What fails again ends the scheduler."""
+        """Return the result of ``work``, which SGLang cannot go on without.
+
+        If ``work`` raises, sharing ends, unused memory is given back, and ``work`` is called a second
+        time; it must have changed nothing before it raised. A second exception, or one while a CUDA
+        graph is captured, is raised and ends the scheduler.
+        """
         try:
             return work(*arguments, **named)
         except Exception as error:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise
             self._failed(error)
-        # Here, where the traceback holds nothing any more.
+        # After the except block, where the traceback no longer holds tensors.
         gc.collect()
         torch.cuda.empty_cache()
         return work(*arguments, **named)
@@ -77,7 +85,7 @@ class Containment:
             return
         try:
             self._reason = f"{type(error).__name__}: {error}"[:_LONGEST]
-        except Exception:  # its message can fail, too
+        except Exception:  # the message of an exception can raise, too
             self._reason = type(error).__name__
         self._ranks.failed = True
         logger.error("reasoncache: %s", self._reason, exc_info=error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One per scheduler process: polls the running requests and has each feature do its part."""
+"""The controller of a scheduler process: polls the running requests, shares, evicts and reports."""
 
 from __future__ import annotations
 
@@ -24,17 +24,21 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Decode steps between two polls.
 INTERVAL = 4
-#: Polls between two updates of the Prometheus series when nothing is shared.
+#: Polls between two updates of the Prometheus series while no block is judged.
 _METRICS_INTERVAL = 8
 
 
 @dataclass(eq=False)
 class Controller:
-    """What SGLang's scheduler and our tree call; none of it raises (``containment.py``).
+    """SGLang's scheduler (through hooks), allocator and our prefix tree call it. Its public methods do
+    not raise (``containment.py``).
 
-    Reductions over tensor-parallel ranks are made only inside of :meth:`Containment.together`,
-    which all ranks enter alike: by what was decoded or computed, nothing else. ``config`` is
-    resolved (``positions`` is not ``auto``), ``interval`` in decode steps.
+    Ranks exchange numbers only inside :meth:`Containment.together`. All ranks enter it at the same
+    points, because only what was decoded or computed decides when.
+
+    Attributes:
+        config: Resolved settings: ``positions`` is not ``auto``.
+        interval: Decode steps between two polls.
     """
 
     config: ReasonCacheConfig
@@ -51,15 +55,15 @@ class Controller:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
         self._decode_steps, self._is_active = 0, self.config.is_active
-        #: By ``id``, those of the last poll that have kept their rows since.
+        #: By ``id``: requests of the last poll whose rows have not been released since.
         self._running: dict[int, Request] = {}
         with self.containment:
             self.report.publish()
 
     def _disable(self, reason: str) -> None:
-        """Share and evict no more; what is shared and evicted stays so."""
+        """Stop sharing and evicting. Blocks that share and positions that are evicted stay so."""
         self.report.disabled = reason
-        # What still runs will share no more.
+        # Admission must count on no further sharing.
         self.forecast = SharingForecast(0.0)
         self.pipeline.drop()
         self.tracker.stop()
@@ -67,27 +71,29 @@ class Controller:
 
     @property
     def saved_positions(self) -> int:
-        """Slots that the running requests do without by sharing, and by evicting."""
+        """Slots that sharing and evicting save the running requests now."""
         return self.report.slots_saved
 
     def keeps_prompt(self, req: Request) -> bool:
-        """Whether a running request's prompt is its own, so that positions of it may be evicted."""
+        """Whether a running request keeps its prompt out of the prefix tree, so that a policy may evict
+        positions of it."""
         return self.eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
-        """A chunk of a prompt that is the request's own was computed, up to ``written``."""
+        """A chunk of a prompt that is kept out of the prefix tree was computed. ``written``: positions
+        of the prompt whose KV is written."""
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
     def on_release(self, req: Request, row: HostRow) -> None:
-        """``row`` is gone: the request finished, was aborted or retracted."""
+        """The request finished, was aborted or was retracted, and its ``row`` is gone."""
         with self.containment:
             self._on_release(req, state_of(req), row)
 
     def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
         evicted = shareable = 0
         if state is not None:
-            # SGLang's own books rely on it; nothing that fails comes before.
+            # First, before anything that can fail: SGLang's count of its slots relies on it.
             evicted = self.eviction.forget(state)
         try:
             if state is not None:
@@ -107,7 +113,8 @@ class Controller:
     def _on_end(
         self, req: Request, state: RequestState | None, row: HostRow, evicted: int, shareable: int
     ) -> None:
-        """A request finished or was aborted; ``evicted``, ``shareable``: positions of its ``row``."""
+        """A request finished or was aborted. ``evicted``: evicted positions of its ``row``;
+        ``shareable``: slots that blocks of the ledger would have freed."""
         ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if ended and state is None:
             self.tracker.count(req)
@@ -122,7 +129,7 @@ class Controller:
             state.followed.close()
 
     def reset(self) -> None:
-        """The cache was flushed; SGLang does that only when nothing runs."""
+        """The cache was flushed. SGLang does that only when no request runs."""
         with self.containment:
             self.pipeline.drop()
             self.eviction.reset()
@@ -131,15 +138,17 @@ class Controller:
             self.report.recent.clear()
 
     def describe(self, details: bool = False) -> dict[str, Any]:
-        """JSON for the endpoint; see :meth:`Report.describe`. Without more than ``disabled`` where
-        that fails."""
+        """JSON for the endpoint; see :meth:`Report.describe`. Only the field ``disabled`` if that
+        fails."""
         with self.containment:
             return self.report.describe(self.forecast.credit, details)
         return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """Find, share and evict what is ready, between two forwards; return how many slots more SGLang
-        can have."""
+        """A decode step ended. Every ``interval``-th call polls: it shares and evicts what is ready.
+
+        Returns by how many slots the freed slots and the ledger grew together.
+        """
         self._decode_steps += 1
         self.stats.decode_steps += self._is_active
         if self._decode_steps % self.interval:
@@ -162,11 +171,12 @@ class Controller:
 
     @property
     def _to_have(self) -> int:
-        """Slots that came back, and those of the ledger."""
+        """Slots that are saved now, plus slots that the ledger can give."""
         return self.saved_positions + self.pipeline.ledger.slots
 
     def shareable(self) -> int:
-        """Slots that :meth:`reclaim` can bring back, on all ranks. They call this together."""
+        """Slots that blocks of the ledger can give, the smallest number of any rank. All ranks call
+        this together."""
         least = 0
 
         def ask() -> None:
@@ -178,8 +188,9 @@ class Controller:
         return least if self.report.disabled is None else 0
 
     def reclaim(self, wanted: int) -> None:
-        """SGLang is short of ``wanted`` slots and has nothing left to evict. All ranks call this
-        together: the same slots are free on each."""
+        """SGLang is short of ``wanted`` slots and has nothing left to evict: let blocks share, then
+        policies with ``when=short`` evict. All ranks call this together, because the same slots are
+        free on each."""
         if self._is_active and self.report.disabled is None:
             self.containment.together(self._reclaim, wanted)
 
@@ -187,7 +198,7 @@ class Controller:
         start = time.perf_counter()
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
-        # What sharing cannot give, policies with ``when=short`` may.
+        # Policies with ``when=short`` give what sharing could not.
         for req in longest_first(self._running.values()) if self.eviction.waits else ():
             if missing <= 0:
                 break
@@ -198,12 +209,13 @@ class Controller:
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
-        """Share, feed, evict: the engine then has some decode steps for what it is fed."""
+        """Take what the filter found and share, hand it new tokens, then evict. The filter has until
+        the next poll to compare them."""
         self.pipeline.advance()
         running = [req for req in reqs if is_running(req)]
         self._running = {id(req): req for req in running}
         logical = output = 0
-        # Admission holds nothing back for prompts, so what they give up is not to be counted on.
+        # Admission reserves slots for output only, so evicted positions of prompts do not count.
         saved = self.pipeline.saved + self.pipeline.ledger.slots
         for req in running:
             state = self.tracker.follow(req)
@@ -220,14 +232,16 @@ class Controller:
         self.stats.poll(len(running), self.saved_positions, logical, self.pipeline.across)
         self.forecast.poll(saved, output)
         if self.eviction.is_active:
-            # A recomputed row takes more slots until all its blocks are applied again.
+            # After a retraction a row has its full size until its blocks share again; policies wait
+            # for that.
             returning = self.pipeline.returning()
             for req in running:
                 ask = id(req) not in returning
                 self._evict(req, self.tracker.follow(req), self.eviction.poll, None, ask)
 
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
-        """Likewise, for prompts, or chunks of them, that were computed up to ``written``."""
+        """Prompts, or chunks of prompts, were computed: evict what policies give up. ``written``: for
+        each of ``reqs``, positions whose KV is written. Returns how many slots were freed."""
         before = self.saved_positions
         if self.eviction.evicts_prompts and self.report.disabled is None:
             self.containment.together(self._poll_prompts, reqs, written)
@@ -243,7 +257,7 @@ class Controller:
     def _evict(
         self, req: Request, state: RequestState, work: Callable[..., Any], *arguments: object
     ) -> None:
-        """``work``: of the eviction controller."""
+        """Call ``work``, a method of the eviction controller, and drop blocks that lost positions."""
         if state.takes_part:
             evicted = state.evicted.count
             work(req, state, self.stats, *arguments)

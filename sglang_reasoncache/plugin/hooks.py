@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks of a server that runs with ``--enable-reasoncache``; none without it."""
+"""The hooks that ``--enable-reasoncache`` installs in SGLang. Without the flag none is installed."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
 
-#: What sharing did, as JSON, one entry per scheduler.
+#: HTTP path of the totals as JSON, one entry per scheduler.
 _ROUTE = "/reasoncache"
-#: Likewise, with what it did to single requests; the id by which a scheduler is asked for that.
+#: HTTP path of the totals with details of single requests. It is also the request id by which a
+#: scheduler is asked for them.
 _DETAILS = "/reasoncache/details"
-#: Of the scheduler process; processes without a scheduler have none.
+#: The plugin's parts in a scheduler process; None in other processes.
 _server: ServerParts | None = None
 
 
 @functools.cache
 def install() -> None:
-    """Register hooks, tree and attention backend with SGLang; it applies them. Idempotent."""
+    """Register hooks, prefix tree and attention backends with SGLang, which applies them. Only the
+    first call does anything."""
     hooks: dict[str, Callable[..., Any]] = {
         "decode_done": _after_decode,
         "prefill_done": _after_prefill,
@@ -40,15 +42,16 @@ def install() -> None:
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.CORRECTABLE_BACKENDS:
-        # Our own is there on our CPU platform only.
+        # Our own backend is registered on our CPU platform only.
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
             compat.register_attention_backend(name)(make)
 
 
 def add_routes() -> None:
-    """Add ``GET /reasoncache`` and its details to SGLang's HTTP application, in the server's main
-    process. Where there is an ``--admin-api-key``, details, other clients' request ids, want it."""
+    """Add ``GET /reasoncache`` and ``/reasoncache/details`` to SGLang's HTTP application, in the server's
+    main process. Details show other clients' request ids, so they need the ``--admin-api-key`` if the
+    server has one."""
     present = {getattr(route, "path", None) for route in compat.http_app.routes}
     for_admins = compat.auth_level(compat.AuthLevel.ADMIN_OPTIONAL)
     for path, endpoint in {_ROUTE: _totals, _DETAILS: for_admins(_details)}.items():
@@ -65,7 +68,7 @@ async def _details() -> dict[str, Any]:
 
 
 async def _schedulers(rid: str | None) -> dict[str, Any]:
-    """What each scheduler says; it travels the way ``/server_info`` gets its states."""
+    """Ask each scheduler, in the way in which ``/server_info`` asks for internal states."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)
@@ -74,27 +77,28 @@ async def _schedulers(rid: str | None) -> dict[str, Any]:
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
-    """SGLang answers a ValueError with status 400, before the scheduler sees the request. Workers of
-    ``--tokenizer-worker-num`` load no plugins: what they let through opts out."""
+    """Raise ValueError for ``custom_params`` that say neither yes nor no. SGLang answers with status 400
+    before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins; a
+    request that they let through opts out."""
     from sglang_reasoncache.sharing.state import asks_to_share
 
     asks_to_share(params.custom_params)
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
-    """Exchange the freshly built allocator for ours."""
+    """Replace the allocator that SGLang just built by ours."""
     from sglang_reasoncache.plugin.flags import config_of
     from sglang_reasoncache.plugin.server import ServerParts
 
     global _server
     config = config_of(compat.get_server_args())
-    # None: an enabled server ran in this parent process before; this one is stock.
+    # None: this server is stock; one with the plugin ran in this process before and left its hooks.
     _server = None if config is None else ServerParts(config, result)
     return None if _server is None else _server.allocator
 
 
 def _make_tree(context: TreeCacheBuildContext) -> Any:
-    """Radix-cache factory: the tree and the controller of this scheduler."""
+    """Factory of the radix-cache registry: builds this scheduler's prefix tree and controller."""
     compat.check_applied(compat.HOOK_TARGETS.values())
     assert _server is not None, "SGLang builds the allocator before the prefix cache"
     return _server.tree(context)
@@ -117,8 +121,8 @@ def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -
 
 
 def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """``hook`` takes the controller first, and is not called in a process without one. None, also
-    where it fails, leaves what SGLang's function returned."""
+    """Call ``hook`` with the controller as first argument, and only in a process that has one. A hook
+    that returns None or fails leaves the result of SGLang's function as it is."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         controller = None if _server is None else _server.controller
@@ -134,10 +138,10 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _after_prefill(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    """Under mixed chunk, decoding requests ride on a prefill batch, as its last ones."""
+    """Under ``--enable-mixed-chunk`` the last requests of a prefill batch decode."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    # Computed where other ranks are told if that fails.
+    # A lazy map: the controller evaluates it where other ranks are told of a failure.
     written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
@@ -153,14 +157,15 @@ def _after_decode(
 
 def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
     if freed > 0:
-        # SGLang stops admitting once memory ran out, until a request leaves.
+        # SGLang sets this when slots ran out, and then admits nothing until a request leaves.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 
 
 def _after_count_uncached(
     controller: Controller, result: tuple[int, int], _checker: Any
 ) -> tuple[int, int]:
-    """SGLang counts the row positions of running requests, shared and evicted ones too."""
+    """SGLang counts the positions in the rows of running requests as slots. Those that were saved by
+    sharing and evicting are subtracted."""
     full, window = result
     return full - controller.saved_positions, window
 
@@ -170,5 +175,5 @@ def _after_decode_log_parts(controller: Controller, result: list[str], _stats: A
 
 
 def _after_internal_state(controller: Controller, result: Any, _owner: Any, asked: Any) -> None:
-    """``GET /server_info`` lists each scheduler's internal state; ours is one more entry."""
+    """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists."""
     result.internal_state["reasoncache"] = controller.describe(details=asked.rid == _DETAILS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a scheduler process, built in the order in which SGLang builds its own."""
+"""Builds the plugin's parts of a scheduler process, in the order in which SGLang asks for them."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServerParts:
-    """What a scheduler process has of ours: allocator, then attention, then the prefix tree with the
-    controller.
+    """The plugin's parts of a scheduler process. SGLang asks for the allocator first, then for the
+    attention backends, then for the prefix tree, which comes with the controller.
 
-    ``stock``: SGLang's allocator, just made, in whose place ours comes. Raises ValueError for a pool
-    whose buffers are not ``[slots, heads, head_dim]``.
+    ``stock``: SGLang's allocator, just made. Ours replaces it. Raises ValueError for a pool whose
+    buffers are not ``[slots, heads, head_dim]``.
     """
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
@@ -62,7 +62,8 @@ class ServerParts:
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
-        """With its controller. Raises ValueError for what is not supported."""
+        """Build the prefix tree and its controller. Raises ValueError for a model or setting that is not
+        supported."""
         served.check_kind(context)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
@@ -126,20 +127,21 @@ class ServerParts:
 
 
 def _pool_use(allocator: Any, tree: Any) -> float:
-    """Share of the slots that are neither free nor evictable, as SGLang's log line has it."""
+    """Share of the slots, 0 to 1, that are neither free nor evictable, as in SGLang's log line."""
     return 1.0 - (allocator.available_size() + tree.evictable_size()) / allocator.size
 
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:
-    """All tensor-parallel ranks call this together. Raises ValueError where this one corrects shared
-    keys and another cannot."""
+    """Raise ValueError if this tensor-parallel rank corrects shared keys and another rank cannot. All
+    ranks call this together."""
     if ranks.least(corrects) < corrects:
         told = "a tensor-parallel rank cannot correct shared keys and others can"
         raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")
 
 
 def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:
-    """Tokens around the reasoning part, None where all output may share."""
+    """Tokens around the reasoning part; None if all output may share. Raises ValueError if the span must
+    be the reasoning and its markers are unknown."""
     if config.span == "response":
         return None
     parser = context.server_args.reasoning_parser
@@ -153,7 +155,7 @@ def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> Reaso
 
 
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
-    """Labels of SGLang's own scheduler series, as far as they tell servers apart."""
+    """Prometheus labels: those of SGLang's scheduler series that tell servers and ranks apart."""
     parallel = compat.get_parallel()
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
