@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What admission may count on: a forecast of sharing, and SGLang's budget of slots less as much."""
+"""Lets admission count on sharing: a forecast of it, and SGLang's budget of slots with the forecast."""
 
 from __future__ import annotations
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
-#: Output tokens of the running requests from which on their share says something.
+#: With fewer output tokens the running requests' share of shared positions is ignored.
 _LEAST_RUNNING = 512
 
 
 class SharingBudget(compat.PrefillBudget):
-    """``PrefillBudget`` with the slots that running requests can give by sharing, and with decode
-    reservations, ``total_offset - current_offset``, cut by a credit in [0, 1).
+    """SGLang's ``PrefillBudget`` with two additions.
 
-    Reservations may rely on what can be shared: decode retracts where it does not come. What a prompt
-    needs now is reclaimed before it is admitted: an allocation that fails would end the scheduler.
+    It counts the slots that running requests can give by sharing, and reserves less for output to come
+    (``total_offset - current_offset``): the share ``credit``, in [0, 1), is left out.
+
+    Reservations may rely on this, because decode retracts requests if slots are missing later. What a
+    prompt needs now is reclaimed before it is admitted, because an allocation that fails would end the
+    scheduler.
     """
 
     def __init__(
@@ -40,12 +43,12 @@ class SharingBudget(compat.PrefillBudget):
         return self._there() + self._shareable
 
     def _there(self) -> int:
-        """Without what can be shared."""
+        """Slots that are free or evictable, without those that sharing can give."""
         left: int = self._available_and_evictable() - self.current_offset
         return left
 
     def _reclaim(self, tokens: int) -> bool:
-        """Whether ``tokens`` are there, if need be by sharing."""
+        """Whether ``tokens`` slots are free or evictable, after sharing if they are not yet."""
         free, short = self.allocator.available_size(), tokens - self._there()
         if short > 0 and self._shareable:
             self.allocator.reclaim_to(free + short)
@@ -83,10 +86,11 @@ class SharingBudget(compat.PrefillBudget):
 
 
 class SharingForecast:
-    """Share of output positions that ended up shared, over recent requests.
+    """Forecasts which share of output positions will need no slot.
 
-    Exponentially weighted by tokens with a memory of ``horizon`` output tokens. The running
-    requests count where they share more already: long responses end late.
+    The forecast is that share over recently finished requests, weighted exponentially with a memory of
+    ``horizon`` output tokens, or the share of the running requests if that is higher: long responses
+    finish late. ``limit``: the highest forecast, in [0, 1).
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
@@ -94,7 +98,8 @@ class SharingForecast:
         self._shared = self._tokens = self._running = 0.0
 
     def observe(self, shared: int, tokens: int) -> None:
-        """A request ended with ``shared`` of its ``tokens`` output positions redirected."""
+        """A request finished. ``shared`` of its ``tokens`` output positions needed no slot, or would need
+        none if its blocks of the ledger had shared."""
         if tokens <= 0:
             return
         fade = max(0.0, 1.0 - tokens / self._horizon)
@@ -102,11 +107,12 @@ class SharingForecast:
         self._tokens = self._tokens * fade + tokens
 
     def poll(self, shared: int, tokens: int) -> None:
-        """``shared`` of the ``tokens`` output positions of all running requests are redirected."""
+        """A poll. ``shared`` of the ``tokens`` output positions of all running requests need no slot, or
+        would need none if the ledger's blocks shared."""
         self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
 
     @property
     def credit(self) -> float:
-        """Share to count on, in [0, limit]."""
+        """The share of future output that admission may count as shared, in [0, ``limit``]."""
         finished = self._shared / self._tokens if self._tokens else 0.0
         return min(max(finished, self._running), self._limit)

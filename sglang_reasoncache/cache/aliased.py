@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes of the prefix tree that name a slot more than once; a slot counts once, where it is topmost.
+"""Lets a path of the prefix tree name a slot more than once. The slot counts once, at its topmost entry.
 
-That position is unique: a second reference comes from a request with the slot in its own row, so
-it is published below the first, and a path ends before its row's first evicted position, and before
-the first whose slot another request had, too. Locks and leaf-first eviction run along paths: the
-topmost holder is locked with any, and evicted last.
+There is one topmost entry: a second entry comes from a request whose row named the slot before, so it is
+published below the first one. (Rows are published only up to the first slot that another running request
+had.) SGLang locks whole paths and evicts leaves first, so the node of the topmost entry is locked whenever a
+node below it is, and is evicted last.
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ import numpy as np
 
 from sglang_reasoncache import compat
 
-#: In SGLang's metadata of a node: ours.
+#: The key of our entry in SGLang's metadata of a node.
 _KEY = "reasoncache"
 
 
 class Leaf(NamedTuple):
-    """What there is to say of a node, or of the part of a row that becomes one.
+    """What the plugin notes of a node, or of the part of a row that becomes a node.
 
-    ``names``: what the host knows of its slots, int64 ``[positions]``, None where it shares none;
-    ``aliases``: offsets that do not count, ascending; ``inexact``: the first offset whose KV is an
-    approximation, as all behind a shared position is.
+    Attributes:
+        names: What the host knows of its slots, int64 ``[positions]``; None: the node shares none.
+        aliases: Offsets whose slot is counted at another entry of the path, ascending.
+        inexact: First offset with approximate KV, as at and behind a shared position; None: there is
+            none.
     """
 
     names: np.ndarray | None = None
@@ -45,17 +47,17 @@ PLAIN = Leaf()
 
 
 def leaf_of(node: Any) -> Leaf:
-    """What is known of a node of SGLang's Python core."""
+    """What the plugin noted of a node of SGLang's Python core."""
     found: Leaf = node.component_data[compat.ComponentType.FULL].metadata.get(_KEY, PLAIN)
     return found
 
 
 class AliasedComponent(compat.FullComponent):
-    """SGLang's component of full attention, whose nodes count slots and not positions.
+    """SGLang's component of full attention. Its nodes count slots instead of positions.
 
     Attributes:
-        leaf: Of the row that is being inserted, from its first position that the tree has not.
-        aliased: Positions of the tree that do not count.
+        leaf: Notes of the row that is being inserted, from the first position that the tree lacks on.
+        aliased: Entries of the tree that do not count (aliases).
     """
 
     def __init__(self, cache: Any, params: Any) -> None:
@@ -99,7 +101,7 @@ class AliasedComponent(compat.FullComponent):
         freed: tuple[int, int] = super().evict_component(node, device_frees, *rest, **named)
         frees = device_frees[self.component_type]
         if leaf.names is not None and frees and frees[-1] is value:
-            # Here, where it is known which slots others name.
+            # We free the slots, because the notes tell which of them other entries name.
             frees.pop()
             self.cache.token_to_kv_pool_allocator.free_named(value, leaf.names)
         ours.metadata.pop(_KEY, None)

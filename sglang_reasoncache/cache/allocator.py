@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's slot allocators with reference counts.
+"""SGLang's slot allocators with reference counts for shared pages.
 
-Only the way back to the free list changes: there a shared page loses one reference per
-occurrence, and stays in use until its last one. Nothing waits for the device: the host knows which
-entries of a row share, because it decided that (:class:`HostRow`).
+Allocating is SGLang's. Freeing is ours: a shared page loses one reference for each entry that named
+it, and returns to the free list with its last reference. The host knows which entries of a row share
+(:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
 
 class ReferenceCountError(AssertionError):
-    """The books do not balance: a bug of ours, never bad input."""
+    """A page was freed more often than it is referenced: a bug of the plugin, never bad input."""
 
 
 class PageReferences(dict[int, int]):
-    """References of pages, by page id, on the host; a page that is absent and not free has one.
+    """Page id -> references, in host memory, for pages with two or more. Other pages in use have one.
 
-    A *reference* is an entry that names the page: a position of a tree node, or of a live row that
-    its request owns (from ``cache_protected_len`` on). ``extra``: all of them but the pages' first.
+    A *reference* is an entry that names the page: an entry of a tree node, or an entry of a live row
+    that the request owns (from ``cache_protected_len`` on).
+
+    Attributes:
+        extra: References beyond the first one of each page.
     """
 
     extra = 0
@@ -39,9 +42,12 @@ class PageReferences(dict[int, int]):
     def changed(
         self, gained: Iterable[int], lost: Iterable[int]
     ) -> tuple[dict[int, int], list[int]]:
-        """Counts after one reference more per occurrence in ``gained`` and one less per occurrence
-        in ``lost``, and the pages left with none, in the order of their last occurrences. Raises
-        ReferenceCountError where there are too few."""
+        """Compute new counts: each occurrence in ``gained`` adds a reference, then each occurrence in
+        ``lost`` takes one away. Nothing changes yet.
+
+        Returns the new counts of these pages, and the pages with no reference left in the order in
+        which they lost their last one. Raises ReferenceCountError if a count falls below 0.
+        """
         counts: dict[int, int] = {}
         for page in gained:
             counts[page] = counts.get(page, self.get(page, 1)) + 1
@@ -64,37 +70,43 @@ class PageReferences(dict[int, int]):
 
 
 class Change(NamedTuple):
-    """New counts of references, by page, and ids of pages to free: int64, on the pool's device."""
+    """A prepared change. ``counts``: page id -> new number of references; ``freed``: ids of pages to free,
+    int64 ``[pages]`` on the pool's device."""
 
     counts: dict[int, int]
     freed: torch.Tensor
 
 
 class _Shared(compat.BaseTokenToKVPoolAllocator):
-    """What both allocators add. A page is a slot at page size 1."""
+    """What both allocators add to SGLang's. At page size 1 a page is a slot."""
 
     page_size: int
     references: PageReferences
-    #: Any slot may be used away from its cached position, until the cache is flushed: the tree can
-    #: hold a shifted slot with one reference.
+    #: Whether any slot may be used away from its cached position. It stays True until the cache is
+    #: flushed, because the tree can hold such a slot after its other references are gone.
     has_shifted_slots: bool
-    #: Likewise, rows may have entries below 0, evicted positions.
+    #: Whether rows may have entries below 0 (evicted positions). It stays True until a flush.
     has_evicted: bool
-    #: By index in SGLang's pool of rows; a row that is absent shares nothing.
+    #: Index of a row in ``req_to_token`` -> what the host knows of it. A row that is absent shares nothing.
     rows: dict[int, HostRow]
-    #: Set by the prefix tree: slots or ``EVICTED``, int64 ``[entries]``, of a part of a row or of a
-    #: node that begins at a position; 0: an entry that shares nothing.
+    #: Set by the prefix tree. Takes entries of a row or node, and the position of the first one.
+    #: Returns for each its slot if that may be shared, ``EVICTED``, or 0: an entry that shares nothing.
+    #: int64 ``[entries]``.
     names_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
-    #: Likewise: positions of nodes whose slot is counted elsewhere on their path.
+    #: Set by the prefix tree: how many entries of its nodes name a slot that is counted at another entry
+    #: of their path.
     aliases_of_tree: Callable[[], int] | None = None
-    #: Set by the plugin: slots that running requests can give by sharing; what has them give so many,
-    #: if they can; what is called when a request must wait; the share of their future output that
-    #: admission counts as shared.
+    # Set by the plugin:
+    #: Returns how many slots the running requests can give by sharing.
     shareable: Callable[[], int] | None = None
+    #: Has the running requests give so many slots, as far as they can.
     reclaim: Callable[[int], None] | None = None
+    #: Is called when a request must wait for slots.
     refused: Callable[[], None] | None = None
+    #: Returns the share of future output, 0 to 1, that admission counts as shared.
     credit_source: Callable[[], float] | None = None
-    #: Calls what changes nothing yet, with its arguments; the plugin's does so again if it fails.
+    #: Calls a function that changes nothing yet. The plugin sets :meth:`Containment.once_more`, which
+    #: calls it a second time if it raises.
     once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
 
@@ -106,19 +118,24 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
 
     @property
     def saved(self) -> int:
-        """Slots that the rows do without by sharing, whoever they share with."""
+        """Slots that sharing saves the rows now, within a request and across requests."""
         in_tree = 0 if self.aliases_of_tree is None else self.aliases_of_tree()
         return self.references.extra * self.page_size - in_tree
 
     def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
-        """What becomes of pages in use by one reference less for every entry of ``lost``, after one
-        more for every entry of ``gained``. Nothing changes yet."""
+        """Prepare one reference more for every page id in ``gained``, then one less for every page id
+        in ``lost``. Nothing changes yet."""
         counts, freed = self.references.changed(gained, lost)
         return Change(counts, upload(freed, self.device))
 
     def prepare_named(self, slots: torch.Tensor, names: np.ndarray) -> Change:
-        """Likewise, of consecutive entries of a row or node, whole pages but for the last one;
-        ``names``: see :attr:`names_of`. Waits for no device."""
+        """Prepare one reference less for consecutive entries of a row or node. Nothing changes yet, and
+        nothing waits for the device.
+
+        Args:
+            slots: The entries, int ``[entries]`` on the device: whole pages, but for the last one.
+            names: What the host knows of them, see :attr:`names_of`.
+        """
         page, first = self.page_size, names[:: self.page_size]
         pages = slots[::page] // page if page > 1 else slots
         named = np.flatnonzero(first)
@@ -129,16 +146,16 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
 
     def row_of(self, index: int) -> HostRow:
-        """Of a live row, by its index in SGLang's pool."""
+        """What the host knows of a live row, by its index in ``req_to_token``."""
         if index not in self.rows:
             self.rows[index] = HostRow()
         return self.rows[index]
 
     def commit(self, change: Change, *, evicts: bool = False) -> int:
-        """Make a prepared change, all of it or nothing; return how many slots came back.
+        """Make a prepared change, all of it or nothing. Returns how many slots became free.
 
-        ``evicts``: the pages are those of evicted positions. Only SGLang's own free can fail, twice,
-        and counts, for want of some bytes of host memory: then SGLang itself cannot go on either.
+        ``evicts``: positions were evicted. Two things can fail, and then SGLang cannot go on either:
+        SGLang's own free, which is tried twice, and setting the counts if host memory is used up.
         """
         self.has_evicted = self.has_evicted or evicts
         self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
@@ -151,14 +168,15 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Slots of a row from a position on, or of a node. Whole pages but for the last one."""
+        """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages, but for
+        the last one."""
         if self.names_of is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
             self.free_named(free_index, self.once_more(self.names_of, free_index, start_pos))
 
     def free_named(self, slots: torch.Tensor, names: np.ndarray) -> None:
-        """Slots of a row or of a node of which the host knows ``names``."""
+        """Free slots of a row or node. ``names``: what the host knows of them, see :attr:`names_of`."""
         self.commit(self.once_more(self.prepare_named, slots, names))
 
     def free_group_end(self) -> None:
@@ -168,7 +186,8 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
             self.once_more(lambda: self._release_unreferenced(torch.cat(held)))
 
     def _free_unknown(self, *some: torch.Tensor) -> None:
-        """Take one reference away for each entry; on a GPU this waits while something is shared."""
+        """Take away one reference for each page id in ``some``. On a GPU this waits for the device while
+        any page is shared."""
         self.commit(self.once_more(self._prepare_unknown, some))
 
     def _prepare_unknown(self, some: tuple[torch.Tensor, ...]) -> Change:
@@ -178,19 +197,20 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         return self.prepare(ids) if known else Change({}, pages)
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of entries that nobody knows. On a GPU this waits for it."""
+        """``ids`` without entries below 0. On a GPU this waits for the device once any was evicted."""
         return ids[ids >= 0] if self.has_evicted else ids
 
     def evict_to_free_tokens(self, tree_cache: PrefixTree, num_tokens: int) -> bool | None:
-        """Where SGLang is short: of cached prefixes first, then by having running requests share."""
+        """SGLang needs ``num_tokens`` free slots: evict cached prefixes, then have running requests
+        share."""
         done: bool | None = super().evict_to_free_tokens(tree_cache, num_tokens)
         self.reclaim_to(num_tokens)
         return done
 
     def reclaim_to(self, num_tokens: int) -> None:
-        """Have running requests share until ``num_tokens`` slots are free, if that brings them."""
+        """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
         short = num_tokens - self.available_size()
-        # What a group frees comes back at its end.
+        # Inside a free group nothing would become free before its end.
         if short > 0 and self.reclaim is not None and self.free_group is None:
             self.reclaim(short)
 
@@ -206,7 +226,7 @@ class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
     """Page size 1: slot ids are page ids."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        # The indices of a free group come back through here, all at once, when it ends.
+        # At the end of a free group SGLang calls this again with all its slots.
         if self.free_group is None:
             self._free_unknown(free_index)
         else:
@@ -220,9 +240,9 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
     """Page size above 1: pages are shared whole."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Slots in any order. Stock ``free`` deduplicates pages, but rows may name one several times.
-        Rows begin at a page and end anywhere, so a page is named as often as the most frequent of
-        its slots."""
+        """Free slots in any order. A page loses as many references as its most frequent slot occurs:
+        rows may name a page several times, and may end inside a page. SGLang's ``free`` would count
+        each page once."""
         if self.free_group is None:
             free_index = self.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:
@@ -238,7 +258,7 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
         return self.prepare(list(named.elements()))
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        """The one way back to the free list."""
+        """SGLang returns pages to the free list here, and nowhere else."""
         self._free_unknown(*page_ids)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
@@ -246,7 +266,7 @@ class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
 
 
 def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPagedAllocator:
-    """Rebuild a freshly made stock allocator as ours. Raises ValueError for other pool layouts."""
+    """Our allocator in place of SGLang's, which was just made. Raises ValueError for other pool layouts."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:

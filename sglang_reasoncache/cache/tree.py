@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's unified prefix cache, which publishes of a request what is exact, or (aliased) all of it.
+"""SGLang's unified prefix cache (radix tree) over rows that share slots.
 
-Exact: a path ends before its row's first shared position, before its first evicted one, and before
-the first whose slot another request had, too. So a node names no slot twice, every slot of an
-unlocked node has one reference, and either core of SGLang's counts right as it is.
+Exact publishing inserts a row up to its first position that is shared, evicted, or names a slot that
+another request had too. So a node names no slot twice, every slot of an unlocked node has one
+reference, and both of SGLang's tree cores (Rust and Python) count correctly without change. Aliased
+publishing inserts shared positions too (``cache/aliased.py``) and needs the Python core.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _NOTHING_SHARED = HostRow()
 
 
 def publish_aliased(params: CacheInitParams) -> None:
-    """Have a tree that is made with ``params`` publish finished rows beyond their first shared
-    position. SGLang takes its Python core then."""
+    """Change ``params`` so that the tree made with them publishes finished rows beyond their first
+    shared position. SGLang then uses its Python core."""
     params.component_registry_override = {compat.ComponentType.FULL: AliasedComponent}
 
 
@@ -34,9 +35,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     """``UnifiedRadixCache`` over one of our allocators."""
 
     def __init__(self, params: CacheInitParams) -> None:
-        # ``plugin/controller.py``, once it is made.
+        # The ``Controller``, set once it is made.
         self.controller: Any = None
-        # Of the row whose slots are given back, and these slots, where the tree does so.
+        # While slots are freed: the row that they come from; while the tree inserts a row: its slots.
         self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
         super().__init__(params)
@@ -58,19 +59,19 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self._aliased is not None
 
     def count_aliases(self) -> int:
-        """Positions in the tree that reuse a slot counted elsewhere on their path."""
+        """Entries of nodes whose slot is counted at another entry of their path."""
         return 0 if self._aliased is None else self._aliased.aliased
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish the row up to ``up_to``, less what may not be published yet; nothing where that
-        cannot be told. All of ours that may fail comes before the tree changes.
+        """Publish the row of ``req`` up to position ``up_to``, without what must not be published; nothing
+        if deciding that fails. All our code that may fail runs before the tree changes.
 
-        A running request publishes no output: positions the tree owns cannot be redirected any
-        more. Where a policy may evict positions of the prompt, it publishes nothing.
+        A running request publishes its prompt only: positions that the tree owns cannot be redirected.
+        If a policy may evict positions of the prompt, a running request publishes nothing.
         """
         running = not req.finished()
         if running and self.controller is not None and self.controller.keeps_prompt(req):
-            # The last chunk is seen later, outside of the group in which its result frees.
+            # Not for the last chunk, which ``after_prefill`` sees, and not inside a free group.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
@@ -90,16 +91,16 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 self._aliased.leaf = PLAIN
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> tuple[int, Leaf]:
-        """How much of a row may be published, and what becomes of it."""
+        """Up to which position the row may be published, and what the tree notes of the new node."""
         if running and len(req.output_ids):
-            # It may have some after a retraction.
+            # After a retraction a prefilling request has output already.
             up_to = min(up_to, len(req.origin_input_ids))
         state, row = self._state_of(req), self._host_row(req.kv)
         first_shared = row.first_shared
         if state is not None and state.evicted.first is not None:
-            # What was computed behind an evicted position did not see it.
+            # KV of later positions was computed without the evicted one.
             up_to = min(up_to, state.evicted.first)
-        # Evicting what another request reads would free nothing, and be counted on.
+        # The tree would count a lent slot as evictable, but evicting it frees nothing.
         up_to = row.first_lent(up_to)
         if first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
@@ -114,7 +115,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         inexact = None if first_shared is None else max(first_shared - matched, 0)
         names = row.between(0, up_to)
         of_leaf, aliases = names[matched : len(key)], list[int]()
-        # What is above belongs to the tree, or is another request's copy of the same tokens.
+        # Entries before ``protected`` belong to the tree; up to ``matched`` it has its own copy.
         seen = set(names[:protected].tolist())
         for offset in np.flatnonzero(of_leaf).tolist():
             slot = int(of_leaf[offset])
@@ -141,8 +142,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 
     def _names_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
-        """See ``names_of`` of the allocator. What the tree has already it gives back as views of
-        what is inserted, the first slots of a row (``tests/contract``)."""
+        """See ``names_of`` of the allocator. While a row is inserted, the tree frees the slots of
+        tokens that it has already. They are views of the inserted tensor, which begins at position 0,
+        so the place in memory tells the position (``tests/contract``)."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             assert 0 <= start <= len(self._inserted) - len(slots), "not a part of the row"
@@ -155,21 +157,22 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self.controller.on_release(req, row)
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
-        """Whether the row of any of ``reqs`` may name a slot away from its cached position: behind
-        its first inexact position, and what is below an inexact node is inexact."""
+        """Whether the row of any of ``reqs`` may name a slot away from its cached position: after a
+        redirect, or if its cached prefix ends in a node with approximate KV."""
         return self.token_to_kv_pool_allocator.has_shifted_slots and any(
             self._is_inexact(req.last_node) or self._host_row(req.kv).first_shared is not None
             for req in reqs
         )
 
     def _is_inexact(self, node_id: Any) -> bool:
-        """Whether a path of the tree that ends there has an approximation."""
+        """Whether a path that ends in this node has approximate KV. Nodes below an inexact one are
+        inexact."""
         if self._aliased is None or node_id is None:
             return False
         return leaf_of(self.tree_core.node_by_id(node_id)).inexact is not None
 
     def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
-        """How many positions of each of ``reqs`` were evicted; a path of the tree has none."""
+        """Evicted positions of each of ``reqs``, a number each. The tree holds none."""
         if not self.token_to_kv_pool_allocator.has_evicted:
             return [0] * len(reqs)
         states = [self._state_of(req) for req in reqs]
@@ -189,8 +192,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return super().match_prefix(params)
 
     def _contained(self) -> Any:
-        """For what ranks do alike without asking one another: a tree of its own would lead a rank
-        astray, so it ends where there are others."""
+        """The context for work on the tree. A single rank contains exceptions. With several ranks they
+        are raised and end the scheduler: a rank whose tree differs from the others' would admit
+        different requests."""
         alone = self.controller is not None and self.controller.containment.alone
         return self.controller.containment if alone else contextlib.nullcontext()
 
@@ -198,18 +202,19 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self.controller is not None and not self.controller.allows(req)
 
     def _exact_length(self, req: Request, key: RadixKey) -> int:
-        """Longest prefix of ``key`` that meets no inexact position of the tree, if ``req`` minds."""
+        """Length of the prefix of ``key`` that ``req`` may read: all of it, or, if ``req`` opted out, up to
+        the first position with approximate KV, rounded down to whole pages."""
         if not self._is_exact_only(req):
             return len(key)
         for at, node, matched in self._path(key):
             inexact = leaf_of(node).inexact
             if inexact is not None and inexact < matched:
                 return (at + inexact) // self.page_size * self.page_size
-        # What the tree does not hold is the request's own.
+        # The request computes the rest itself.
         return len(key)
 
     def _path(self, key: RadixKey) -> Iterator[tuple[int, Any, int]]:
-        """Where ``key`` meets nodes of the Python core: position, node, and how much of it."""
+        """Nodes of the Python core along ``key``: first position, node, and how many of its tokens match."""
         node, at, rest = self.tree_core.root_node, 0, key.page_aligned(self.page_size)
         while len(rest):
             child = node.children.get(rest.child_key(self.page_size))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the evicting policies about one request at a time, and applies what they decide."""
+"""Asks the evicting policies about one request at a time, and evicts the positions that they give up."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS, Evictor
 from sglang_reasoncache.eviction.row_state import EvictionStats, RowState, Totals, written_positions
 
-#: Positions that a request writes at most between two polls, and some.
+#: Positions that a request writes between two polls, rounded up.
 _BETWEEN_POLLS = 8
 
 
 class EvictionController:
     """One per scheduler. Policies act in the order in which they are given: those with
-    ``when=always`` at every poll, those with ``when=short`` where :meth:`give` is called.
+    ``when=always`` at every poll, those with ``when=short`` when :meth:`give` is called.
 
     Args:
-        source: What policies read.
-        ranks: They are asked about the same requests in the same order.
+        rows: SGLang's pool of rows.
+        source: Reads the keys and queries for policies.
+        ranks: All ranks ask about the same requests in the same order.
 
     Attributes:
         described: Name and options of every policy, for the endpoint.
-        positions_now: Positions that the running requests have evicted.
-        evicts_prompts: Those of prompts may go, so running requests keep theirs to themselves.
+        is_active: There is a policy.
+        positions_now: Evicted positions of the running requests.
+        evicts_prompts: A policy may evict positions of prompts, so running requests do not publish
+            theirs.
         waits: A policy has ``when=short``.
     """
 
@@ -68,14 +71,15 @@ class EvictionController:
         """Evict what was evicted before a retraction, then what the policies give up now.
 
         Args:
-            req: Holds its row. ``state`` and ``stats`` change by what is applied.
-            written: Positions whose KV is there; None: :func:`written_positions`.
-            decide: Ask the policies, too.
+            req: A request that holds its row.
+            state, stats: Are updated with what is evicted.
+            written: Positions whose KV is written; None: :func:`written_positions`.
+            decide: False: do not ask the policies.
         """
         if written is None:
             written = written_positions(req)
         if len(state.evicted.again):
-            # First of all: the row came back at its full size.
+            # Before the policies, because the row came back at its full size.
             self._evict_again(req, state, stats, written)
         for name, policy in self._evictors if decide else ():
             decision = state.decisions.pop(name, None)
@@ -89,12 +93,12 @@ class EvictionController:
                 self._count_queries(name, policy, req, state, written)
 
     def give(self, req: Request, state: RowState, stats: EvictionStats, wanted: int) -> int:
-        """SGLang is about to retract a request for want of ``wanted`` slots: how many came back.
+        """SGLang is about to retract a request, because ``wanted`` slots are missing: have policies with
+        ``when=short`` evict positions of ``req``. Returns how many slots became free.
 
-        Policies with ``when=short`` go down to their budgets at most, and take more than is wanted
-        where that is less than their slack: a shortage comes again with every decode step. On a
-        GPU this waits for the scores, behind the forward in flight: recomputing a retracted
-        request would take far longer.
+        A policy evicts down to its budget at most. It evicts ``slack`` slots if fewer are wanted,
+        because a shortage returns with every decode step. On a GPU this waits for the forward in flight
+        and the scores; computing a retracted request again would take far longer.
         """
         written, before = written_positions(req), stats.slots_freed_by_eviction
         for name, policy in self._evictors:
@@ -117,10 +121,11 @@ class EvictionController:
         written: int,
         most: int | None = None,
     ) -> Decision | None:
-        """What a policy gives up of a request with more slots than it may have.
+        """What a policy gives up of a request. None: the request has no more slots than it may have.
 
-        ``most``: Slots at most, without slack. None: all beyond the budget, once the slack is used
-        up, and then again after as many new positions: a budget may be below what must stay.
+        ``most``: give up that many slots at most, and ignore the slack. None: give up all slots above
+        the budget once the slack is used up, and do not ask again before ``slack`` new positions were
+        written, because more than the budget may have to stay.
         """
         slots = written - state.evicted.count - self._row(req).shared
         slack = policy.slack if most is None else 0
@@ -140,7 +145,8 @@ class EvictionController:
     def _count_queries(
         self, name: str, policy: Evictor, req: Request, state: RowState, written: int
     ) -> None:
-        """Have an accumulating policy count queries that would be written over by the next poll."""
+        """Have an accumulating policy read the kept queries, if some of them would be overwritten before
+        the next poll."""
         totals = state.totals.get(name)
         if totals is None or written - totals.seen + _BETWEEN_POLLS > policy.queries:
             view = self._view(policy, req, state, written)
@@ -150,7 +156,7 @@ class EvictionController:
         held = state.evicted.held(written)
         owned = req.kv.cache_protected_len
         if not policy.prompt:
-            # Whoever owns the prompt.
+            # The prompt stays, whether the tree or the request owns it.
             owned = max(owned, len(req.origin_input_ids) // self._page * self._page)
         return View(
             prompt=len(req.origin_input_ids),
@@ -188,7 +194,7 @@ class EvictionController:
         again, end = state.evicted.again, (written - 1) // self._page * self._page
         there = again < end
         state.evicted.again = again[~there]
-        # By now the prefix tree may own the first ones: another response with the same text.
+        # The prefix tree may own the first ones by now, if another response had the same text.
         owned = req.kv.cache_protected_len
         self._apply(req, state, stats, again[there & (again >= owned)], written)
 
@@ -200,10 +206,10 @@ class EvictionController:
         positions: np.ndarray,
         written: int,
     ) -> None:
-        """Evict those of ``positions`` that are still held: another policy may have been faster.
+        """Evict those of ``positions``, int64 ``[n]``, that no other policy has evicted since.
 
-        A batch in flight reads the old slots or finds the positions evicted. Either is right:
-        freed slots are only overwritten by a later forward on the same stream.
+        A forward in flight reads the old slots or finds the positions evicted. Both are valid, because
+        only a later forward on the same stream overwrites freed slots.
         """
         positions = state.evicted.still_held(positions)
         if not len(positions):
@@ -217,7 +223,7 @@ class EvictionController:
         known.reserve(int(positions[-1]) + 1)
         change = self._allocator.prepare_named(slots, known.at(positions))
         state.evicted.reserve(written)
-        # All ranks are prepared: what follows does not fail.
+        # All ranks are prepared: nothing after this can fail.
         self._ranks.agree()
         self._rows.write(where, gone)
         try:
@@ -236,16 +242,16 @@ class EvictionController:
         return found
 
     def forget(self, state: RowState) -> int:
-        """The row is gone; returns how many of its positions were evicted."""
+        """The row is gone. Returns how many of its positions were evicted."""
         gone = state.evicted.count
         self.positions_now -= gone
         return gone
 
     def reset(self) -> None:
-        """The cache was flushed; nothing runs."""
+        """The cache was flushed, so no request runs."""
         self.positions_now = 0
 
 
 def longest_first(reqs: Iterable[Request]) -> list[Request]:
-    """The order in which requests give slots."""
+    """Requests in the order in which they give slots: those with the most positions first."""
     return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)

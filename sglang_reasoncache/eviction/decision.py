@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a policy gives up, once its scores are in host memory."""
+"""A policy's choice of positions, made once its scores are in host memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from sglang_reasoncache.eviction.policies.evictor import lowest
 
 
 class Decision:
-    """``count`` slots of one request shall go, of positions that may.
+    """Chooses the lowest-scored candidates of one request, so that ``count`` slots become free.
 
     Args:
         view: The request as it was scored.
-        candidates: int64, ascending, at least one.
-        scores: float ``[held]``, of this rank, on the device where they were computed.
-        count: Above 0.
+        candidates: Positions that may be evicted: int64 ``[n]``, ascending, at least one.
+        scores: This rank's scores: float ``[held]`` on the device where they were computed.
+        count: Slots, above 0.
     """
 
     def __init__(
@@ -33,14 +33,15 @@ class Decision:
         self._download: Download | None = None
 
     def ready(self, ranks: Ranks) -> bool:
-        """Whether :meth:`positions` would not wait, on all ranks, which call this together."""
+        """Whether the scores are in host memory on all ranks, so that :meth:`positions` does not wait.
+        All ranks call this together."""
         if self._download is None:
             self._download = Download(self._scores)
         return self._download.is_immediate or bool(ranks.least(self._download.ready()))
 
     def positions(self, ranks: Ranks) -> np.ndarray:
-        """int64, ascending: what goes. Ranks call this together, and get the same. On a GPU it
-        waits, unless it was :meth:`ready`."""
+        """The chosen positions: int64 ``[n]``, ascending, the same on all ranks, which call this
+        together. On a GPU this waits for the scores unless they are :meth:`ready`."""
         ready = self._download is not None and self._download.ready()
         sums = self._download.host[0] if ready and self._download else self._scores.cpu()
         ranks.add(sums)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and queries of a request's held positions, as policies read them; nothing waits for a device."""
+"""Reads keys and queries of a request's held positions for policies. Nothing waits for the device."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Most logits computed at once: 64 MiB.
+#: Most logits computed at once: 64 MiB of fp32.
 _LOGITS = 1 << 24
 
 
 class KeySource(NamedTuple):
-    """One per scheduler."""
+    """Where keys and queries are read from. One per scheduler."""
 
     pool: Any  # SGLang's ``MHATokenToKVPool``
     rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
     cached_at: CachedPositions
     rotation: KeyRotation | None = None  # None: cached positions are not recorded
     queries: RecentQueries | None = None  # None: no policy reads any
-    stream: Any = None  # on which a GPU's forwards run
+    stream: Any = None  # the CUDA stream of SGLang's forwards; None on a CPU
 
     def layers(self, row: int, held: np.ndarray, written: int, *, shifted: bool) -> list[HeldLayer]:
-        """What policies read of a row.
+        """One :class:`HeldLayer` for each layer.
 
         Args:
-            held: int64, positions of the row below ``written`` that are not evicted.
+            row: Index in ``req_to_token``.
+            held: Positions below ``written`` that are not evicted: int64 ``[held]``.
             shifted: A slot may be used away from its cached position.
         """
         if self.stream is not None:
-            # Positions of a chunk may still be written by the forward in flight.
+            # The forward in flight may still write positions of a chunk.
             torch.cuda.current_stream().wait_stream(self.stream)
         positions = upload(held, self.rows.device)
         slots = self.rows[row, positions].long()
@@ -50,7 +51,7 @@ class KeySource(NamedTuple):
 
 
 class HeldLayer:
-    """See :class:`~sglang_reasoncache.eviction.policies.contract.Layer`."""
+    """A layer of one request; see :class:`~sglang_reasoncache.eviction.policies.contract.Layer`."""
 
     def __init__(
         self,
@@ -59,7 +60,8 @@ class HeldLayer:
         where: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
         written: int,
     ) -> None:
-        """``where``: the row, its held positions, their slots, and by how much keys are shifted."""
+        """``where``: index of the row; held positions and their slots, int64 ``[held]``; by how many
+        positions each key is shifted, None: none is."""
         self._source, self._number, self._written = source, number, written
         self._row, self._positions, self._slots, self._shift = where
         self.rotation = source.rotation
@@ -98,7 +100,7 @@ class HeldLayer:
                 logits = shape.logit_cap * torch.tanh(logits / shape.logit_cap)
             hidden = self._positions > positions[:, None]
             weights = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
-            # Nothing of a query that was not kept, or that no held position comes before.
+            # A query counts nothing if it was not kept, or if no held position comes before it.
             weights = torch.where(kept[:, None, None], weights, 0.0).nan_to_num(0.0)
             total += weights.sum(dim=0)
         return total

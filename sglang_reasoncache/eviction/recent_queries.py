@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest queries of each row and layer, for policies that look at attention."""
+"""Keeps the newest queries of each row and layer for policies that look at attention."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 
-#: Bytes of a GPU that are left for SGLang's forwards.
+#: Bytes of GPU memory that the buffer must leave free for SGLang's forwards.
 _SPARE = 512 << 20
 
 
 class LayerShape(NamedTuple):
-    """What attention of a layer does with its queries."""
+    """Shape of a layer's queries, and what attention does with their logits."""
 
     heads: int
     dim: int
-    scale: float  # of the logits
-    logit_cap: float  # of their tanh; 0: none
+    scale: float  # factor of the logits
+    logit_cap: float  # cap of the logits (a tanh); 0: none
 
 
 class RecentQueries:
     """A ring buffer beside the KV pool: the query of position p is in entry ``p % size`` of its row.
 
-    Every forward writes with fixed shapes, so a CUDA graph can hold it, whatever kernel computes
-    attention. There is one entry more than the window: a forward in flight writes that one.
+    Forwards write with fixed shapes, so a CUDA graph can contain the writes, whatever kernel computes
+    attention. The buffer has one entry more than the window, for the forward in flight.
 
     Args:
-        layers: Attention layers of this rank.
-        rows: Rows of ``req_to_token``, so requests that run at once.
-        window: Newest queries that are read of a request.
+        layers: Number -> shape of this rank's attention layers.
+        rows: Rows of ``req_to_token``: most requests that run at once.
+        window: Newest queries of a request that policies read.
         dtype, device: Of the queries.
 
     Attributes:
-        positions: int64 ``[rows, size]``: whose query each entry is, -1 where there is none.
+        size: Entries of a row, ``window + 1``.
+        nbytes: Bytes of all queries.
+        positions: int64 ``[rows, size]``: position whose query the entry holds; -1: none.
 
     Raises:
-        MemoryError: There is none for the buffer, whose size the message names.
+        MemoryError: Memory for the buffer is missing. The message names its size.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class RecentQueries:
         except RuntimeError as error:
             raise MemoryError(f"no {told}: {error}") from error
         self.positions = torch.full((rows, self.size), -1, device=device)
-        # Of each row: a number of the request whose queries these are.
+        # For each row: hash of the id of the request whose queries it holds.
         self._owners = torch.zeros(rows, dtype=torch.int64, device=device)
         self._device = device
         self._tokens: torch.Tensor | None = None
@@ -76,13 +78,14 @@ class RecentQueries:
     # -- a forward ------------------------------------------------------------------
 
     def forget(self) -> None:
-        """The next forward keeps no queries, until it begins."""
+        """Stop keeping queries until the next ``begin_decode`` or ``begin_extend``."""
         self._where = self._tokens = None
 
     def begin_decode(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """A decode step, one token of each request. Part of a CUDA graph where there is one.
+        """Begin a decode step, with one token of each request. A CUDA graph may contain it.
 
-        ``rows``: int ``[batch]``; ``positions``: int64 ``[batch]``, on the device.
+        ``rows``: indexes in ``req_to_token``, int ``[batch]``; ``positions``: int64 ``[batch]``. Both on
+        the device.
         """
         self._where = rows.long(), positions % self.size
         self.positions[self._where] = positions
@@ -90,13 +93,13 @@ class RecentQueries:
     def begin_extend(
         self, rids: Sequence[str], rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]
     ) -> None:
-        """A prefill or a chunk of one, of which the last queries of each request are kept.
+        """Begin a prefill, or a chunk of one. The last queries of each request are kept.
 
         Args:
-            rids: Ids of the requests. One that a row did not have before begins without queries.
-            rows: int ``[batch]``, on the device.
-            positions: int64 ``[tokens]``, of all tokens, on the device.
-            new: Tokens of each request.
+            rids: SGLang's ids of the requests. A row that gets another request forgets its queries.
+            rows: Indexes in ``req_to_token``, int ``[batch]``, on the device.
+            positions: Positions of all new tokens, int64 ``[tokens]``, on the device.
+            new: Number of new tokens of each request.
         """
         rows = rows.long()
         owners = upload([hash(rid) for rid in rids], self._device)
@@ -111,8 +114,8 @@ class RecentQueries:
         self.begin_decode(rows[of], positions[self._tokens])
 
     def keep(self, layer: int, queries: torch.Tensor) -> None:
-        """``queries`` ``[tokens, heads * dim]`` of a layer in the forward that began, after rotary
-        embedding."""
+        """Write the queries of a layer in the forward that began: ``[tokens, heads * dim]``, after
+        rotary embedding."""
         if self._where is not None:
             some = queries if self._tokens is None else queries[self._tokens]
             into = self._queries[layer]
@@ -123,8 +126,9 @@ class RecentQueries:
     def read(
         self, layer: int, row: int, first: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of positions ``[first, end)`` of a row, as far as the buffer reaches: see
-        ``policies.contract.Layer.queries``. The stream must be behind the forwards of these."""
+        """Queries of positions ``[first, end)`` of a row, as far as the buffer reaches. The results are
+        those of ``policies.contract.Layer.queries``. The current stream must come after the forwards
+        that wrote them."""
         at = np.arange(max(first, end - self.size, 0), end)
         positions = upload(at, self._device)
         entries = positions % self.size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of one request are evicted, and what was decided of others."""
+"""Which positions of one request are evicted, and what policies store about the request."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.policies.evictor import runs
 
-#: Evictions of a request that the endpoint can show.
+#: Most evictions of a request that the endpoint shows.
 _REMEMBERED = 1024
 
 
 def written_positions(req: Request) -> int:
-    """Positions whose KV is there: all but the newest token's, which the next forward writes."""
+    """Number of positions whose KV is written: all but the newest token's, which the next forward writes."""
     return min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
 
 
 @dataclass
 class EvictionStats:
-    """Totals since start or the last flush; an evicted position that shared its slot frees none."""
+    """Totals since the start or the last flush. An evicted position that shared its slot frees none."""
 
     eviction_decisions: int = 0
     positions_evicted: int = 0
@@ -32,13 +32,15 @@ class EvictionStats:
 
 
 class EvictedPositions:
-    """Positions whose row entry is -1. One byte a position once anything was evicted.
+    """The evicted positions of a row, whose entries are -1. Takes one byte per position once any was
+    evicted.
 
     Attributes:
         count: Evicted positions of the current row.
-        first: The lowest of them, None while there is none.
-        again: int64, ascending: what a row before a retraction had, to be evicted once more.
-        history: ``(written, start, length)`` of the first evictions.
+        first: The lowest of them; None: there is none.
+        again: Positions that were evicted before a retraction and must be evicted again: int64 ``[n]``,
+            ascending.
+        history: ``(written, start, length)`` of the first ``_REMEMBERED`` evicted runs of positions.
     """
 
     def __init__(self) -> None:
@@ -53,11 +55,12 @@ class EvictedPositions:
         return self.count > 0 and bool(self._mask[start:end].any())
 
     def count_from(self, start: int) -> int:
-        """Evicted positions at ``start`` and behind it."""
+        """Number of evicted positions from ``start`` on."""
         return int(np.count_nonzero(self._mask[start:])) if self.count else 0
 
     def add(self, positions: np.ndarray, written: int) -> None:
-        """Add held positions, ascending, evicted when ``written`` positions had their KV."""
+        """Mark ``positions``, int64 ``[n]``, ascending, not empty, as evicted. ``written``: written
+        positions of the request now, for the history."""
         self.reserve(int(positions[-1]) + 1)
         self._mask[positions] = True
         self.count += len(positions)
@@ -67,24 +70,24 @@ class EvictedPositions:
             self.history.append((written, start, length))
 
     def reserve(self, end: int) -> None:
-        """Have memory for positions before ``end``."""
+        """Allocate memory for the positions below ``end``."""
         size = len(self._mask)
         if end > size:
             self._mask = np.pad(self._mask, (0, max(end, 2 * size, 256) - size))
 
     def still_held(self, positions: np.ndarray) -> np.ndarray:
-        """Those of ``positions`` that are not evicted."""
+        """Those of ``positions``, int64 ``[n]``, ascending, that are not evicted."""
         known = positions[positions < len(self._mask)]
         kept = np.ones(len(positions), dtype=bool)
         kept[: len(known)] = ~self._mask[known]
         return positions[kept]
 
     def held(self, written: int) -> np.ndarray:
-        """int64, ascending: positions of ``[0, written)`` that were not evicted."""
+        """Positions of ``[0, written)`` that are not evicted: int64 ``[held]``, ascending."""
         return self.still_held(np.arange(written))
 
     def forget_row(self) -> None:
-        """The row is gone; the next one starts without evicted positions."""
+        """The row is gone. The next one starts without evicted positions; ``again`` remembers them."""
         try:
             self.again = np.union1d(self.again, np.flatnonzero(self._mask))
         finally:
@@ -93,8 +96,8 @@ class EvictedPositions:
 
 
 class Totals(NamedTuple):
-    """Of an accumulating policy: fp32 ``[positions]`` on the device, and positions whose queries
-    are in them."""
+    """Running totals of an accumulating policy. ``scores``: fp32 ``[positions]`` on the device; ``seen``:
+    the queries of positions ``[0, seen)`` are counted in them."""
 
     scores: torch.Tensor
     seen: int
@@ -102,12 +105,12 @@ class Totals(NamedTuple):
 
 @dataclass
 class RowState:
-    """Of one request. The dictionaries have policies' names as keys."""
+    """What eviction stores about one request. The dictionaries' keys are names of policies."""
 
     evicted: EvictedPositions = field(default_factory=EvictedPositions)
-    #: Written positions of the row before which a policy does not act again.
+    #: A policy is not asked again before the row has this many written positions.
     next_eviction: dict[str, int] = field(default_factory=dict)
-    #: Decisions whose scores are on their way from a GPU.
+    #: Decisions whose scores are being copied from the GPU.
     decisions: dict[str, Decision] = field(default_factory=dict)
     totals: dict[str, Totals] = field(default_factory=dict)
 
