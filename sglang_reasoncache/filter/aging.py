@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of two equal blocks reads the other's slots, and when."""
+"""Decides which block of a pair reads the other's slots, and when."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 
 class AgeRule:
-    """Holds block pairs back until the positions that read are ``min_age`` behind the end.
+    """Holds a block pair back until the block that reads is ``min_age`` tokens behind the end.
 
-    A model looks back at what it just wrote; an older copy in its place does most of the damage.
-    In direction ``newest`` the earlier block reads the slots of the newest equal one. A chain of
-    equal blocks is followed to its end at the time of release, so the readers of a block mostly
-    move once in ``min_age`` tokens, however often it repeats.
+    A model attends most to what it just wrote, so replacing that by an older copy does most of the
+    damage. In direction ``newest`` the earlier block reads the slots of the newest equal block. That
+    block is looked up when the pair is released, at the end of the chain of equal blocks, so a block is
+    mostly redirected once in ``min_age`` tokens, however often it repeats.
     """
 
     def __init__(self, config: FilterConfig) -> None:
         self._block, self._min_age = config.block, config.min_age
         self._newest = config.direction == "newest"
-        # Starts of blocks that will read and that read -> start of the block they read.
+        # Start of a block that will read, or reads -> start of the block that it reads.
         self._waiting: dict[int, int] = {}
         self._released: dict[int, int] = {}
         self._order: list[int] = []
 
     def release(self, found: Iterable[tuple[int, int]], end: int) -> list[BlockPair]:
-        """Take pairs (later block, earlier block); pairs whose readers are old enough at ``end``."""
+        """Take pairs (start of the later block, start of the earlier one). Returns the pairs whose reader
+        is old enough when the response ends at position ``end``."""
         for later, earlier in found:
             reader, source = later, earlier
             if self._newest:
@@ -47,7 +48,7 @@ class AgeRule:
         return ready
 
     def _last(self, start: int) -> int:
-        """The newest block of the chain of equal blocks that begins at ``start``."""
+        """Start of the newest block in the chain of equal blocks that begins at ``start``."""
         at = start
         while (later := self._next(at)) is not None:
             at = later
@@ -56,8 +57,8 @@ class AgeRule:
         return at
 
     def _next(self, at: int) -> int | None:
-        """The later block that the one at ``at`` reads. A block without an entry may lie in two
-        neighbours whose sources are neighbours, too."""
+        """Start of the later block that the block at ``at`` reads; None: it reads none. A block without
+        an entry may lie across two neighbours whose sources are neighbours too."""
         pairs = (self._waiting, self._released)
         for back in range(self._block):
             found = [one[at - back] for one in pairs if at - back in one]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairing the blocks of a step with blocks of an earlier step, by their tokens or at random."""
+"""Pairs blocks of a step with blocks of an earlier step, by their tokens, by index or at random."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ AlignMode = Literal["tokens", "index"]
 
 
 class BlockPair(NamedTuple):
-    """A block that may share the slots of another; logical positions of their first tokens."""
+    """A block that may read the slots of another one: positions of their first tokens in prompt plus
+    output."""
 
     dst_start: int
     src_start: int
 
 
 class AcrossPair(NamedTuple):
-    """A block that may share the slots of a block of the request ``source``, an id that
-    :meth:`FilterProcess.open` gave; it may be the same request."""
+    """A block that may read the slots of a block of the request ``source``, which may be the same
+    request. ``source`` is an id from :meth:`FilterProcess.open`."""
 
     dst_start: int
     src_start: int
@@ -39,16 +40,18 @@ def align_blocks(
     mode: AlignMode = "tokens",
     covered: bytes | bytearray = b"",
 ) -> list[BlockPair]:
-    """Propose block pairs, in ascending and never overlapping ``dst`` ranges.
+    """Pair blocks of ``dst`` with blocks of ``src``. The pairs are ascending in ``dst_start``, and their
+    ``dst`` blocks do not overlap.
 
     Args:
-        page_size: above 1, blocks are whole pages inside both steps, and ``block`` equals it.
-        mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. Where the source
-            repeats itself, the block that continues the last pair comes first (at the beginning,
-            the one as far from the step's start), then the nearest later block, then the first.
-            A source block may serve twice. Linear but for a binary search over repeats.
-            ``index`` pairs the k-th block with the k-th, whatever they hold, as the papers do.
-        covered: one byte per token of ``dst``, 0 or 1; blocks that touch a 1 are passed over.
+        block: Tokens per block.
+        page_size: Above 1 blocks are whole pages inside both steps, and ``block`` equals it.
+        mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. If several blocks of
+            ``src`` are equal, the one that continues the last pair is taken (for the first pair: the
+            one at the same offset), else the nearest later one, else the first one. A ``src`` block may
+            be paired twice. Linear, except for a binary search among equal blocks.
+            ``index`` pairs the k-th block with the k-th whatever their tokens, as the papers do.
+        covered: One byte per token of ``dst``, 0 or 1; blocks with a 1 are left out.
     """
     if mode == "index":
         starts = (block_starts(step, block, page_size) for step in (dst, src))
@@ -69,7 +72,7 @@ def align_blocks(
         taken = covered.rfind(1, i, i + block)
         found = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
         if found is None:
-            # On to the next place of the grid, behind what is covered.
+            # Go on at the next place of the page grid that is behind the covered tokens.
             i += -(-max(1, taken + 1 - i) // page_size) * page_size
             continue
         at = bisect_left(found, i + diagonal)
@@ -81,24 +84,24 @@ def align_blocks(
 
 
 def block_starts(step: Step, block: int, page_size: int) -> range:
-    """Positions of the step's consecutive blocks: on the page grid, or from its start."""
+    """First positions of the step's consecutive blocks, from its first page boundary on."""
     first = step.start + -step.start % page_size
     return range(first, step.end - block + 1, block)
 
 
 class RandomPairs:
-    """Pairs blocks, each with probability ``config.random_ratio``, with uniformly random blocks
-    of earlier steps; the same seed and steps give the same pairs. Not thread safe."""
+    """Pairs each block, with probability ``config.random_ratio``, with a uniformly random block of an
+    earlier step. The same seed and steps give the same pairs. Not thread safe."""
 
     def __init__(self, config: FilterConfig, seed: int) -> None:
         self._config = config
         self._random = random.Random(seed)
-        # Starts of all earlier blocks; how many each retained step added.
+        # Starts of all earlier blocks; for each remembered step, how many it added.
         self._starts: list[int] = []
         self._per_step: list[int] = []
 
     def propose(self, step: Step) -> list[BlockPair]:
-        """Random pairs for a step, which becomes an earlier one; the oldest may be forgotten."""
+        """Random pairs for ``step``. It becomes an earlier step, and the oldest may be forgotten."""
         config, earlier = self._config, self._starts
         ratio = config.random_ratio or 0.0
         starts = block_starts(step, config.block, config.page_size)

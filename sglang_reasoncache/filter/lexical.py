@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Similarity of a step to all earlier ones by counts of tokens (ReasonCache, stage 1).
+"""Similarity of a step to all earlier ones, from counts of tokens (ReasonCache, stage 1).
 
 ``sim(c, k) = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of
 token ids and |S| the length in characters; MemShare leaves the length factor out.
@@ -21,18 +21,18 @@ Floats = npt.NDArray[np.float64]
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 _TOKENS_AT_ONCE = 32
-# One in the fixed point numbers of the mean similarity.
+# The number 1 in fixed point, for the mean similarity.
 _FIXED_POINT = 2.0**40
 
 
 def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
     """``tau = strict - (strict - soft) * mean(sims)``; ``strict`` without history.
 
-    The mean is the sum of the integers ``rint(sim * 2**40)`` over ``len(sims) * 2**40``: it
-    does not depend on the order of summation, so every rank gets the same bits.
+    The mean is computed from the integers ``rint(sim * 2**40)``. Their sum does not depend on the order
+    of summation, so every rank gets the same bits.
 
     Args:
-        sims: shape [earlier steps], between 0 and 1; at most 2**22, so that the sum fits 63
+        sims: float64 ``[earlier steps]``, between 0 and 1. At most 2**22 steps, so that the sum fits 63
             bits and ``len(sims) * 2**40`` is exact.
     """
     if not len(sims):
@@ -42,10 +42,10 @@ def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
 
 
 class LexicalIndex:
-    """Earlier steps of one request, at most ``max_history_steps``. The oldest is forgotten, as a
-    candidate and in the mean of the dynamic threshold. Not thread safe.
+    """The newest ``max_history_steps`` earlier steps of one request. Not thread safe.
 
-    An inverted index: a step is compared through the postings of its own distinct tokens only.
+    A forgotten step is no candidate, and does not count in the mean of the dynamic threshold. The index
+    is inverted: comparing a step reads only the postings of tokens that the step contains.
     """
 
     def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
@@ -57,14 +57,14 @@ class LexicalIndex:
         self._num_forgotten = 0
 
     def __len__(self) -> int:
-        """Steps that can still be candidates."""
+        """Number of remembered steps."""
         return len(self._steps)
 
     def __getitem__(self, index: int) -> Step:
         return self._steps[index]
 
     def add(self, step: Step) -> None:
-        """Make a step an earlier one; forget the oldest if there are too many."""
+        """Remember ``step``; forget the oldest step if there are too many."""
         number = self._num_forgotten + len(self)
         self._steps.append(step)
         self._num_chars.append(step.num_chars)
@@ -78,16 +78,16 @@ class LexicalIndex:
         self._num_forgotten += 1
         del self._num_chars[0], self._norm_sq[0]
         for token in self._steps.popleft().bag:
-            # The oldest step comes first in each.
+            # The oldest step's entry is the first one of each posting list.
             del self._postings[token][:2]
             if not self._postings[token]:
                 del self._postings[token]
 
     def similarities(self, step: Step) -> Floats:
-        """Similarity of ``step`` to every earlier step, oldest first; float64 [len(self)]."""
+        """Similarity of ``step`` to every remembered step, oldest first: float64 ``[len(self)]``."""
         dots = np.zeros(len(self))
         hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
-        # Not all at once: what a part takes stays in the processor's cache.
+        # In parts, so that the memory of a part stays in the processor's cache.
         for at in range(0, len(hits), _TOKENS_AT_ONCE):
             counts, postings = zip(*hits[at : at + _TOKENS_AT_ONCE], strict=True)
             joined = np.frombuffer(b"".join(postings), dtype=_POSTING_DTYPE)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler and the filter's process say to each other: pickles over a socket.
+"""Messages between the scheduler and the filter process: pickles over a socket.
 
-The process first says its package's version. The scheduler sends a :class:`Setup`, then
-:class:`Feed` after feed, as plain tuples, which take the least time; each has one reply, in order.
-What the process says comes behind its length (:data:`LENGTH`), so that the scheduler reads complete
-messages only. Both ends are ours, and what requests add are numbers, so unpickling is safe.
+The filter process first sends its package's version. The scheduler sends one :class:`Setup`, then one
+:class:`Feed` after another as plain tuples, which pickle fastest. Each feed has one reply, in order.
+Messages of the filter process are preceded by their length in bytes (:data:`LENGTH`), so that the
+scheduler unpickles complete messages only. Unpickling is safe: both ends are this package, and requests
+contribute numbers only.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 LENGTH = struct.Struct("!I")
 
-#: Of the steps that a feed finished, how many were shed, and what was found for the others.
+#: How many of the steps that a feed finished were shed, and the results of the others.
 Reply = tuple[int, list[StepResult]]
 
-#: Tokens that open and that close reasoning; None: all output counts.
+#: Tokens that open reasoning, tokens that close it; None: all output counts as reasoning.
 Markers = tuple[frozenset[int], frozenset[int]] | None
 
 
 class Setup(NamedTuple):
-    """See :class:`FilterProcess`; ``pieces`` are the vocabulary's."""
+    """Arguments of :class:`FilterProcess`. ``pieces``: bytes of each token of the vocabulary."""
 
     config: FilterConfig
     pieces: tuple[bytes, ...]
@@ -38,13 +39,13 @@ class Feed(NamedTuple):
     """New tokens, and what happened since the last feed.
 
     Attributes:
-        steps_taken: results that the scheduler has taken so far.
-        opened: new requests: id, position of the first token to come, whether reasoning is open.
-        joined: requests that joined a group: id, group; -1: left theirs.
-        closed: ids of requests to forget.
-        requests: ids of the requests with new tokens.
-        counts: new tokens of each.
-        tokens: all new tokens, in the order of ``requests``.
+        steps_taken: Results that the scheduler has taken so far.
+        opened: New requests: id, position of the first token to come, whether reasoning is open.
+        joined: Requests that joined a group, or left theirs: id, number of the group or -1.
+        closed: Ids of requests to forget.
+        requests: Ids of the requests with new tokens.
+        counts: Number of new tokens of each.
+        tokens: All new tokens, in the order of ``requests``.
     """
 
     steps_taken: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's side of the filter, which runs in a process of its own."""
+"""The scheduler's side of the filter: starts the filter process, feeds it and takes its results."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 START_SECONDS = 180.0
-#: Time polled without a reply to an outstanding feed, after which the process counts as hung.
+#: The process counts as hung after it was polled for so long without a reply to an outstanding feed.
 SILENT_SECONDS = 30.0
 #: Bytes of feeds that may wait to be sent.
 _MAX_UNSENT = 8 << 20
-# A pause between two polls counts as this much at most: the scheduler may have stood still.
+# A pause between two polls counts for at most this many seconds: the scheduler may have stood still.
 _LONGEST_PAUSE = 1.0
 _RECEIVE_BYTES = 1 << 18
 
@@ -40,22 +40,23 @@ _PROGRAM = (
 
 
 class FilterProcess:
-    """Takes the tokens of all requests and gives back block pairs; never holds up the scheduler.
+    """Sends the tokens of all requests to the filter process and returns block pairs. The scheduler
+    never waits for results.
 
-    Every :meth:`feed` has one reply, with the steps that it finished. What is outstanding, taken
-    and shed depends on the calls made, not on time, so tensor-parallel ranks agree.
+    Every :meth:`feed` gets one reply, with the steps that it finished. Which replies are outstanding,
+    taken or shed depends on the calls made, not on time, so tensor-parallel ranks agree.
 
     Args:
-        markers: tokens that open and that close reasoning; None: all output counts.
-        max_pending: steps compared and not taken, beyond which new ones are shed.
+        markers: Tokens that open reasoning, tokens that close it; None: all output counts as reasoning.
+        max_pending: New steps are shed (not compared) while so many compared steps were not taken.
 
     Attributes:
-        steps_shed: steps in taken replies that were not compared, because too many waited.
-        restarts: times that it failed and was started anew.
-        given_up: it failed too often, nothing is compared any more.
+        steps_shed: Steps in taken replies that were shed.
+        restarts: Times that the process failed and was restarted.
+        given_up: The process failed too often or was shut down; nothing is compared any more.
 
     Raises:
-        RuntimeError: the process does not start.
+        RuntimeError: The process does not start.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class FilterProcess:
             raise RuntimeError(failure)
 
     def _reset(self) -> None:
-        """There is no process; nothing is open, fed, taken or failed."""
+        """Set the state of an object without a process: nothing open, fed, taken or failed."""
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._has_started, self._failure = False, ""
@@ -92,9 +93,9 @@ class FilterProcess:
         self._outstanding = self._steps_taken = 0
 
     def open(self, start_position: int, inside: bool) -> int:
-        """Follow a new request from its first output token on; returns its id.
+        """Follow a new request. Returns its id for this class.
 
-        ``inside``: its reasoning part is open at the start.
+        ``start_position``: position of its first output token; ``inside``: reasoning is open there.
         """
         request = self._next_request
         self._next_request += 1
@@ -102,16 +103,16 @@ class FilterProcess:
         return request
 
     def join(self, request: int, group: int) -> None:
-        """An open request may be a source of the others in ``group`` and read theirs, from its next
-        tokens on; -1: leaves its group."""
+        """Make an open request a member of ``group``: from the next tokens on, members may read each
+        other's blocks. -1: the request leaves its group."""
         self._joined.append((request, group))
 
     def close(self, request: int) -> None:
-        """Forget a request. Results of its steps may still come."""
+        """Forget a request. :meth:`take` may still return results of its steps."""
         self._closed.append(request)
 
     def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
-        """Take the next ``counts[i]`` tokens of each ``requests[i]``; arrays of type ``q``."""
+        """Send the next ``counts[i]`` tokens of each ``requests[i]``. The arrays have typecode ``q``."""
         if self.given_up:
             return
         changes = self._opened, self._joined, self._closed
@@ -124,9 +125,9 @@ class FilterProcess:
         self._exchange()
 
     def ready(self) -> int:
-        """Replies that :meth:`take` could give now; -1 when it has failed.
+        """Number of replies that :meth:`take` can return now; -1 if the process has failed.
 
-        Ranks take the least of theirs, and all :meth:`restart` when that is -1.
+        Ranks use the smallest number of all ranks. If that is -1, all of them call :meth:`restart`.
         """
         if self.given_up:
             return 0
@@ -137,7 +138,7 @@ class FilterProcess:
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
         """Results of up to ``limit`` replies, in the order in which the steps ended.
 
-        Stops behind the reply with which they have ``max_pairs`` pairs or more.
+        Takes no further reply once there are ``max_pairs`` pairs or more.
         """
         taken: list[StepResult] = []
         num_pairs = 0
@@ -152,7 +153,7 @@ class FilterProcess:
         return taken
 
     def restart(self) -> None:
-        """Forget all requests and replies and start anew, or give up after too many times."""
+        """Forget all requests and replies and start a new process; give up after ``MAX_RESTARTS``."""
         if self.given_up:
             return
         reason = self._failure or "it failed on another tensor-parallel rank"
@@ -169,22 +170,22 @@ class FilterProcess:
         )
 
     def shut_down(self) -> None:
-        """End the process, and start none again."""
+        """End the process for good."""
         self.given_up = True
         self._stop()
 
     @property
     def outstanding(self) -> int:
-        """Feeds whose replies were not taken."""
+        """Number of feeds whose replies were not taken yet."""
         return self._outstanding
 
     @property
     def pid(self) -> int:
-        """Of the process; 0 when there is none."""
+        """Id of the process; 0: there is none."""
         return 0 if self._child is None else self._child.pid
 
     def _start(self) -> None:
-        # -P: no modules of the current folder; ours come last.
+        # -P: import no modules from the current folder. Our package comes last on the path.
         package = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-P", "-c", _PROGRAM, package]
         # Small arrays gain nothing from more threads.
@@ -207,7 +208,7 @@ class FilterProcess:
         self._reset()
 
     def _exchange(self) -> None:
-        """Send and receive what can be without waiting."""
+        """Send and receive as much as possible without waiting."""
         if self._failure or self._socket is None:
             return
         try:
@@ -230,7 +231,7 @@ class FilterProcess:
             self._failure = f"it answered nonsense: {error!r}"
 
     def _read(self) -> None:
-        """Take the complete messages out of what has arrived."""
+        """Unpickle the complete messages among the received bytes."""
         while len(self._unread) >= LENGTH.size:
             end = LENGTH.size + LENGTH.unpack_from(self._unread)[0]
             if len(self._unread) < end:
@@ -248,7 +249,7 @@ class FilterProcess:
                 )
 
     def _watch(self) -> None:
-        """Count the time that is polled in vain."""
+        """Add up the time without an awaited reply; too much of it is a failure."""
         now = time.monotonic()
         waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
         is_awaited = not self._has_started or self._outstanding > len(self._replies)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the filter hands over: plain data, nothing is shared yet."""
+"""Results of the filter, as plain data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from sglang_reasoncache.filter.segment import Step
 
 @dataclass(slots=True)
 class FilterCounters:
-    """What happened to one finished step in the filter.
+    """Counts of what happened to one finished step.
 
     Attributes:
-        candidates: earlier steps above the lexical threshold, or blocks of equal runs.
-        dropped_structure: candidates whose formal content differs.
-        over_bound: steps, itself included, whose structure went over a bound when it was read.
+        candidates: Earlier steps above the lexical threshold (``match=steps``), or paired blocks
+            (``match=runs``).
+        dropped_structure: Candidates whose formal content differs.
+        over_bound: Steps, this one included, that were read for it and exceeded a bound of ``Limits``.
     """
 
     candidates: int = 0
@@ -26,10 +27,10 @@ class FilterCounters:
 
 
 class Proposal(NamedTuple):
-    """A finished step, and the block pairs that may be shared now, ascending in ``dst_start``.
+    """A finished step, and the block pairs that may share now, ascending in ``dst_start``.
 
-    With a least age these are pairs of earlier steps. ``across``: those with blocks of the
-    request's group.
+    With ``min_age`` above 0 the pairs are mostly those of earlier steps. ``across``: pairs with blocks
+    of the request's group.
     """
 
     step: Step
@@ -39,11 +40,11 @@ class Proposal(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A :class:`Proposal` for one of many requests, as :class:`FilterProcess` gives it back.
+    """A :class:`Proposal` without its step, as :meth:`FilterProcess.take` returns it.
 
     Attributes:
-        request: id that :meth:`FilterProcess.open` gave.
-        seconds: CPU time that was spent on the step.
+        request: Id from :meth:`FilterProcess.open`.
+        seconds: CPU seconds that the step took.
     """
 
     request: int

@@ -16,17 +16,17 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
 class RequestFilter:
-    """Takes one response's tokens and proposes blocks to share. Not thread safe.
+    """Takes the tokens of one response and proposes blocks to share. Not thread safe.
 
     Args:
-        classes: token classes of ``vocabulary``.
-        vocabulary: spells the steps.
-        start_position: logical position of the first token to come.
-        span: tells which tokens are reasoning; new, and used by this filter only. None: all of
-            them. Other tokens only advance the position, and a marker ends the open step.
+        classes: Token classes of ``vocabulary``.
+        vocabulary: Gives the text of steps.
+        start_position: Position, in prompt plus output, of the first token to come.
+        span: Tells which tokens are reasoning; a new object, used by this filter only. None: all
+            tokens are. A token that is not reasoning ends the open step and advances the position.
 
     Attributes:
-        position: logical position of the next token to be pushed.
+        position: Position of the next token.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RequestFilter:
         self._open_tokens: list[int] = []
         self._matcher: RandomPairs | RunMatcher | StepMatcher
         if config.random_ratio is not None:
-            # Requests differ, ranks agree.
+            # The seed differs between requests and is the same on all ranks.
             self._matcher = RandomPairs(config, config.seed * 1_000_003 + start_position)
         elif config.match == "runs":
             self._matcher = RunMatcher(config, start_position)
@@ -53,18 +53,19 @@ class RequestFilter:
         self._age_rule = AgeRule(config)
 
     def join(self, member: int, group: RunGroup | None) -> None:
-        """See :meth:`RunMatcher.join`; other matchers are in no group."""
+        """See :meth:`RunMatcher.join`. Other matchers do nothing."""
         if isinstance(self._matcher, RunMatcher):
             self._matcher.join(member, group)
 
     def push(self, token_ids: Sequence[int]) -> list[Proposal]:
-        """Take newly written tokens, in order; one proposal per finished step."""
+        """Take newly written tokens, in order. Returns one proposal per finished step."""
         return [self.propose(step) for step in self.steps(token_ids)]
 
     def steps(self, token_ids: Sequence[int]) -> Iterator[Step]:
-        """Take newly written tokens; finished steps, as the tokens complete them.
+        """Take newly written tokens. Yields each step when its last token is taken.
 
-        A step that is not given to :meth:`propose` is as if it had not been written.
+        The caller may pass a step to :meth:`propose` before it asks for the next one. A step that it
+        does not pass on is treated as if it had not been written.
         """
         push = self._segmenter.push
         tokens = self._open_tokens
@@ -81,7 +82,7 @@ class RequestFilter:
             finished = tokens.copy()
             tokens.clear()
             if is_reasoning:
-                # A token that the step does not include starts the next one.
+                # A token behind the end of the step starts the next one.
                 (finished if span[1] > position else tokens).append(token)
             yield self._build(span[0], finished)
 
@@ -91,7 +92,8 @@ class RequestFilter:
         return Step.build(start, tokens, "")
 
     def propose(self, step: Step) -> Proposal:
-        """Block pairs of the step that :meth:`steps` gave last, which becomes an earlier one."""
+        """Block pairs that may share now. ``step``: the last one that :meth:`steps` yielded. It becomes
+        an earlier step."""
         counters = FilterCounters()
         if isinstance(self._matcher, StepMatcher):
             found = self._matcher.propose(step, counters)
