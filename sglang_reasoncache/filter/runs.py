@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks whose tokens stand earlier in the response, wherever steps begin, or in another
-response to the same prompt."""
+"""Finds blocks whose tokens occur earlier in the response, or in another response to the same prompt.
+Where steps begin does not matter."""
 
 from __future__ import annotations
 
@@ -11,58 +11,61 @@ from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
-#: Runs remembered for one request, and for one group: 15 MB. Beyond, all are forgotten and
-#: collected anew.
+#: Most runs remembered for one request, and for one group: 15 MB. With more, all are forgotten and new
+#: ones collected.
 _MAX_RUNS = 1 << 17
-#: What became of a token: its block reads another one, or another one reads its block.
+#: What became of a token: its block reads another block, or another block reads its block.
 _READS, _IS_READ = 1, 2
 
 
 class RunGroup:
-    """Responses to the same prompt, and where each run of their old tokens stands first.
+    """Responses to the same prompt, with one copy of each run of their tokens that is ``min_age`` old.
 
-    A block reads such a copy or is one, never both, so no slot is passed on.
+    A block reads a copy or is a copy, never both, so a copy always lies in its own member's slots.
     """
 
     def __init__(self) -> None:
         self.members: dict[int, RunMatcher] = {}
-        # Hash of a run -> member and offset of its copy; replaced once that member has left.
+        # Hash of a run -> member and offset of its copy. Replaced once that member has left.
         self.copies: dict[int, tuple[int, int]] = {}
 
 
 class RunMatcher:
-    """Finds blocks of one response that stand earlier in it. Not thread safe.
+    """Finds blocks of one response that occur earlier in it. Not thread safe.
 
-    The first tokens of a repeat have the least context in common, and sharing them does most of the
-    damage. So a block is paired only where its *window* repeats: the block and the tokens before it,
-    ``min_run`` in all. Windows are looked up by a rolling hash, and what is found is compared token by
-    token. A token costs O(1) time and 120 bytes, and as much in its group.
+    The first tokens of a repeat have the least context in common with the first occurrence, so sharing
+    them does most of the damage. A block is therefore paired only if its *window* repeats: the block
+    and the tokens before it, ``min_run`` tokens in all. A rolling hash finds windows, which are then
+    compared token by token. A token costs O(1) time and 120 bytes, and the same again in a group.
+
+    Offsets below are positions minus ``start``, the position of the first output token.
     """
 
     def __init__(self, config: FilterConfig, start: int) -> None:
         self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
-        # By position less ``start``: tokens, and the hash of all before.
+        # By offset: the token (-1: it takes no part), and the hash of all tokens before it.
         self._tokens, self._hashes = array("q"), array("q", [0])
-        # Tokens of a window before its block.
+        # Number of tokens of a window before its block.
         self._lead = max(0, config.min_run - self._block)
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
-        # Hash of a window -> offset of its first or newest block.
+        # Hash of a window -> offset of its first block (direction oldest) or newest block.
         self._runs: dict[int, int] = {}
-        # Offsets of blocks that read later ones; of each offset what became of it.
+        # Offsets of blocks that read later ones; for each offset what became of its token, or 0.
         self._readers: set[int] = set()
         self._fate = bytearray()
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # Offset of the next block to look up in the group; where the last one was found: the
-        # member, and its offset there less the offset here.
+        # Offset of the next block to look up in the group; where the last block was found: the member,
+        # and the offset there minus the offset here.
         self._old = self._at
         self._followed = -1, 0
 
     def join(self, member: int, group: RunGroup | None) -> None:
-        """Become ``member`` of a group. None: leave it; no other member finds these blocks then."""
+        """Join ``group`` under the id ``member``. None: leave the group, so that no other member finds
+        this response's blocks any more."""
         if self._group is not None:
             del self._group.members[self._member]
         self._member, self._group = member, group
@@ -70,7 +73,7 @@ class RunMatcher:
             group.members[member] = self
 
     def propose(self, step: Step) -> list[BlockPair]:
-        """Blocks that end in ``step``, ascending, with earlier ones of the same tokens."""
+        """Pairs of a block that ends in ``step`` and an earlier block of the same tokens, ascending."""
         self._append(step)
         pairs, block = [], self._block
         while self._at + block <= len(self._tokens):
@@ -85,15 +88,16 @@ class RunMatcher:
         return pairs
 
     def _begin(self, offset: int) -> None:
-        """Windows begin at ``offset`` or later."""
+        """Let no window begin before ``offset``."""
         first = offset + self._lead
-        # Offsets of the next block to look up and to remember; how far back the last one was found.
+        # Offsets of the next block to look up and to remember; how many tokens back the last pair's
+        # earlier block lies, 0: there was none.
         self._at = self._remembered = first + -(self._start + first) % self._page
         self._distance = 0
 
     def _take(self, earlier: int) -> bool:
-        """Note who reads: the block at hand, or (``newest``) the one at ``earlier``. False where that
-        overlaps another block that reads or is read."""
+        """Note which block reads: the one at ``_at`` (direction oldest), or the one at ``earlier``
+        (newest). False if that one overlaps another block that reads or is read."""
         if self._keeps_first:
             self._mark(self._at, _READS)
         elif earlier not in self._readers:
@@ -107,8 +111,8 @@ class RunMatcher:
         self._fate[at : at + self._block] = bytes((fate,)) * self._block
 
     def across(self) -> list[AcrossPair]:
-        """Pairs of blocks that became old, ascending, with equal ones of the group. A block that the
-        group lacks becomes its copy. Nothing while the group has no other member."""
+        """Pairs of a block that has become ``min_age`` old and an equal block of the group, ascending.
+        A block without an equal becomes the group's copy. Empty while the group has one member."""
         group, pairs, page = self._group, list[AcrossPair](), self._page
         if group is None or len(group.members) < 2:
             return pairs
@@ -133,8 +137,9 @@ class RunMatcher:
         return pairs
 
     def _copy(self, group: RunGroup, at: int, window: array[int]) -> tuple[RunMatcher | None, int]:
-        """A member that lends the block at ``at``, with its ``window``, and the block's offset there:
-        where the last pair goes on, else where the table says."""
+        """A member that has a block with the ``window`` of the one at ``at``, and its offset there: the
+        block that continues the last pair, else the group's copy. The member is None if neither is
+        usable."""
         last, distance = self._followed
         anywhere = group.copies.get(self._hash(at), (-1, 0))
         for member, start in ((last, at + distance), anywhere):
@@ -144,7 +149,7 @@ class RunMatcher:
         return None, 0
 
     def _lends(self, at: int, window: array[int]) -> bool:
-        """Whether the block at ``at`` has this ``window``, is old and reads no other block."""
+        """Whether the block at ``at`` has this ``window``, is ``min_age`` old and reads no other block."""
         return (
             self._lead <= at < self._old
             and _READS not in self._fate[at : at + self._block]
@@ -155,7 +160,7 @@ class RunMatcher:
         offset = step.start - self._start
         gap = offset - len(self._tokens)
         if gap:
-            # Tokens in between take no part; no window crosses them.
+            # Tokens between two steps take no part, and no window crosses them.
             self._remember(len(self._tokens) - self._block)
             self._tokens.extend([-1] * gap)
             self._hashes.extend([0] * gap)
@@ -175,8 +180,8 @@ class RunMatcher:
         return (hashes[at + self._block] - hashes[at - self._lead] * self._power) % _MODULUS
 
     def _remember(self, last: int) -> None:
-        """Enter blocks up to offset ``last`` into the table. Later ones would overlap the block that
-        is looked up next."""
+        """Enter the windows of blocks up to offset ``last`` into the table. Later blocks would overlap
+        the block that is looked up next."""
         for at in range(self._remembered, last + 1, self._page):
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
@@ -187,8 +192,8 @@ class RunMatcher:
             self._remembered = at + self._page
 
     def _earlier(self, at: int) -> int | None:
-        """Offset of an earlier block with the window of the one at ``at``: where the last pair goes
-        on, else where the table says."""
+        """Offset of an earlier block with the window of the one at ``at``: the block that continues the
+        last pair, else the one in the table. None: there is none."""
         behind = at - self._distance
         if self._distance and self._window(behind) == self._window(at):
             return behind

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a live token stream: which of its tokens are reasoning, where a step ends, and
-what is known of a finished one.
+"""Splits a token stream into steps, and tells which of its tokens are reasoning.
 
-A step ends at a blank line: a newline, any spaces, tabs or carriage returns, and another newline,
-spread over tokens in many ways. All four characters are ASCII, so bytes say all there is to say,
-whether or not a token holds whole characters. Each token of a vocabulary is classified once.
+A step ends at a blank line: a newline, any spaces, tabs or carriage returns, and another newline.
+Tokenizers spread these over tokens in many ways. All four characters are ASCII, so a token's bytes tell
+where they are, even if the token ends inside a character. Each token of a vocabulary is classified once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _WHITE = b" \t\r"
 
-# What a token's text says about blank lines, as bits; 0 for most tokens.
+# Bits that describe a token's text; 0 for most tokens. Visible: not white space.
 BLANK = 1  # White space only, or empty.
 STARTS = 2  # A newline comes before anything visible.
 ENDS = 4  # Nothing visible comes after the last newline.
@@ -31,7 +30,7 @@ CLOSES = 16  # A blank line comes after something visible.
 
 def classify(piece: bytes) -> int:
     """The bits of one token's bytes."""
-    # Whether each line shows anything.
+    # For each line, whether it has anything visible.
     lines = [bool(line.strip(_WHITE)) for line in piece.split(b"\n")]
     is_visible = any(lines)
     found = 0 if is_visible else BLANK
@@ -45,7 +44,7 @@ def classify(piece: bytes) -> int:
 
 
 class TokenClasses:
-    """Token id to its bits; shared by all requests. An id outside the vocabulary is blank."""
+    """Maps a token id to its bits. Shared by all requests. An id outside the vocabulary is blank."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._flags = bytes(map(classify, vocabulary.pieces))
@@ -55,26 +54,28 @@ class TokenClasses:
 
 
 class Segmenter:
-    """Splits one request's token stream into steps, O(1) a token. Not thread safe.
+    """Splits one request's token stream into steps, in O(1) per token. Not thread safe.
 
-    The delimiter belongs to the step it ends. Blank tokens between steps belong to none: a
-    step starts at its first visible token. A token that completes a blank line and goes on
-    with text starts the next step instead. A step of ``max_step_tokens`` tokens is cut there.
-    ``start``: position where the open step started; None between two steps.
+    A step starts at a visible token and includes the blank line that ends it. A token that completes a
+    blank line and continues with text is not included: it starts the next step. Other blank tokens
+    between steps belong to no step. A step is cut after ``max_step_tokens`` tokens.
+
+    Attributes:
+        start: Position where the open step started; None between two steps.
     """
 
     def __init__(self, classes: TokenClasses, max_step_tokens: int) -> None:
         self._classes = classes
         self._max_step_tokens = max_step_tokens
         self.start: int | None = None
-        # The open step ends in a newline and nothing visible since.
+        # Whether nothing visible came since the last newline of the open step.
         self._pending_newline = False
 
     def push(self, token_id: int, position: int) -> tuple[int, int] | None:
-        """Take the next token; positions must be consecutive.
+        """Take the next token. Positions must be consecutive.
 
-        Returns ``[start, end)`` of the step that it finished, or None. ``end`` is ``position +
-        1``, or ``position`` where the token itself starts the next step.
+        Returns ``start`` and ``end`` (exclusive) of the step that the token finishes, or None. ``end``
+        is ``position + 1``, or ``position`` if the token starts the next step.
         """
         flags = self._classes(token_id)
         start = self.start
@@ -101,7 +102,7 @@ class Segmenter:
         return None
 
     def close(self, end: int) -> tuple[int, int] | None:
-        """End the open step, if there is one, before position ``end``."""
+        """End the open step before position ``end``. Returns its start and end, or None."""
         start, self.start = self.start, None
         self._pending_newline = False
         return None if start is None else (start, end)
@@ -111,16 +112,16 @@ class Segmenter:
 class Step:
     """One step: the tokens between two blank lines of a response."""
 
-    start: int  # logical position of the first token in the request's sequence
-    end: int  # one past the last token; the separator token is inside
+    start: int  # position of the first token in prompt plus output
+    end: int  # one past the last token; the separator is included
     token_ids: tuple[int, ...]  # ``end - start`` ids, separator included
     #: Characters of the decoded step without white space around it, at least 1 (|S| of stage 1).
     num_chars: int
-    #: Occurrences of each token id, blank ones at the end left out: the papers' step is the text
+    #: Occurrences of each token id, without blank tokens at the end: the papers' step is the text
     #: *between* two blank lines.
     bag: Counter[int]
     norm_sq: int  # squared Euclidean norm of the counts, an exact integer
-    text: str = ""  # decoded step; emptied once ``signature`` makes it needless
+    text: str = ""  # decoded step; emptied once ``signature`` is filled
     in_code: bool = False  # the step begins inside a code fence opened by an earlier step
     signature: Signature | None = None  # filled at most once, only when a candidate needs it
 
@@ -133,8 +134,8 @@ class Step:
         num_blank_tail: int = 0,
         in_code: bool = False,
     ) -> Step:
-        """Make a step of its tokens and their text. The last ``num_blank_tail`` tokens are blank;
-        ValueError where all are."""
+        """Make a step from its tokens and their text. ``num_blank_tail``: how many tokens at the end are
+        blank. Raises ValueError if all tokens are blank."""
         ids = tuple(token_ids)
         if not 0 <= num_blank_tail < len(ids):
             raise ValueError(f"num_blank_tail must be in [0, {len(ids)}), got {num_blank_tail}")
@@ -149,10 +150,13 @@ class Step:
 
 
 class ReasoningSpan:
-    """Tells which tokens of one response are reasoning, O(1) a token. Not thread safe.
+    """Tells which tokens of one response are reasoning, in O(1) per token. Not thread safe.
 
-    A marker is a single token and no reasoning itself. A token that is both a start and an end
-    marker ends reasoning. ``inside``: whether the next token is reasoning, unless it is a marker.
+    A marker is a single token and not reasoning itself. A token that is both a start and an end marker
+    ends reasoning.
+
+    Attributes:
+        inside: Whether the next token is reasoning, unless it is a marker.
     """
 
     __slots__ = ("_end_ids", "_start_ids", "inside")
@@ -163,7 +167,7 @@ class ReasoningSpan:
         self.inside = inside
 
     def push(self, token_id: int) -> bool:
-        """Take the next token; whether it is reasoning. A token that is not ends the open step."""
+        """Take the next token. Returns whether it is reasoning."""
         if token_id in self._end_ids or token_id in self._start_ids:
             self.inside = token_id not in self._end_ids
             return False
@@ -171,8 +175,8 @@ class ReasoningSpan:
 
 
 class ReasoningMarkers(NamedTuple):
-    """Tokens that open and close reasoning, and whether a response begins inside (``force``)
-    after a prompt without any."""
+    """Tokens that open reasoning and tokens that close it. ``force``: a response begins inside reasoning
+    if its prompt has no marker."""
 
     start_ids: frozenset[int]
     end_ids: frozenset[int]
@@ -181,11 +185,11 @@ class ReasoningMarkers(NamedTuple):
     def inside_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the response to a prompt begins inside reasoning.
 
-        The last marker of the prompt decides, which a template may have put there; without one,
-        ``force``. An earlier turn's end counts too: a response whose reasoning then starts
-        without a marker shares nothing.
+        The last marker of the prompt decides; without a marker, ``force``. That marker may be the chat
+        template's, or the end of reasoning of an earlier turn. In the latter case a response whose
+        reasoning starts without a marker shares nothing.
         """
-        # Vectorised: a prompt may have 100 000 tokens, and the scheduler waits.
+        # Vectorised, because a prompt may have 100 000 tokens and the scheduler waits for this.
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         marks = np.flatnonzero(np.isin(prompt, [*self.start_ids, *self.end_ids]))
         return int(prompt[marks[-1]]) not in self.end_ids if len(marks) else self.force

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Knobs of the step filter, and named rules: rows of the papers' tables as settings."""
+"""Settings of the filter, and presets: named sets of values, such as rows of the papers' tables."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal
 from sglang_reasoncache.filter.align import AlignMode
 from sglang_reasoncache.filter.structure import Limits
 
-# New blocks of 16 tokens read the slots of similar earlier steps at once; a percentile of the
-# distances decides.
+# ReasonCache: new blocks of 16 tokens read slots of similar earlier steps at once, if their distance is
+# within the percentile.
 _PAPER: dict[str, object] = dict(
     match="steps",
     direction="oldest",
@@ -21,9 +21,9 @@ _PAPER: dict[str, object] = dict(
     warmup=128,
     when="always",
 )
-# Plain cosine over a constant, no structure check, k-th block with k-th block.
+# MemShare: cosine above a constant, no structure check, k-th block with k-th block.
 _MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": "index"}
-# No distance decides, so there is nothing to warm up for.
+# The distance does not decide, so no warm-up is needed.
 _ALL = {**_PAPER, "percentile": 100.0, "warmup": 0}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
@@ -40,23 +40,23 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "p50": {**_PAPER, "percentile": 50.0},
     "p80": _PAPER,
     "p100": _ALL,
-    # A constant in place of the dynamic lexical threshold, all else ReasonCache.
+    # ReasonCache with a constant in place of the dynamic lexical threshold.
     "fixed-0.8": {**_PAPER, "fixed_tau": 0.8},
     "fixed-0.9": {**_PAPER, "fixed_tau": 0.9},
-    # No stage at all: what careless sharing costs.
+    # No stage at all, to show what careless sharing costs.
     "random": {**_ALL, "use_structure": False, "random_ratio": 0.3},
 }
 
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Everything that decides which blocks are proposed. Defaults: ReasonCache's.
+    """Everything that decides which blocks are proposed. The defaults are ReasonCache's.
 
-    Most are settings of ``ReasonCacheConfig``, which bounds and explains them: ``strict`` and
-    ``soft`` are its ``tau_strict`` and ``tau_soft``. The others say here what they are.
+    Most fields are settings of ``ReasonCacheConfig``, which gives their bounds and help texts;
+    ``strict`` and ``soft`` are its ``tau_strict`` and ``tau_soft``. The others are explained here.
 
     Raises:
-        ValueError: a block that is not the page.
+        ValueError: ``page_size`` is above 1 and ``block`` differs from it.
     """
 
     strict: float = 0.9
@@ -65,7 +65,7 @@ class FilterConfig:
     length_factor: bool = True
     use_structure: bool = True
     structure_tolerance: int = 0
-    #: Candidates per step whose structure is compared, most similar first.
+    #: Most candidates of a step whose structure is compared; the most similar come first.
     max_structure_checks: int = 64
     match: Literal["steps", "runs"] = "steps"
     direction: Literal["newest", "oldest"] = "oldest"
@@ -76,7 +76,7 @@ class FilterConfig:
     align: AlignMode = "tokens"
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
-    max_candidates: int = 4  # earlier steps that one step may take blocks from
+    max_candidates: int = 4  # earlier steps with which one step may be paired
     max_blocks_per_step: int = 256  # block pairs proposed for one step
     random_ratio: float | None = None
     seed: int = 0  # of the random pairs

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks of earlier steps that a step resembles: stage 1 of ReasonCache with the alignment of
-blocks. Stage 2, the distance of their K and V, needs the device and happens elsewhere."""
+"""Pairs blocks of a step with blocks of similar earlier steps: stage 1 of ReasonCache, and its alignment
+of blocks. Stage 2, the distance of their K and V, is in ``sharing/``, because it needs the device."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
 class StepMatcher:
-    """Similar steps of one response, at most ``max_history_steps`` of them. Not thread safe."""
+    """Compares each step of one response with the ``max_history_steps`` before it. Not thread safe."""
 
     def __init__(self, config: FilterConfig, classes: TokenClasses, vocabulary: Vocabulary) -> None:
         self._config, self._classes, self._vocabulary = config, classes, vocabulary
         self._in_code = False
         self._history = LexicalIndex(config.max_history_steps, config.length_factor)
-        # Characters of earlier steps that may still be read for the step at hand.
+        # How many more characters of earlier steps may be parsed for the current step.
         self._readable = 0
 
     def build(self, start: int, tokens: Sequence[int]) -> Step:
-        """A step with its text; in order."""
+        """Make a step with its text. Steps must be built in their order."""
         num_blank_tail = 0
         while self._classes(tokens[-1 - num_blank_tail]) & BLANK:
             num_blank_tail += 1
         text = self._vocabulary.text(tokens)
         step = Step.build(start, tokens, text, num_blank_tail, self._in_code)
-        # Every fence opens code or closes it.
+        # Each ``` opens or closes a code fence.
         self._in_code ^= text.count("```") % 2 == 1
         return step
 
     def propose(self, step: Step, counters: FilterCounters) -> list[BlockPair]:
-        """Blocks of ``step``, which becomes an earlier one, ascending."""
+        """Block pairs of ``step``, ascending. It becomes an earlier step."""
         found = self._align(step, self._candidates(step, counters), counters)
         self._history.add(step)
         if not self._config.use_structure:
-            step.text = ""  # nobody will read it any more
+            step.text = ""  # not needed any more
         return found
 
     def _candidates(self, step: Step, counters: FilterCounters) -> list[int]:
-        """Indexes in the history, most similar first, of equals the most recent."""
+        """Indexes in the history of steps above the threshold: most similar first, then newest first."""
         if not len(self._history):
             return []
         config = self._config
@@ -96,7 +96,7 @@ class StepMatcher:
 
     def _passes(self, step: Step, earlier: Step, counters: FilterCounters) -> bool:
         if earlier.signature is None:
-            # Steps that were no candidates yet are not all read in one go.
+            # Parse a bounded number of earlier steps for one step.
             if self._readable <= 0:
                 return False
             self._readable -= len(earlier.text)
@@ -107,13 +107,13 @@ class StepMatcher:
         return False
 
     def _signature(self, step: Step, counters: FilterCounters) -> Signature:
-        """Read on first need: most steps never become a candidate."""
+        """The step's signature. It is parsed on first use, because most steps never become a candidate."""
         if step.signature is None:
             step.signature = signature(
                 step.text,
                 self._config.limits,
                 in_code=step.in_code,
             )
-            step.text = ""  # the signature is all that is asked of it from now on
+            step.text = ""  # only the signature is needed from now on
             counters.over_bound += bool(step.signature.bound)
         return step.signature

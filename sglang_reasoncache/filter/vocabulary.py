@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of every token id, so that no step ever asks the tokenizer for its text.
+"""Reads the bytes of every token id once, so that steps get their text without the tokenizer.
 
 Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``,
-``##``), and what a piece adds to a text may depend on its neighbours. Three ways to read them
-are tried, the exact one first, and each is compared with the tokenizer's own ``decode`` on some
-hundred sequences; the one that agrees most is taken.
+``##``), and what a piece adds to a text may depend on its neighbours. This module tries three ways to
+read them, the exact one first. It compares each with the tokenizer's ``decode`` on some hundred
+sequences and takes the one that agrees most.
 
-What concatenated bytes cannot reproduce, and no step needs: the space that some tokenizers leave
-out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), how
-many U+FFFD stand for bytes that are no UTF-8.
+Concatenated bytes cannot reproduce three things, which no step needs: the space that some tokenizers
+leave out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), and
+how many U+FFFD stand for bytes that are no UTF-8.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _UNDECODABLE = re.compile("\ufffd+")
 
 
 class Vocabulary:
-    """What each token id adds to a text; the text of tokens is their concatenation. ``pieces``:
-    bytes of the tokens 0, 1, 2, ...; empty for an id without a token."""
+    """The bytes that each token id adds to a text. A text is their concatenation. ``pieces``: bytes of
+    the tokens 0, 1, 2, ...; empty for an id without a token."""
 
     __slots__ = ("pieces",)
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        # XGrammar's are of a class of its own, which would bring torch into the filter's process.
+        # XGrammar's bytes are of its own class; unpickling that would import torch in the filter process.
         self.pieces = tuple(map(bytes, pieces))
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """The decoded text; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        """The decoded text. Bytes that are no UTF-8 become U+FFFD; unknown ids add nothing."""
         pieces = self.pieces
         size = len(pieces)
         joined = b"".join([pieces[i] for i in token_ids if 0 <= i < size])
@@ -51,11 +51,11 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The vocabulary of a Hugging Face tokenizer, or of one that behaves like it; for 150 000
-    tokens in a second, or two where only the tokenizer's own ``decode`` gets them right.
+    """The vocabulary of a Hugging Face tokenizer, or of an object that behaves like one. 150 000 tokens
+    take a second, or two if only the tokenizer's ``decode`` reads them correctly.
 
     Raises:
-        ValueError: an object that can neither list nor decode its tokens.
+        ValueError: The object can neither list nor decode its tokens.
     """
     kind = type(tokenizer).__name__
     try:
@@ -63,9 +63,9 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         sequences, num_texts = _sequences(tokenizer, size)
         decoded = [_comparable(_decode(tokenizer, ids)) for ids in sequences]
     except Exception as error:
-        # Custom tokenizers come with code of their own, which may raise anything.
+        # The code of a custom tokenizer may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
-    # Each with the number of texts and of sequences that differ.
+    # For each way: numbers of texts and of sequences that differ; its name; its vocabulary.
     found: list[tuple[tuple[int, int], str, Vocabulary]] = []
     for route in (_by_bytes, _by_context, _by_id):
         try:
@@ -95,13 +95,13 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
 
 
 def _size(tokenizer: Any) -> int:
-    """One more than the largest id, added tokens included."""
+    """The largest id plus 1, added tokens included."""
     ids = tokenizer.get_vocab().values() if hasattr(tokenizer, "get_vocab") else ()
     return max((*ids, -1, len(tokenizer) - 1 if hasattr(tokenizer, "__len__") else -1)) + 1
 
 
 def _sequences(tokenizer: Any, size: int) -> tuple[list[list[int]], int]:
-    """Id sequences to compare with, and how many of them, from the start, are texts."""
+    """Sequences of ids on which to compare, and how many of the first ones are texts."""
     texts = [list(tokenizer.encode(text, add_special_tokens=False)) for text in _SAMPLES]
     rng = random.Random(size)
     drawn = [[rng.randrange(size) for _ in range(_RANDOM_LENGTH)] for _ in range(_NUM_RANDOM)]
@@ -116,12 +116,12 @@ def _decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def _comparable(text: str) -> str:
-    """Without a leading space and the number of U+FFFD in a row."""
+    """``text`` without leading spaces, and with one U+FFFD for several in a row."""
     return _UNDECODABLE.sub("\ufffd", text.lstrip(" "))
 
 
 def _added(tokenizer: Any) -> dict[int, str]:
-    """Added and special tokens by id; their text stands as it is in any alphabet."""
+    """Text of added and special tokens by id. It is plain text whatever the tokenizer's spelling."""
     entries = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {int(i): str(getattr(token, "content", token)) for i, token in entries.items()}
 
@@ -156,5 +156,5 @@ def _by_context(tokenizer: Any, size: int) -> list[bytes]:
 
 
 def _by_id(tokenizer: Any, size: int) -> list[bytes]:
-    """What ``decode`` says to each token alone."""
+    """What ``decode`` returns for each token alone."""
     return [_decode(tokenizer, [i]).encode("utf-8", errors="replace") for i in range(size)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter's process: :mod:`sglang_reasoncache.filter.process` starts it, with a socket as
+"""The program of the filter process. :mod:`sglang_reasoncache.filter.process` starts it with a socket as
 standard input."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """Keeps a filter for each open request, and answers feeds."""
+    """Holds the filter of each open request and answers feeds."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -43,7 +43,7 @@ class Worker:
         self._num_compared = 0
 
     def answer(self, feed: Feed) -> Reply:
-        """Ids that are not open are passed over."""
+        """Process a feed. Ids of requests that are not open are ignored."""
         for request, start, inside in feed.opened:
             span = ReasoningSpan(*self._setup.markers, inside) if self._setup.markers else None
             self._filters[request] = RequestFilter(
@@ -73,10 +73,10 @@ class Worker:
                     results.append(StepResult(request, pairs, counters, now - began, across))
                     began = now
             except MemoryError:
-                # Other ranks may have had enough: this process ends, and all start anew.
+                # Other ranks may have enough memory: this process ends, and all ranks restart theirs.
                 raise
             except Exception:
-                # The same on all ranks. This request shares nothing more, the others go on.
+                # The same happens on all ranks: this request shares nothing more, the others go on.
                 traceback.print_exc()
                 self._forget(request)
         return num_shed, results
@@ -88,15 +88,16 @@ class Worker:
 
 
 def _end_with_the_parent() -> None:
-    """Where the kernel can; elsewhere the end of the socket says that the parent is gone."""
+    """Have Linux kill this process when the parent ends. On other systems the closed socket ends it."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A terminal interrupts the whole group; the server decides when to end.
+    # Ctrl-C in a terminal reaches all processes; the server decides when this one ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _stand_back() -> None:
-    """Woken by every poll, it must not take the scheduler's core. A sandbox may forbid either."""
+    """Lower this process's priority: every poll wakes it, and it must not take the scheduler's core. A
+    sandbox may forbid that."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
@@ -104,7 +105,7 @@ def _stand_back() -> None:
 
 
 def main() -> None:
-    """Answer until the parent closes its end."""
+    """Answer feeds until the parent closes its end of the socket."""
     _end_with_the_parent()
     _stand_back()
     scheduler = socket.socket(fileno=0)
@@ -117,7 +118,7 @@ def main() -> None:
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
         scheduler.makefile("rb") as told,
     ):
-        # Before anything is read: another version may not understand it.
+        # First, because another version may not understand the setup.
         say(__version__)
         worker = Worker(pickle.load(told))
         gc.freeze()

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Formal content of a step as SymPy expressions (ReasonCache, stage 1). Text is read, never
-evaluated, and every read is bounded."""
+"""Parses the formal content of a step into SymPy expressions (ReasonCache, stage 1). Text is never
+evaluated, and parsing is bounded."""
 
 from dataclasses import dataclass
 
 
 class OverBound(Exception):
-    """A step exceeds a field of :class:`Limits`, its only argument. Never leaves the package."""
+    """A step exceeds a bound. The argument names the field of :class:`Limits`. Never leaves this package."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one step. A step over a bound matches nothing: nobody has compared it."""
+    """Bounds of one step. A step over a bound matches no step, because it was not parsed."""
 
     max_chars: int = 8192  # of the decoded step
-    max_depth: int = 32  # of brackets, arguments and signs in one another; SymPy recurses
+    max_depth: int = 32  # of nested brackets, arguments and signs; SymPy recurses
     max_nodes: int = 1024  # lexical tokens of the step
     max_edit_nodes: int = 32  # SymPy nodes of a step whose edit distance is computed

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step as SymPy expressions, which nothing evaluates.
+"""Parses a step into SymPy expressions, which are never evaluated.
 
-Every token list has one reading that leaves nothing out. A numeral is a Symbol, a missing operand a
-Symbol without a name. Neighbouring operands multiply. Terms of a sum stand in SymPy's order; factors
-in their own, for in prose they need not be a product.
+Every token list has exactly one parse, which uses all tokens. A numeral is a Symbol; a missing operand
+is a Symbol with an empty name. Neighbouring operands multiply. Terms of a sum are sorted in SymPy's
+order. Factors keep their order, because neighbouring words of prose need not be a product.
 """
 
 import re
@@ -20,7 +20,7 @@ _OPERAND_STARTS = frozenset({"leaf", "open", "root", "fraction"})
 
 
 class Written(Expr):  # type: ignore[misc]
-    """What SymPy has no class for: a Symbol that says what it is, then its parts."""
+    """An expression without a class in SymPy: a Symbol that names its kind, then its parts."""
 
     is_commutative = False  # told here, or SymPy would ask all parts
 
@@ -30,7 +30,7 @@ def written(label: str, *parts: Basic) -> Basic:
 
 
 def read(text: str, limits: Limits, in_code: bool) -> Tuple | None:
-    """Formal content of a step, None for prose. OverBound: a bound is exceeded."""
+    """The formal content of a step; None for prose. Raises OverBound if a bound is exceeded."""
     if len(text) > limits.max_chars:
         raise OverBound("max_chars")
     found: list[Basic] = []
@@ -52,12 +52,12 @@ class Parser:
     argument is one digit or group, as TeX reads ``x^12``."""
 
     def __init__(self, tokens: list[Token], max_depth: int, latex: bool) -> None:
-        # The next one last; at the bottom one that ends every expression.
+        # A stack of tokens, the next one on top. At the bottom is one that ends every expression.
         self._left: list[Token] = [("close", ""), *reversed(tokens)]
         self._max_depth, self._latex = max_depth, latex
 
     def parse(self) -> list[Basic]:
-        """Expressions up to a closing bracket, separated ones. OverBound: too deep a nesting."""
+        """Expressions up to a closing bracket. Raises OverBound if they are nested too deeply."""
         found: list[Basic] = []
         while (kind := self._left[-1][0]) != "close":
             if kind == "separator":
@@ -68,12 +68,12 @@ class Parser:
         return found
 
     def _level_ahead(self) -> int:
-        """Binding strength of what comes next; 0 where the expression ends."""
+        """Binding strength of the next operator; 0: the expression ends."""
         kind, label = self._left[-1]
         return LEVELS[label] if kind == "operator" else _PRODUCT_LEVEL * (kind in _OPERAND_STARTS)
 
     def _chain(self, level: int) -> Basic:
-        """Expression whose operators bind at least as strongly as ``level``."""
+        """The next expression whose operators bind at least as strongly as ``level``."""
         left = self._operand()
         while (here := self._level_ahead()) >= level:
             operators: list[str] = []
@@ -86,7 +86,7 @@ class Parser:
         return left
 
     def _operand(self, scripted: bool = True) -> Basic:
-        """An atom with its signs, and its scripts if ``scripted``; empty where there is none."""
+        """An atom with its signs, and with its scripts if ``scripted``; an empty Symbol if there is none."""
         self._max_depth -= 1
         if self._max_depth < 0:
             raise OverBound("max_depth")
@@ -130,7 +130,8 @@ class Parser:
 
 
 def _join(operators: list[str], operands: list[Basic]) -> Basic:
-    """A chain of operators that bind alike, or one sign: SymPy's class, or as it is written."""
+    """Join operands by operators of one binding strength, or one operand with its sign: with SymPy's
+    class if there is one, else as written."""
     signed = [*zip(["", *operators][-len(operands) :], operands, strict=True)]
     if {*operators} <= {"*", "/"}:
         powers = (Pow(x, S.NegativeOne, evaluate=False) if sign == "/" else x for sign, x in signed)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure signature of a step, and the comparison of two. Imports SymPy and zss on first use:
-of all processes of a server only the filter's needs them, and half a second to load them."""
+"""Computes the structure signature of a step, and compares two. SymPy and zss are imported on first use,
+because they take half a second to load and only the filter process needs them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ LIMITS = Limits()
 
 
 class Signature(NamedTuple):
-    """Formal content of one step: its expressions in their order, None for prose and over a bound;
-    the field of :class:`Limits` that the step exceeds, or empty."""
+    """Formal content of one step.
+
+    ``content``: its expressions in their order; None for prose, or if a bound is exceeded. ``bound``:
+    the field of :class:`Limits` that the step exceeds, or empty.
+    """
 
     content: Tuple | None = None
     bound: str = ""
 
 
 def signature(text: str, limits: Limits = LIMITS, *, in_code: bool = False) -> Signature:
-    """Read the formal content of a decoded step. Any text is read; nothing in it raises or runs.
+    """Parse the formal content of a decoded step. No text makes this raise, and none is executed.
 
     ``in_code``: the step begins inside a code fence.
     """
@@ -39,15 +42,16 @@ def signature(text: str, limits: Limits = LIMITS, *, in_code: bool = False) -> S
 def same_structure(a: Signature, b: Signature, tolerance: int = 0, limits: Limits = LIMITS) -> bool:
     """Whether two steps pass the structure check (ReasonCache, stage 1, item 4).
 
-    Prose passes with every step but one over a bound, which passes with none. ``tolerance``: the
-    largest tree edit distance allowed (Zhang and Shasha, unit costs), for trees within
-    ``limits.max_edit_nodes``; larger ones must be equal.
+    A step over a bound passes with no step. Prose passes with every other step.
+
+    ``tolerance``: largest tree edit distance allowed (Zhang and Shasha, unit costs) between trees within
+    ``limits.max_edit_nodes``. Larger trees must be equal.
     """
     if a.bound or b.bound:
         return False
     if a.content is None or b.content is None:
         return True
-    # SymPy keeps hashes; different content mostly has different ones.
+    # Fast: SymPy keeps hashes, and different content mostly has different ones.
     if hash(a.content) == hash(b.content) and a.content == b.content:
         return True
     return tolerance > 0 and _is_near(a.content, b.content, tolerance, limits.max_edit_nodes)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF001 - mathematical signs look alike on purpose
-"""What is formal in a step, as tokens with one label for each sign.
+"""Finds what is formal in a step, as tokens with one label for each sign.
 
-Most models write mathematics without mark-up ("so x + 1 = 2"), so every word of plain text is
-decided upon here. In case of doubt a word counts as formal: at most a sharing is missed.
+Most models write mathematics without mark-up ("so x + 1 = 2"), so this module decides for every word of
+plain text whether it is formal. In case of doubt it is: the worst result is that a block is not shared.
 
 * Numbers, scripts, LaTeX commands, mathematical signs and *names* count. Names: single letters, up
   to six capitals, functions, words that touch a digit, script or bracket (3rd, h_1, f(x)).
@@ -98,7 +98,7 @@ _BULLET = re.compile(r"^[ \t]*[-−–*][ \t]", re.MULTILINE)
 
 
 def regions(text: str) -> Iterator[tuple[str, str]]:
-    """Parts of a step: (``plain``, ``latex`` or ``code``, text without its delimiters)."""
+    """Parts of a step: kind (``plain``, ``latex`` or ``code``) and text without its delimiters."""
     start = 0
     for match in _REGION.finditer(text):
         yield "plain", text[start : match.start()]
@@ -108,8 +108,8 @@ def regions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def parser_tokens(text: str, latex: bool) -> list[Token]:
-    """Tokens of plain text, prose as separators, or of the inside of a LaTeX formula, all of which
-    is formal. Brackets come in pairs: those that hold nothing, or match none, are separators."""
+    """Tokens of plain text, where prose becomes separators, or of a LaTeX formula, where all is formal.
+    Brackets come in pairs: a pair that holds nothing, and a bracket without its match, are separators."""
     tokens: list[Token] = []
     opened: list[int] = []
     for token in _read(_scan(text) if latex else _formal(_scan(_BULLET.sub("\n", text)))):
@@ -150,7 +150,7 @@ def _read(pieces: Iterable[Token]) -> Iterator[Token]:
 
 
 def _formal(pieces: list[Token]) -> Iterator[Token]:
-    """Plain text with a comma in place of what is not formal."""
+    """The pieces of plain text, with a comma in place of each that is not formal."""
     near = [("", ""), *pieces, ("", "")]
     for i in range(1, len(near) - 1):
         # "word - a better way": the article makes no difference of the dash.
