@@ -63,7 +63,8 @@ def read_rows(
 
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:
-    """The first of some fields that is there, valid Unicode. Raises ValueError: none, or no text."""
+    """Text of the first of ``names`` that the row has, as valid Unicode. Raises ValueError if it has none
+    of them, or if that is no text or empty."""
     name = next((name for name in names if row.get(name) is not None), names[0])
     if name not in row:
         raise ValueError(f"no field {name!r}")

@@ -88,7 +88,7 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            # A session of its own: close() reaches every child, and a terminal's Ctrl-C only us.
+            # A new session: close() reaches every child, and a terminal's Ctrl-C only us.
             self._process = subprocess.Popen(
                 self.command, env=self.env, start_new_session=True, **pipes
             )

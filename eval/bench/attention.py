@@ -139,7 +139,7 @@ def serve(rounds: int, logs: Path) -> dict[str, Any]:
 
 
 def work(options: Options) -> None:
-    """Each device has a process of its own; exits with status 1 where one failed."""
+    """Run one process per device. Exits with status 1 if one of them failed."""
     about = {"machine": describe_machine(), "versions": describe_versions()}
     write_whole(options.output, json.dumps({**about, "rounds": options.rounds}))
     failed = []

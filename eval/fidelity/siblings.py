@@ -44,9 +44,9 @@ def proposals(
 
 
 class Slots:
-    """Slots that one response has, the ``number``-th of its siblings; :class:`BlockPipeline`'s rules.
+    """The slots of one response, the ``number``-th of its siblings, under :class:`BlockPipeline`'s rules.
 
-    ``saved``: slots of its own that it gave up.
+    ``saved``: slots that the response gave up.
     """
 
     def __init__(self, number: int) -> None:

@@ -72,7 +72,7 @@ async def send(
                     output_tokens = chunk.usage.completion_tokens
                 for choice in chunk.choices:
                     reason = choice.finish_reason or reason
-                    # With --reasoning-parser SGLang streams what was thought in a field of its own.
+                    # With --reasoning-parser SGLang streams the reasoning in a separate field.
                     reasoning = getattr(choice.delta, "reasoning_content", None)
                     thoughts += reasoning if isinstance(reasoning, str) else ""
                     text += choice.delta.content or ""

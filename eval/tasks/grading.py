@@ -136,7 +136,7 @@ class MathGrader:
         worker, pipe = Path(__file__).with_name("math_worker.py"), subprocess.PIPE
         command = [sys.executable, "-I", str(worker), str(self.memory_bytes)]
         pipes: dict[str, Any] = dict(stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        # A session of its own: Ctrl-C is for the run, which closes this in its own time.
+        # A new session: Ctrl-C reaches only the run, which closes this process later.
         self._process = subprocess.Popen(command, env={}, start_new_session=True, **pipes)
         # 1/2 is 0.5, or math-verify does not work here.
         if self._ask({"reference": "\\frac{1}{2}", "answer": "0.5"}, _START_S) is not True:

@@ -72,7 +72,7 @@ class Problem:
     messages: list[dict[str, str]]
     body: Mapping[str, Any]  # further fields
     max_tokens: int | None = None  # None: the run's own limit
-    group: str = ""  # a class of problems with an accuracy of its own
+    group: str = ""  # a class of problems whose accuracy is reported separately
 
     @property
     def forced(self) -> bool:

@@ -33,7 +33,7 @@ def sampling_for(model_name: str) -> dict[str, Any]:
     """The official settings of a model's family, whose name may stand anywhere in the last part of
     a hub name or folder, else temperature 0.6 and top-p 0.95."""
     parts = [part for part in model_name.split("/") if part] or [""]
-    # The folder of a training run's checkpoint has no name of its own.
+    # The folder of a training run's checkpoint does not name the model.
     if len(parts) > 1 and re.fullmatch(r"checkpoint(-[0-9]+)?", parts[-1]):
         del parts[-1]
     # The hub's cache: models--OWNER--NAME/snapshots/REVISION.

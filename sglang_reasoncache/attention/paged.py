@@ -161,8 +161,8 @@ class PagedAttention:
 
     @property
     def merges(self) -> bool:
-        """Whether decode steps read each slot of a row once. Selection goes by positions: for it
-        each is an entry of its own."""
+        """Whether decode steps read each slot of a row once. Not with selection, which needs one plan
+        entry per position."""
         return self.cached is not None and not self.always_needed
 
     def buffers(

@@ -39,7 +39,7 @@ class Vocabulary:
     __slots__ = ("pieces",)
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        # XGrammar's bytes are of its own class; unpickling that would import torch in the filter process.
+        # XGrammar has a special class of bytes; unpickling it would import torch in the filter process.
         self.pieces = tuple(map(bytes, pieces))
 
     def text(self, token_ids: Iterable[int]) -> str:

@@ -148,8 +148,8 @@ def chunk_kernel(
     cosines,  # fp32 [table_rows, HALF], unused unless HALF
     sines, table_rows,
     tile_ptr,  # int32 [total // ENTRIES + rows + 1], unused unless ROTATES
-    by,  # int32 [rotations], likewise: positions
-    bits,  # int64 [rotations], likewise
+    by,  # int32 [rotations]: positions, unused unless ROTATES
+    bits,  # int64 [rotations], unused unless ROTATES
     rotations,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, heads, SPLITS]: base 2
@@ -440,7 +440,7 @@ def decode(
 
     Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs; with ``weights`` also of
     logits, at most ``LOGITS_BYTES`` unless one query has more. ``first``: int
-    ``[batch]``, where each query's weights begin; None adds up the spans, in launches of its own.
+    ``[batch]``, where each query's weights begin; None: the spans are added up, in separate launches.
     """
     batch, heads, _ = query.shape
     if not batch:

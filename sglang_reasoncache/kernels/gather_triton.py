@@ -24,7 +24,7 @@ def gather_kernel(
     values,  # [num_slots, heads, V_DIM]
     kv_indices,  # int32 [count]
     shift,  # int32 [count], unused unless HALF
-    cosines,  # fp32 [table_rows, HALF], likewise
+    cosines,  # fp32 [table_rows, HALF], unused unless HALF
     sines, table_rows,
     out_k,  # [heads, count, K_DIM]
     out_v,  # [heads, count, V_DIM]

@@ -27,13 +27,13 @@ class PagedKv:
 
     Args:
         keys: ``[num_slots, kv_heads, k_dim]``, fp32, bf16, fp16, fp8 e4m3fn or e5m2, strided.
-        values: ``[num_slots, kv_heads, v_dim]``, likewise and of the same dtype.
+        values: ``[num_slots, kv_heads, v_dim]``, of the dtype of ``keys``, strided.
         rotation: The model's rotation of keys, None where no entry is ever shifted.
         backend: See :func:`choose_backend`; the attribute is the one that reads.
 
     Raises:
         ValueError: see :func:`check_pool` and :func:`choose_backend`.
-        sglang_reasoncache.native.NativeUnavailable: likewise.
+        sglang_reasoncache.native.NativeUnavailable: see :func:`choose_backend`.
     """
 
     def __init__(

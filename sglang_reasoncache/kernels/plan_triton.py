@@ -32,7 +32,7 @@ TILE = 512
 def plan_kernel(
     rows,  # int32 [num_rows, width]
     requests,  # int32 or int64 [batch]
-    lengths,  # likewise
+    lengths,  # int32 or int64 [batch]
     cached_at,  # int32 [num_slots], unused unless SHIFTS or MERGE
     runs,  # int32 [2, capacity], written if MERGE: first and last position
     run_indptr,  # int32 [batch + 1], unused unless MERGE
@@ -104,7 +104,7 @@ class PlanBuffers:
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [capacity]; anything beyond the last entry
     counts: torch.Tensor  # int32 [2 with merge, else 1, batch, PIECES], of the kernels' own use
-    shift: torch.Tensor | None  # int32 [capacity], likewise; None with ``merge``
+    shift: torch.Tensor | None  # int32 [capacity], as kv_indices; None with ``merge``
     #: int32 ``[capacity]``, of the entries in their rows; None where nobody asks.
     positions: torch.Tensor | None = None
     merge: MergeBuffers | None = None  # None: every position is an entry

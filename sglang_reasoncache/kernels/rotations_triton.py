@@ -50,9 +50,9 @@ def rotation_kernel(
     runs,  # int32 [2, run_capacity]: first and last position
     run_indptr,  # int32 [batch + 1]
     tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
-    following,  # int32, likewise: where each tile's next rotation goes; unless WRITE how many it has
+    following,  # int32, as tile_ptr: if WRITE where a tile's next rotation goes, else how many it has
     by,  # int32 [capacity], written if WRITE
-    bits,  # int64 [capacity], likewise
+    bits,  # int64 [capacity], written if WRITE
     num_rows, width, row_stride, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
     ENTRIES: tl.constexpr, RUNS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ class MergeBuffers(NamedTuple):
     def of(cls, batch: int, capacity: int, device: torch.device | str) -> MergeBuffers:
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         tiles = capacity // ENTRIES + batch
-        # Each rotation is of a position of its own, but for every tile's first.
+        # Rotations are of different positions, except the first one of each tile.
         most = capacity + tiles
         bits = torch.zeros(most, dtype=torch.int64, device=device)
         rotations = Rotations(made(tiles + 1), made(most), bits)

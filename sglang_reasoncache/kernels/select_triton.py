@@ -58,7 +58,7 @@ def copy_pages(
 
     Args:
         read: int64 ``[batch, pages]``, entries of each page that are read: none, or all.
-        sizes: Likewise, entries that the plan has.
+        sizes: int64 ``[batch, pages]``, entries of each page that the plan has.
         page: Most entries of a page.
         whole: The plan, every position an entry.
     """

@@ -27,7 +27,7 @@ class _Step(NamedTuple):
     whole: Any  # plan of everything: RowPlan, on a GPU PlanBuffers
     held: Tensor  # bool: which pages the rows have
     sizes: Tensor  # positions of each page, 0 of those that the row does not have
-    counted: Tensor  # likewise, 0 in rows that are read whole
+    counted: Tensor  # positions of each page, 0 also in rows that are read whole
     newest: Tensor  # [rows, 1]: the page that is being filled
     named: Tensor  # number of each page in the pool
     shift: Tensor | None  # positions by which a page is used elsewhere than cached; None: all 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/setup.sh`` between stand-ins: an environment of its own, and one that a link leads to."""
+"""``tools/setup.sh`` between stand-ins: with a new environment, and with a link to an existing one."""
 
 from __future__ import annotations
 

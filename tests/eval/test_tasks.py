@@ -162,7 +162,7 @@ def test_a_grader_that_takes_too_long_is_cut_off(monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_hub_says_how_to_take_a_file(tmp_path: Path) -> None:
-    """In a process of its own: the hub's libraries read their settings when imported."""
+    """In a separate process, because the hub's libraries read their settings when imported."""
     program = "from eval.tasks.harness import EvalTask, Source; EvalTask('aime24', Source())"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     command = [sys.executable, "-c", program]

@@ -141,7 +141,7 @@ def unigram() -> PreTrainedTokenizerFast:
 
 
 def wordpiece() -> PreTrainedTokenizerFast:
-    """Words and ``##`` pieces; each newline is kept as a word of its own."""
+    """Words and ``##`` pieces; each newline is kept as a separate word."""
     newlines = pre_tokenizers.Split("\n", "isolated")
     spaces = pre_tokenizers.Split(Regex("[ \t\r]+"), "removed")
     split = pre_tokenizers.Sequence([newlines, spaces, pre_tokenizers.Punctuation()])

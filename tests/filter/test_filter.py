@@ -161,7 +161,7 @@ def test_bounds_on_blocks_and_checks() -> None:
 
 
 def test_code_after_a_blank_line_inside_a_fence_is_code() -> None:
-    """The second step has no fence of its own and would read as prose."""
+    """The second step has no fence and would read as prose on its own."""
     steps = ["``` python\nx = 1", "return total later", "return total later", "```", "after"]
     _, proposals = propose(steps, block=2)
     assert [p.step.in_code for p in proposals] == [False, True, True, True, False]

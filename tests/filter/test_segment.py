@@ -287,7 +287,7 @@ def test_any_bytes_can_be_spelled(name: str) -> None:
 
 
 class _Custom:
-    """A tokenizer with code of its own around tiktoken, as some models bring along."""
+    """A tokenizer with custom code around tiktoken, as some models bring along."""
 
     eos_token_id = 300
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A word-level tokenizer for tests: a blank line is a token of its own."""
+"""A word-level tokenizer for tests: a blank line is one token."""
 
 import re
 import string

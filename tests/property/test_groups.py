@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random siblings, with the filter's process, over SGLang's pools, allocators, tree and release path.
 
-Every slot holds what was computed into it: the token and the salt. So each position of each row, and
-of the tree, must read its own token of its own salt, whoever ended meanwhile; free slots hold nothing.
+Every slot holds what was computed into it: a token and a salt. Each position of each row, and of the
+tree, must read its token with its salt, whichever requests ended meanwhile. Free slots hold nothing.
 """
 
 from __future__ import annotations

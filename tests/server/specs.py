@@ -97,7 +97,7 @@ def _beside_ours(*folders: str) -> str:
     return os.pathsep.join(filter(None, paths))
 
 
-#: A rank of ours fails, after a request with an id of its own; polls wait for the filter, so that a
+#: A rank of ours fails, after a request with a special id; polls wait for the filter, so that a
 #: response shares at the same tokens on every server.
 PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))

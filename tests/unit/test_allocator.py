@@ -176,7 +176,7 @@ def test_rebuilt_allocator_keeps_size_page_and_pool(page: int) -> None:
 
 def test_any_other_allocator_is_refused() -> None:
     class SlidingWindow(TokenToKVPoolAllocator):
-        """A subclass may keep books of its own."""
+        """A subclass may count differently."""
 
     pool: Any = None
     with pytest.raises(ValueError, match="SlidingWindow"):

@@ -140,7 +140,7 @@ def resolved(
     monkeypatch.setitem(
         resolution_hooks._HOOKS, compat.ATTENTION_STEP, [hooks._before_attention_default]
     )
-    # The tests' own platform has a default of its own.
+    # The tests' own platform has another default.
     monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
     capability, true = GPUS[gpu]
     facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)

@@ -514,7 +514,7 @@ def _forward(kind: str, new: list[int], faults: Faults) -> tuple[torch.Tensor, l
 def test_attention_goes_on_after_a_fault(
     kind: str, new: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At any call of the plan, of a layer, of queries and selection, in a forward of its own."""
+    """A fault at each call of the plan, a layer, queries or selection, one forward per fault."""
     caplog.set_level(logging.CRITICAL + 1)
     _forward(kind, new, Faults())  # looks up what is looked up once
     faults = Faults(spared=ONE_TRY)

@@ -10,7 +10,7 @@ from sglang_reasoncache.cache.host_row import EVICTED, HostRow, Moved, undo
 LENGTH, BLOCK = 12, 3
 AT = st.integers(0, LENGTH - BLOCK)
 ROW = st.integers(0, 1)
-#: A block of one row reads one of another row, or of its own, and that is undone; or a position goes.
+#: A block reads a block of the same row or another one, and that may be undone; or a position goes.
 READ = st.tuples(ROW, AT, ROW, AT, st.booleans())
 STEPS = st.lists(READ | st.integers(0, LENGTH - 1), max_size=12)
 

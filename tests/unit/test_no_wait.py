@@ -95,7 +95,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip("needs a GPU")
     with contextlib.ExitStack() as stack:
         if request.param == "stand-in":
-            # Triton's interpreter needs a process of its own.
+            # Triton's interpreter needs a separate process.
             monkeypatch.setattr(distance, "choose_backend", lambda *_: "torch")
             stack.enter_context(strict_device())
         yield
@@ -153,7 +153,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
 def test_evicting(setup: Setup) -> None:
     world = World(setup)
     req = shared(world)
-    # One that shares its slots, one that others share, one of its own.
+    # A block that shares its slots, one whose slots others read, one that shares nothing.
     world.evictor.waiting["r"] = [Eviction(at, 4) for at in (20, 12, 24)]
     steps(world, req)
     assert world.controller.report.slots_saved == 8 + 4
