@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A device's numbers in host memory, without waiting for that device."""
+"""Copies tensors from a device to host memory without waiting for the device."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import torch
 
 
 class Download:
-    """Tensors on their way to the host; those that are there already are taken as they are.
+    """Tensors that are being copied to host memory. Tensors that are there already are not copied.
 
-    ``host``: in the same order; from a GPU in pinned memory, no numbers before :meth:`ready`.
+    ``host``: the copies, in the same order. Copies from a GPU must not be read before :meth:`ready`.
     """
 
     def __init__(self, *tensors: torch.Tensor) -> None:
         self.host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
         self._arrived: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
-            # The copies are queued behind the kernels; an event tells when they are made.
+            # The copies are queued behind the kernels. The event tells when they are done.
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
     @property
     def is_immediate(self) -> bool:
-        """Nothing was ever in flight: the same on every rank, whatever the time."""
+        """Whether nothing had to be copied from a GPU. The same on all ranks."""
         return self._arrived is None
 
     def ready(self) -> bool:

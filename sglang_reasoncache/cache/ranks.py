@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tensor-parallel ranks must decide alike. They make every call here together."""
+"""Reductions by which tensor-parallel ranks decide alike. All ranks make each call together."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ import torch.distributed as dist
 
 
 class RankFailed(BaseException):
-    """A rank failed: raised on all ranks by the same call. No ``except Exception`` of a policy
+    """A rank failed. The same call raises this on all ranks. It is no ``Exception``, so that no policy
     swallows it."""
 
 
 class Ranks:
-    """``group``: CPU process group of the ranks, None when alone.
+    """The ranks of a server, as one of them sees them.
 
-    Every reduction tells, first of all, whether all ranks are well: one that ``failed`` says so in
-    its next call, whichever the others make.
+    Every call first tells whether all ranks are well. A rank that has ``failed`` says so in its next
+    call, whichever call the others make.
+
+    Args:
+        group: CPU process group of the ranks; None: this rank is alone.
+
+    Attributes:
+        failed: Set by the caller when this rank has failed.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -30,11 +36,11 @@ class Ranks:
         return self._group is None
 
     def least(self, value: int) -> int:
-        """The least ``value``. Raises RankFailed where a rank has failed."""
+        """The smallest ``value`` of any rank. Raises RankFailed if a rank has failed."""
         return value if self._group is None else self._least(value)
 
     def agree(self) -> None:
-        """Go on if all ranks can. Raises RankFailed."""
+        """Raise RankFailed if a rank has failed."""
         if self._group is not None:
             self._least(0)
 
@@ -45,13 +51,13 @@ class Ranks:
             least, well = box.tolist()
             if well:
                 return int(least)
-        # No rank comes to another reduction.
+        # From now on no rank makes a reduction.
         self._ended = True
         raise RankFailed
 
     def add(self, sums: torch.Tensor) -> None:
-        """Add up over the ranks, in place. Raises RankFailed."""
-        # A rank that failed does not know the shape of what the others add.
+        """Add up ``sums`` over the ranks, in place. Raises RankFailed if a rank has failed."""
+        # First, because a rank that failed does not know the shape of ``sums``.
         self.agree()
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host numbers as a tensor on the pool's device, without waiting for that device."""
+"""Copies host numbers to a tensor on a device without waiting for the device."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def upload(
     """``torch.tensor(values)`` on ``device``."""
     if torch.device(device).type == "cpu":
         return torch.tensor(values, dtype=dtype)
-    # A copy from pinned memory is only queued; any other waits for the forward in flight.
+    # A copy from pinned memory is queued; any other copy waits for the forward in flight.
     # Pinned afterwards: ``torch.tensor(pin_memory=True)`` refuses numpy arrays.
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

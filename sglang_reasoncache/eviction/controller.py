@@ -27,8 +27,10 @@ _BETWEEN_POLLS = 8
 
 
 class EvictionController:
-    """One per scheduler. Policies act in the order in which they are given: those with
-    ``when=always`` at every poll, those with ``when=short`` when :meth:`give` is called.
+    """Has policies choose positions, and evicts them. One per scheduler.
+
+    Policies act in the order in which they are given: those with ``when=always`` at every poll, those
+    with ``when=short`` when :meth:`give` is called.
 
     Args:
         rows: SGLang's pool of rows.

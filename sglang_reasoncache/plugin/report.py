@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operators see: ``GET /reasoncache``, a part of SGLang's log line, Prometheus."""
+"""Reports to operators: ``GET /reasoncache``, a part of SGLang's log line, Prometheus series."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
-#: Finished requests whose shared runs the endpoint can show.
+#: Most finished requests whose shared blocks the endpoint lists.
 _RECENT_REQUESTS = 32
-#: Shared blocks listed for one of them.
+#: Most shared blocks listed for one request.
 _RECENT_BLOCKS = 1024
-#: Groups of requests with one prompt that it describes.
+#: Most groups of requests with one prompt that the endpoint describes.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 
@@ -67,7 +67,7 @@ _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class SharingMetrics:
-    """Prometheus series beside SGLang's own. ``labels``: of SGLang's scheduler."""
+    """Our Prometheus series. ``labels``: names and values of the labels, those of SGLang's scheduler."""
 
     def __init__(self, labels: dict[str, Any]) -> None:
         # The client picks its mode when it is imported: SGLang has set
@@ -93,7 +93,7 @@ class SharingMetrics:
     def update(
         self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
     ) -> None:
-        """``latency`` in seconds, None where nothing was compared."""
+        """Set all series. ``latency``: seconds of a poll that judged blocks; None: no such poll."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for reason, total in stats.refusals.items():
@@ -104,7 +104,7 @@ class SharingMetrics:
             self._latency.labels(**self._labels).observe(latency)
 
     def update_selection(self, described: Mapping[str, Any]) -> None:
-        """``described``: what ``recent()`` of a selection returns."""
+        """Set the selection's series. ``described``: result of ``PageSelection.recent``."""
         for name in _SELECTION:
             self._count(f"selection_{name}", described[name])
 
@@ -118,13 +118,12 @@ class SharingMetrics:
 
 @dataclass(eq=False)
 class Report:
-    """What a scheduler tells.
+    """Reports of a scheduler.
 
     Attributes:
-        metrics: None without ``--enable-metrics``.
-        uncorrected: Why nothing is shared from the start on, None where blocks can share.
-        disabled: What failed, after which nothing is shared or evicted any more
-            (``containment.py``); None while all is well.
+        metrics: Prometheus series; None without ``--enable-metrics``.
+        uncorrected: Why nothing is shared from the start on; None: blocks can share.
+        disabled: The failure that ended sharing and evicting (``containment.py``); None: there was none.
         recent: The last finished requests, oldest first.
     """
 
@@ -140,12 +139,12 @@ class Report:
 
     @property
     def slots_saved(self) -> int:
-        """Slots that the running requests do without by sharing, and by evicting."""
+        """Slots that sharing and evicting save the running requests now."""
         return self.pipeline.saved + self.eviction.positions_now
 
     @property
     def _now(self) -> dict[str, int]:
-        """What holds for the running requests, in slots or positions."""
+        """Slots or positions of the running requests now."""
         return {
             "slots_saved_now": self.slots_saved,
             "slots_shareable_now": self.pipeline.ledger.slots,
@@ -156,7 +155,7 @@ class Report:
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
     ) -> None:
-        """Count and remember a request. ``shared``, ``evicted``: positions of its row."""
+        """Count and remember a finished request. ``shared``, ``evicted``: positions of its row."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
         blocks = [(b.written, b.dst_start, b.src_start) for b in state.shared if b.source is None]
@@ -181,7 +180,7 @@ class Report:
         )
 
     def publish(self, latency: float | None = None) -> None:
-        """Bring Prometheus up to date. ``latency``: seconds of a poll that compared blocks."""
+        """Update the Prometheus series. ``latency``: seconds of a poll that judged blocks; None: none."""
         if self.metrics is None:
             return
         gauges = {
@@ -220,7 +219,7 @@ class Report:
         }
 
     def log_part(self) -> str:
-        """A few words for SGLang's decode log line."""
+        """Our part of SGLang's decode log line."""
         shared, evicted = self.pipeline.saved, self.eviction.positions_now
         shareable = self.pipeline.ledger.slots
         return f"#shared token: {shared}, #shareable token: {shareable}, #evicted token: {evicted}"

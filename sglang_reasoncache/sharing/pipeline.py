@@ -43,7 +43,9 @@ Batch = list[BlockProposal]
 
 
 class BlockPipeline:
-    """One per scheduler. A batch is judged once its distances are in host memory on all ranks.
+    """Takes block pairs from the filter to the ledger, and from the ledger to rows. One per scheduler.
+
+    A batch is judged once its distances are in host memory on all ranks.
 
     Args:
         min_age: Tokens that a block must lie behind the end of its response.

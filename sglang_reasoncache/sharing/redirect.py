@@ -35,7 +35,7 @@ class Shared(NamedTuple):
 
 
 class Redirector:
-    """One per scheduler. Changes rows between two forwards.
+    """Redirects blocks between two forwards. One per scheduler.
 
     A forward in flight may still read the old slots. SGLang can hand them out at once, because only a
     later forward on the same stream overwrites them.

@@ -32,7 +32,7 @@ class Candidate:
         source: The request whose block is the source; None: the same request.
         source_rid: SGLang's id of that request.
         accepted: The distance was accepted. It is not judged again after a retraction.
-        written: Written positions of the request when the block first shared; 0: it has not shared yet.
+        written: Written positions of the request when the block last began to share; 0: it never did.
     """
 
     dst_start: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evicting policy reads of a request. Neither SGLang nor ids of slots appear here."""
+"""Types that an evicting policy reads. Neither SGLang nor ids of slots appear in them."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class View:
     Attributes:
         prompt: Tokens of the prompt.
         written: Positions ``[0, written)`` have their KV in the pool, or were evicted.
-        owned: First position that may be evicted. What is before it belongs to the prefix tree or,
-            without the option ``prompt``, to the prompt (but for its last part of a page).
+        owned: First position that may be evicted. Earlier ones belong to the prefix tree or, without
+            the option ``prompt``, to whole pages of the prompt.
         page: Positions of a page; only whole pages can be evicted.
         held: int64 ``[held]``, ascending: written positions that were not evicted.
-        first_readers: int64 ``[held]``, equal where two positions share a slot.
-        seed: The same for the same prompt.
+        first_readers: int64 ``[held]``: the lowest held position with the same slot.
+        seed: A number that is the same for the same prompt.
         layers: All attention layers of this rank.
-        earlier: fp32 ``[held]``, what an accumulating policy scored the last time, 0 for positions
-            written since; None at the first time.
-        seen: Positions whose queries it counted by then.
+        earlier: fp32 ``[held]``: the last scores of an accumulating policy, 0 for positions written
+            since. None: it has not scored yet.
+        seen: The queries of positions ``[0, seen)`` are counted in ``earlier``.
     """
 
     prompt: int
@@ -83,9 +83,9 @@ class View:
     def candidates(self, recent: int = 1) -> np.ndarray:
         """int64, ascending: positions that may be evicted, in whole pages.
 
-        These are owned and held. The ``recent`` newest ones (at least 1: the next forward reads
-        the newest slot to place its own) are left out, and so is what shares a slot with a
-        position that stays: nothing would come back.
+        They are owned and held. The ``recent`` newest positions are left out, at least 1, because the
+        next forward reads the newest slot to place its own. Positions that share a slot with one that
+        stays are left out, because evicting them frees nothing.
         """
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))

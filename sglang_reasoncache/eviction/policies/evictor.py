@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of every evicting policy: its budget, when it acts, which positions may go."""
+"""The base of every evicting policy: its budget, when it acts, which positions may be evicted."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ def bounded(default: float, low: float, high: float) -> Any:
 
 @dataclass(frozen=True)
 class Evictor:
-    """A policy says :meth:`scores`; the positions of lowest score go until the budget is met.
+    """A policy scores positions (:meth:`scores`). Those of lowest score are evicted until the budget is met.
 
-    It keeps no state: what it scores follows from its options and the view. Fields are the options
-    of ``--reasoncache-policy``; exactly one of ``budget`` and ``share`` must be given.
+    A policy keeps no state: its scores follow from its options and the view. Its fields are options of
+    ``--reasoncache-policy``. Exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
-        budget: Slots a request takes, prompt included; positions that share one count once.
-        share: The same as a share of its positions so far.
-        slack: Slots above that before the policy acts; it then goes down to the budget.
-        recent: Newest positions that stay, even where the budget is not met then: the prompt
-            alone may exceed it, and a response that forgets every word at once is noise.
-        prompt: Positions of the prompt may go too, chunk by chunk while it is computed. It
-            is then published when the request finishes, up to the first evicted position.
-        when: ``always``, or ``short``: only when SGLang would retract a request for want of slots.
+        budget: Slots that a request may take, prompt included. Positions that share a slot count once.
+        share: The budget as a share of the request's positions so far.
+        slack: Slots above the budget before the policy acts; it then evicts down to the budget.
+        recent: Newest positions that stay, even if the request then exceeds its budget: the prompt
+            alone may exceed it, and a response without its newest words is noise.
+        prompt: Positions of the prompt may be evicted, chunk by chunk while it is computed. The
+            request is then published only when it finishes, up to the first evicted position.
+        when: ``always``: at every poll; ``short``: only when SGLang would retract a request.
 
     Raises OptionError for a value out of bounds.
     """
@@ -53,7 +53,7 @@ class Evictor:
     prompt: bool = False
     when: str = ALWAYS
 
-    #: Scores go on from those of the last time, and are made whenever a window of queries is full.
+    #: Scores are running totals. They are also computed whenever the window of recent queries is full.
     accumulates: ClassVar[bool] = False
 
     @property
@@ -63,7 +63,7 @@ class Evictor:
 
     @property
     def unrotates(self) -> bool:
-        """Whether it reads keys or queries before rotary embedding."""
+        """Whether the policy reads keys or queries before rotary embedding."""
         return False
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Evictor:
         one_of("when", self.when, (ALWAYS, SHORT))
 
     def allowed(self, positions: int) -> int:
-        """Slots that as many positions may take."""
+        """Slots that a request with so many positions may take."""
         if self.share is not None:
             return math.ceil(self.share * positions)
         assert self.budget is not None, "one of the two is given"
@@ -92,25 +92,25 @@ class Evictor:
         return max(slots - self.allowed(view.written), 0)
 
     def candidates(self, view: View) -> np.ndarray:
-        """int64, positions that may go; see :meth:`View.candidates`."""
+        """Positions that may be evicted: int64 ``[n]``, ascending. See :meth:`View.candidates`."""
         return view.candidates(self.recent)
 
     def scores(self, view: View) -> torch.Tensor:
-        """float ``[held]`` on any device: how much each position is worth. The lowest go, of equals
-        the oldest, and where there is no number (NaN) last. Ranks add up theirs, of their own
-        heads."""
+        """How much each held position is worth: float ``[held]`` on any device. The lowest are evicted
+        first, of equal ones the oldest; NaN is evicted last. Each rank scores by its own heads, and
+        the ranks' scores are added up."""
         raise NotImplementedError
 
 
 def lowest(scores: np.ndarray, slots: np.ndarray, page: int, count: int) -> np.ndarray:
-    """bool ``[positions]``: which of some positions, whole pages of a row, go.
+    """Choose positions to evict among whole pages of a row: bool ``[positions]``.
 
     Args:
-        scores: float ``[positions]``; a page is worth the mean of its positions.
-        slots: int ``[positions]``, equal where two share a slot. These go together, and are worth
-            the most of them.
+        scores: float ``[positions]``. A page's score is the mean of its positions.
+        slots: int ``[positions]``, equal for positions that share a slot. These are evicted together,
+            with the highest of their scores.
         page: Positions of a page.
-        count: Slots that shall go, rounded up to whole pages.
+        count: Slots that must become free, rounded up to whole pages.
     """
     by_page = scores.astype(np.float64).reshape(-1, page).mean(axis=1)
     known, slot_of = np.unique(slots[::page], return_inverse=True)
@@ -121,7 +121,7 @@ def lowest(scores: np.ndarray, slots: np.ndarray, page: int, count: int) -> np.n
 
 
 def runs(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Ascending positions as runs of start and length."""
+    """Runs of consecutive numbers in ascending ``positions``: ``(start, length)`` of each."""
     if not len(positions):
         return []
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
