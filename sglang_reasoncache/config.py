@@ -52,10 +52,10 @@ class ReasonCacheConfig:
 
     policy: str = _setting(
         "reasoncache",
-        "What is done with the rows of running requests: reasoncache shares what repeats; "
+        "What is done with the rows of running requests. reasoncache shares what repeats. "
         f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=short only "
-        "where SGLang would retract a request, or (quest) read fewer in a step; none; several "
-        "joined by +. See docs/eviction.md.",
+        "where SGLang would retract a request (quest reads fewer instead). none leaves rows alone. "
+        "Several are joined by +. See docs/eviction.md.",
         values=_POLICY_BOUND,
     )
     preset: str = _setting(
@@ -66,15 +66,15 @@ class ReasonCacheConfig:
     )
     when: str = _setting(
         "short",
-        "When blocks share. short: while SGLang is short of slots, the nearest first, so that a server "
-        "with room answers as stock. always: as soon as they are found, as in the papers' presets, "
+        "When blocks share. short: when SGLang is short of slots, the smallest KV distance first; a "
+        "server with room answers as stock. always: as soon as they are found, as in the papers' presets, "
         "and beside a policy that evicts at every poll, whose budget counts what is shared.",
         choices=("short", "always"),
     )
     scope: str = _setting(
         "response",
-        "Whose blocks a response reads: its own, or those of running responses to the same prompt, "
-        "too (n > 1, rollouts; needs match=runs and no policy that evicts). See docs/rollouts.md.",
+        "Whose blocks a response reads. response: its own. prompt: also those of running responses to "
+        "the same prompt (rollouts; needs match=runs and no policy that evicts). See docs/rollouts.md.",
         choices=("response", "prompt"),
     )
     match: str = _setting(
@@ -85,19 +85,19 @@ class ReasonCacheConfig:
     )
     min_run: int = _setting(
         12,
-        "Tokens that must repeat for a block to share, those before it included (match=runs); at least "
-        "a block. Fewer save more and hurt far more.",
+        "Tokens that must repeat for a block to share: the block and those before it (match=runs). "
+        "Fewer save more slots and harm answers far more; never fewer than a block.",
         bounds=(1, 1_024),
     )
     direction: str = _setting(
         "newest",
-        "Of two equal blocks the newest keeps its slots and earlier positions read them, or the "
-        "oldest (the papers).",
+        "Which of two equal blocks keeps its slots, so that the other one reads them; the papers: "
+        "oldest.",
         choices=("newest", "oldest"),
     )
     min_age: int = _setting(
         256,
-        "Tokens that a block must lie behind the end of the response before it reads foreign slots.",
+        "Tokens that a block must lie behind the end of the response before it reads other slots.",
         bounds=(0, 1_000_000),
     )
     block: int = _setting(
@@ -108,8 +108,8 @@ class ReasonCacheConfig:
     )
     percentile: float = _setting(
         100.0,
-        "Share a block when its KV distance is within this percentile of those seen; 0 shares "
-        "nothing, 100 everything that stage 1 lets through.",
+        "Share a block if its KV distance is within this percentile of those seen; 0 shares "
+        "nothing, 100 everything that the filter proposes.",
         bounds=(0, 100),
     )
     warmup: int = _setting(
