@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What our attention backends share, in front of SGLang's."""
+"""The mixin that our attention backends put in front of SGLang's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 
-    # What stands behind the mixin: any of SGLang's backends.
+    # The class behind the mixin: any of SGLang's backends.
     _Stock = Any
 else:
     _Stock = object

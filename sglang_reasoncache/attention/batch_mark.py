@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host knows about a batch's rows when it builds the batch."""
+"""Marks a batch with what the host knows about its rows when it builds the batch."""
 
 from __future__ import annotations
 

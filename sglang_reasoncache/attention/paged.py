@@ -49,7 +49,7 @@ def once_more(work: _Method) -> _Method:
 
 
 class PagedAttention:
-    """One per attention backend. A forward is planned once, and read by every layer.
+    """Plans forwards and runs our kernels. One per attention backend. All layers read a forward's plan.
 
     ``rows`` is the plan of a decode step that our kernels run, ``extend_plan`` of a prefill.
     """
@@ -73,7 +73,7 @@ class PagedAttention:
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
         }
         first = self._layers[pool.start_layer]
-        #: Of ``kernels.paged.BACKENDS``; None: keys are read as cached.
+        #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.
         self.backend, self.rotation = first.backend, first.rotation
         self._num_slots = first.num_slots
         self._attention = attention_layers(model_runner.model)

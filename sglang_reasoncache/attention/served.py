@@ -65,7 +65,7 @@ def check_kind(context: TreeCacheBuildContext) -> None:
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
-    """Of SGLang's backends on CUDA the one in front of which our kernels serve a model; None: no one.
+    """The SGLang backend on CUDA in front of which our kernels serve a model; None: there is none.
 
     ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: it has multi-head latent
     attention.

@@ -109,7 +109,7 @@ CUDA_BACKENDS = ("flashinfer", "triton")
 #: Attention backends whose reads we can correct.
 CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
 
-#: Those that skip evicted positions, keep recent queries and read what a policy selects.
+#: Attention backends that skip evicted positions, keep recent queries and read what a policy selects.
 EVICTION_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
@@ -127,7 +127,7 @@ def __getattr__(name: str) -> Any:
 
 
 def installed_version() -> str:
-    """Of SGLang."""
+    """Version of the installed SGLang."""
     return version("sglang")
 
 

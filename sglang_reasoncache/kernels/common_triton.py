@@ -25,8 +25,8 @@ ELEMENT = {
 }
 
 
-#: Of a position in a row: what names no slot, a slot at its cached position, at another position,
-#: and one that the row names at its cached position as well.
+#: Kinds of a position in a row. It names no slot; a slot at the slot's cached position; a slot away from
+#: its cached position; such a slot that the row also names at the cached position.
 EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 
@@ -127,7 +127,7 @@ def fp8_to_fp16(raw, ELEMENT: tl.constexpr):
 
 @triton.jit
 def to_fp32(raw, ELEMENT: tl.constexpr):
-    """What was loaded from a pool, as fp32."""
+    """Elements that were loaded from a pool, as fp32."""
     if ELEMENT == "e4m3" or ELEMENT == "e5m2":
         return fp8_to_fp16(raw, ELEMENT).to(tl.float32)
     return raw.to(tl.float32)

@@ -85,7 +85,7 @@ def _times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _next(shifts):
-    """One that is not 0, if there is any."""
+    """One of ``shifts`` that is not 0; 0 if all are."""
     most = tl.max(shifts, axis=0)
     return tl.where(most != 0, most, tl.min(shifts, axis=0))
 
@@ -129,7 +129,7 @@ def _logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _finite(most):
-    """What to subtract from logits. Nothing so far: -inf less -inf would be NaN."""
+    """The largest logit so far, to subtract from logits; 0 if there is none, as -inf - -inf is NaN."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 

@@ -137,14 +137,14 @@ class PlanBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         merge = self.merge
         own = () if merge is None else (*merge.rotations, *merge[1:])
         sides = self.kv_indptr, self.kv_indices, self.counts, self.shift, self.positions, *own
         return sum(side.nbytes for side in sides if side is not None)
 
     def plan_of(self, batch: int) -> RowPlan:
-        """What was planned for ``batch`` requests, over the whole capacity."""
+        """The plan of ``batch`` requests in these buffers, which keep their full length."""
         rotations = None
         if self.merge is not None:
             tile_ptr, by, bits = self.merge.rotations

@@ -41,9 +41,9 @@ class RowPlan(NamedTuple):
 
 
 class BatchRows(NamedTuple):
-    """Of one forward."""
+    """The rows of the requests of one forward, and their plan."""
 
     plan: Any  # a RowPlan; on a GPU PlanBuffers
-    requests: torch.Tensor  # int [batch], rows
+    requests: torch.Tensor  # int [batch]: indexes of the rows in req_to_token
     lengths: torch.Tensor  # int [batch], their positions, new ones included
     longest: int  # upper bound on lengths

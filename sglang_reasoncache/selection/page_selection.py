@@ -36,13 +36,13 @@ class _Step(NamedTuple):
 
 
 class PageSelection:
-    """One per attention backend.
+    """Chooses the pages that each layer reads. One per attention backend.
 
     On a GPU, pages that a row uses away from their cached position are always read, beside the
     budget: their bounds are those of keys as cached. In host memory the query is rotated back.
 
     Args:
-        name: Of the policy, for reports.
+        name: Name of the policy, for reports.
         selector: Scores pages.
         layers: Layer -> its keys in the pool, ``[num_slots, kv_heads, dim]``.
         page: Positions of a page, above 1.

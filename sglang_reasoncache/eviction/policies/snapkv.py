@@ -46,7 +46,7 @@ class SnapKV(Evictor):
         return self.window
 
     def excess(self, view: View, slots: int) -> int:
-        """Of the prompt alone: the response stays."""
+        """How many slots of the prompt are beyond the budget; the response stays."""
         end = min(view.prompt, view.written)
         held = int(np.searchsorted(view.held, end))
         return min(super().excess(view, slots), max(held - self.allowed(end), 0))
