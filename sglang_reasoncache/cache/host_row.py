@@ -130,6 +130,7 @@ class HostRow:
                 self.shared -= bool(there)
                 if not there:
                     del self._readers[slot]
+                    self.lent.discard(slot)
         self._slots[positions] = EVICTED
 
 

@@ -135,10 +135,11 @@ class BlockPipeline:
         blocks: Batch = []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # The source is gone for good: forget the block.
+            # The source is gone for good. The block keeps its positions: whether a request that only
+            # disappeared still exists may differ between ranks.
             if source is None or source.finished():
-                state.candidates.pop(candidate.dst_start, None)
-            elif has_row(source):
+                continue
+            if has_row(source):
                 blocks.append(self._block(req, candidate, source))
             else:
                 state.pending.append(candidate)
