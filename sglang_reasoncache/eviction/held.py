@@ -82,7 +82,9 @@ class HeldLayer:
     def unrotated(self) -> torch.Tensor:
         if self.rotation is None:
             raise RuntimeError("a policy that un-rotates keys is refused at start-up")
-        return self.rotation.rotate(self.stored(), -self._source.cached_at.positions[self._slots[:-1]])
+        return self.rotation.rotate(
+            self.stored(), -self._source.cached_at.positions[self._slots[:-1]]
+        )
 
     def queries(
         self, first: int, end: int | None = None
