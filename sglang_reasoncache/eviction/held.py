@@ -39,10 +39,8 @@ class KeySource(NamedTuple):
         if self.stream is not None:
             # The forward in flight may still write positions of a chunk.
             torch.cuda.current_stream().wait_stream(self.stream)
-        # And the position that a forward in flight writes: its query looks at its own key, too.
-        newest = min(written, self.rows.shape[1] - 1)
-        positions = upload(np.append(held, newest), self.rows.device)
-        slots = self.rows[row, positions].long().clamp(min=0)
+        positions = upload(held, self.rows.device)
+        slots = self.rows[row, positions].long()
         shift = None
         if shifted and self.rotation is not None:
             shift = self.cached_at.shift(slots, positions)
@@ -62,29 +60,23 @@ class HeldLayer:
         where: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
         written: int,
     ) -> None:
-        """``where``: index of the row; held positions and the one after them, which a forward in flight
-        may write, and their slots, int64 ``[held + 1]``; by how many positions each key is shifted,
-        None: none is."""
+        """``where``: index of the row; held positions and their slots, int64 ``[held]``; by how many
+        positions each key is shifted, None: none is."""
         self._source, self._number, self._written = source, number, written
         self._row, self._positions, self._slots, self._shift = where
         self.rotation = source.rotation
 
     def stored(self) -> torch.Tensor:
-        return read_rows(self._source.pool.get_key_buffer(self._number), self._slots[:-1])
+        return read_rows(self._source.pool.get_key_buffer(self._number), self._slots)
 
     def used(self) -> torch.Tensor:
-        return self._used()[:-1]
-
-    def _used(self) -> torch.Tensor:
         keys = self._source.pool.get_key_buffer(self._number)
         return read_keys(keys, self._slots, self._shift, self.rotation)
 
     def unrotated(self) -> torch.Tensor:
         if self.rotation is None:
             raise RuntimeError("a policy that un-rotates keys is refused at start-up")
-        return self.rotation.rotate(
-            self.stored(), -self._source.cached_at.positions[self._slots[:-1]]
-        )
+        return self.rotation.rotate(self.stored(), -self._source.cached_at.positions[self._slots])
 
     def queries(
         self, first: int, end: int | None = None
@@ -97,7 +89,7 @@ class HeldLayer:
     def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         assert self._source.queries is not None, "kept where a policy reads queries"
         shape = self._source.queries.layers[self._number]
-        keys = self._used().transpose(0, 1)
+        keys = self.used().transpose(0, 1)
         total = keys.new_zeros((shape.heads, keys.shape[1]))
         at_once = max(1, _LOGITS // max(1, total.numel()))
         for some in zip(*(part.split(at_once) for part in self.queries(first, end)), strict=True):
@@ -111,4 +103,4 @@ class HeldLayer:
             # A query counts nothing if it was not kept, or if no held position comes before it.
             weights = torch.where(kept[:, None, None], weights, 0.0).nan_to_num(0.0)
             total += weights.sum(dim=0)
-        return total[:, :-1]
+        return total

@@ -56,7 +56,9 @@ def register() -> None:
         last = torch.distributed.get_world_size() - 1
         if len(left) > 1:
             left.pop()
-        elif left and torch.distributed.get_rank() == last and allocators[0].references:
+        elif (
+            left and torch.distributed.get_rank() == last and any(a.references for a in allocators)
+        ):
             # Rows share, so freeing them needs what the host knows.
             left.clear()
             due.update(name for _, name in vital)
