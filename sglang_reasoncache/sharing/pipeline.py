@@ -153,7 +153,8 @@ class BlockPipeline:
 
     def forget(self, req: Request) -> None:
         """The row of ``req`` is gone. Blocks of other requests that would have read it become pending
-        until ``req`` has a row again."""
+        until ``req`` has a row again. Such a block is then refused (``across``) if its reader kept its
+        row: the merges still join the two."""
         for entry in self.ledger.of(req):
             self.ledger.remove(entry)
             if entry.block.req is not req:
@@ -247,7 +248,7 @@ class BlockPipeline:
             assert block.row is not None and block.source_row is not None, "it is allowed"
             block.row.locate(block.dst_start, dst_slots[i])
             block.source_row.locate(block.src_start, src_slots[i])
-            refusal = self.redirector.refusal_of(block) or self._refusal_of_merge(block)
+            refusal = self.redirector.refusal_of_slots(block) or self._refusal_of_merge(block)
             if refusal is None:
                 block.candidate.accepted = True
                 self.ledger.add(Entry(block, distances[i]))

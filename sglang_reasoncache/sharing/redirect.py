@@ -77,7 +77,8 @@ class Redirector:
                 entry = ledger.take()
                 if entry is None:
                     break
-                refusal = self.refusal_of(entry.block)
+                refusal = refusal_of(entry.block, self._min_age, self.page)
+                refusal = refusal or self.refusal_of_slots(entry.block)
                 if refusal is not None:
                     refused.append((entry.block, refusal))
                     continue
@@ -99,11 +100,9 @@ class Redirector:
             self._count(shared)
         return refused
 
-    def refusal_of(self, block: BlockProposal) -> Refusal | None:
-        """Why ``block`` must not share now, or None. Its slots and its source's must be located."""
-        refusal = refusal_of(block, self._min_age, self.page)
-        if refusal is not None:
-            return refusal
+    def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
+        """Why the slots of a block that the rules allow must not be shared now, or None. Its slots and
+        its source's must be located."""
         row, lender = _rows_of(block)
         read = range(block.src_start, block.src_end)
         if block.source is not None:
