@@ -97,18 +97,18 @@ class SharingForecast:
         self._limit, self._horizon = limit, horizon
         self._shared = self._tokens = self._running = 0.0
 
-    def observe(self, shared: int, tokens: int) -> None:
-        """A request finished. ``shared`` of its ``tokens`` output positions needed no slot, or would need
-        none if its blocks of the ledger had shared."""
+    def observe(self, shared: float, tokens: int) -> None:
+        """A request finished. ``shared`` of its ``tokens`` output positions needed no slot, or would
+        have needed none, had its blocks shared."""
         if tokens <= 0:
             return
         fade = max(0.0, 1.0 - tokens / self._horizon)
         self._shared = self._shared * fade + shared
         self._tokens = self._tokens * fade + tokens
 
-    def poll(self, shared: int, tokens: int) -> None:
+    def poll(self, shared: float, tokens: int) -> None:
         """A poll. ``shared`` of the ``tokens`` output positions of all running requests need no slot, or
-        would need none if the ledger's blocks shared."""
+        would need none if their blocks shared."""
         self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
 
     @property

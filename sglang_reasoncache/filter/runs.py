@@ -52,8 +52,8 @@ class RunMatcher:
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
         # Hash of a window -> offset of its first block (direction oldest) or newest block.
         self._runs: dict[int, int] = {}
-        # Offsets of blocks that read later ones; for each offset what became of its token, or 0.
-        self._readers: set[int] = set()
+        # Offset of a block -> offset of the later block that it reads. What became of each token, or 0.
+        self._reads: dict[int, int] = {}
         self._fate = bytearray()
         self._begin(0)
         self._member = -1
@@ -96,15 +96,19 @@ class RunMatcher:
         self._distance = 0
 
     def _take(self, earlier: int) -> bool:
-        """Note which block reads: the one at ``_at`` (direction oldest), or the one at ``earlier``
-        (newest). False if that one overlaps another block that reads or is read."""
+        """Note which block reads: the one at ``_at`` (direction oldest), or the last one of the chain of
+        blocks that read each other from ``earlier`` on (newest), see :class:`AgeRule`. False if that
+        one overlaps another block that reads or is read."""
         if self._keeps_first:
             self._mark(self._at, _READS)
-        elif earlier not in self._readers:
-            if any(self._fate[earlier : earlier + self._block]):
-                return False
-            self._readers.add(earlier)
-            self._mark(earlier, _READS)
+            return True
+        last = earlier
+        while last in self._reads:
+            last = self._reads[last]
+        if any(self._fate[last : last + self._block]):
+            return False
+        self._mark(last, _READS)
+        self._reads[earlier] = self._reads[last] = self._at
         return True
 
     def _mark(self, at: int, fate: int) -> None:

@@ -91,16 +91,16 @@ class Controller:
             self._on_release(req, state_of(req), row)
 
     def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
-        evicted = shareable = 0
+        evicted, expected = 0, 0.0
         if state is not None:
             # First, before anything that can fail: SGLang's count of its slots relies on it.
             evicted = self.eviction.forget(state)
         try:
             if state is not None:
-                shareable = self.pipeline.ledger.slots_of(req)
+                expected = self.pipeline.expected_of(req, state)
                 self.pipeline.forget(req)
             if req.finished():
-                self._on_end(req, state, row, evicted, shareable)
+                self._on_end(req, state, row, evicted, expected)
             elif state is not None and state.followed is not None:
                 state.followed.join(False)
         finally:
@@ -111,10 +111,10 @@ class Controller:
             self.report.publish()
 
     def _on_end(
-        self, req: Request, state: RequestState | None, row: HostRow, evicted: int, shareable: int
+        self, req: Request, state: RequestState | None, row: HostRow, evicted: int, expected: float
     ) -> None:
         """A request finished or was aborted. ``evicted``: evicted positions of its ``row``;
-        ``shareable``: slots that blocks of the ledger would have freed."""
+        ``expected``: slots that its blocks could have given, had SGLang been short."""
         ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if ended and state is None:
             self.tracker.count(req)
@@ -123,7 +123,7 @@ class Controller:
                 self.stats.request_finished(0, positions)
         elif ended and state is not None and state.takes_part:
             of_output = state.evicted.count_from(len(req.origin_input_ids))
-            self.forecast.observe(row.shared + shareable + of_output, len(req.output_ids))
+            self.forecast.observe(row.shared + expected + of_output, len(req.output_ids))
             self.report.request_finished(req, state, row.shared + row.foreign, evicted)
         if state is not None and state.followed is not None:
             state.followed.close()
@@ -216,7 +216,7 @@ class Controller:
         self._running = {id(req): req for req in running}
         logical = output = 0
         # Admission reserves slots for output only, so evicted positions of prompts do not count.
-        saved = self.pipeline.saved + self.pipeline.ledger.slots
+        saved = self.pipeline.saved
         for req in running:
             state = self.tracker.follow(req)
             if state.row is None:
@@ -230,7 +230,8 @@ class Controller:
             saved += state.evicted.count_from(len(req.origin_input_ids))
         self.tracker.feed(running)
         self.stats.poll(len(running), self.saved_positions, logical, self.pipeline.across)
-        self.forecast.poll(saved, output)
+        expected = self.pipeline.expected(map(self.tracker.follow, running))
+        self.forecast.poll(saved + expected, output)
         if self.eviction.is_active:
             # After a retraction a row has its full size until its blocks share again; policies wait
             # for that.

@@ -146,17 +146,19 @@ def _after_prefill(
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
         freed += controller.after_decode(riders)
-    _admit_again(controller, processor, freed)
+    _admit_again(processor, freed > 0)
 
 
 def _after_decode(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    _admit_again(controller, processor, controller.after_decode(batch.reqs))
+    credit = controller.forecast.credit
+    freed = controller.after_decode(batch.reqs)
+    _admit_again(processor, freed > 0 or controller.forecast.credit > credit)
 
 
-def _admit_again(controller: Controller, processor: Any, freed: int) -> None:
-    if freed > 0:
+def _admit_again(processor: Any, yes: bool) -> None:
+    if yes:
         # SGLang sets this when slots ran out, and then admits nothing until a request leaves.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 

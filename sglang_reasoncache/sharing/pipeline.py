@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
@@ -87,6 +87,21 @@ class BlockPipeline:
     def across(self) -> int:
         """Those of :attr:`saved` that several requests share."""
         return self.saved - self.redirector.within
+
+    def expected(self, running: Iterable[RequestState]) -> float:
+        """Slots that the blocks of ``running`` requests can give, or are expected to give once they are
+        measured. All ranks call this together."""
+        batches = [*self._waiting, self._in_flight[0] if self._in_flight else []]
+        unmeasured = sum(map(len, batches)) + sum(len(state.pending) for state in running)
+        if self.tracker.in_groups:
+            # Ranks may differ in which sources of pending blocks still exist.
+            unmeasured = self._ranks.least(unmeasured)
+        return self.ledger.slots + unmeasured * self.block * self.threshold.share
+
+    def expected_of(self, req: Request, state: RequestState) -> float:
+        """:meth:`expected` of the row of ``req`` alone, without pending blocks of other sources."""
+        unmeasured = sum(candidate.source is None for candidate in state.pending)
+        return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
     def advance(self) -> None:
         """Judge and launch batches until the next one would have to wait, or ``_MAX_BATCH`` pairs are

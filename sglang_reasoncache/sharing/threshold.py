@@ -47,6 +47,11 @@ class AdaptiveThreshold:
         self.num_observed = 0
 
     @property
+    def share(self) -> float:
+        """The share of distances that is accepted in the long run, 0 to 1."""
+        return self._percentile / 100
+
+    @property
     def is_warm(self) -> bool:
         return self.num_observed >= self._warmup
 

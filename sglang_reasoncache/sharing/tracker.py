@@ -46,6 +46,9 @@ class RequestTracker:
         ranks: All ranks take the same results at the same poll.
         markers: Tokens around the reasoning part. None: all output may share.
         groups: Requests with the same prompt share with each other.
+
+    Attributes:
+        in_groups: ``groups``.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class RequestTracker:
         groups: bool = False,
     ) -> None:
         self._engine, self.stats, self.ranks = engine, stats, ranks
-        self._markers, self._in_groups, self._num_groups = markers, groups, 0
+        self._markers, self.in_groups, self._num_groups = markers, groups, 0
         self._groups: weakref.WeakValueDictionary[GroupKey, PromptGroup]
         self._groups = weakref.WeakValueDictionary()
         self._shed_before = 0
@@ -87,7 +90,7 @@ class RequestTracker:
         """The group of requests that the prefix tree would let read each other's prompt, compared
         token by token. None for a request that is kept out of the prefix tree, because its KV depends
         on more than its tokens."""
-        if not self._in_groups or req.skip_radix_cache_insert:
+        if not self.in_groups or req.skip_radix_cache_insert:
             return None
         prompt = array("q", req.origin_input_ids).tobytes()
         key = prompt, req.extra_key, req.cache_salt, req.lora_id

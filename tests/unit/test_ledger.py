@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.sharing.merges import Key, Merges
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import ENDS, Pair, Setup, World, come_back, decode, retract, start
 
@@ -95,10 +96,12 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     find(world, req, Pair(8, 24))
     stats, state = world.controller.stats, world.controller.state_of(req)
     assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
+    expects = world.controller.pipeline.expected
+    assert expects([state]) == 4 and world.controller.shareable() == 0, "expected, not promised"
     retract(world, req)
     come_back(world, req)
     world.controller.after_decode([req])
-    assert len(state.pending) == 1 and state.row is not None
+    assert len(state.pending) == 1 and state.row is not None and expects([state]) == 4
     budget = world.allocator.create_prefill_budget(world.tree)
     asked: dict[str, Any] = dict(extend_input_len=500, max_new_tokens=0, input_tokens=500)
     verdict, _ = budget.check_prefill(
@@ -110,7 +113,21 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     assert stats.blocks_compared == 1 and ledger(world).slots == 4 and not state.pending
     pipeline._refused, use[0] = 0, 0.6
     find(world, req, Pair(12, 20))
-    assert ledger(world).slots == 8
+    assert ledger(world).slots == expects([state]) == 8
+
+
+@pytest.mark.parametrize("percentile", [100, 50])
+def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
+    """Of running requests and of those that finish, as far as the percentile will accept them."""
+    world = World(SETUPS[0])
+    pipeline, forecast = world.controller.pipeline, world.controller.forecast
+    pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
+    pipeline._use = lambda: 0.4
+    req = start(world)
+    find(world, req, Pair(8, 24), Pair(16, 20))
+    assert forecast.credit == 0.0, "too few output tokens to go by"
+    ENDS["finish"](world, req)
+    assert forecast.credit == pytest.approx(8 * percentile / 100 / len(req.output_ids))
 
 
 @ALL_SETUPS
