@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 #: ``HostRow.number`` and a position.
 Key = tuple[int, int]
 
 
 class Merges:
-    """Disjoint sets of positions (union-find). A set holds the positions that will name one slot.
+    """Disjoint sets of positions. A set holds the positions that will name one slot.
 
     An accepted block joins the set of each of its positions with the set of the position it will read.
     A block is refused if two such sets are the same already. So every accepted block frees one slot per
@@ -18,33 +18,35 @@ class Merges:
     """
 
     def __init__(self) -> None:
-        self._above: dict[Key, Key] = {}
-        self._sizes: dict[Key, int] = {}
-        # Roots of sets with positions of several requests.
-        self._across: set[Key] = set()
+        # Row number -> position -> its set. Positions of one set have the same object. A position
+        # without an entry is alone.
+        self._sets: dict[int, dict[int, set[Key]]] = {}
 
-    def _root(self, key: Key) -> Key:
-        above = self._above
-        while key in above:
-            # Halve the path.
-            up = above[key]
-            above[key] = key = above.get(up, up)
-        return key
+    def _set(self, key: Key) -> set[Key]:
+        number, position = key
+        return self._sets.get(number, {}).get(position, {key})
+
+    def _label(self, key: Key) -> Hashable:
+        """The same for all positions of a set, and different from other sets."""
+        number, position = key
+        found = self._sets.get(number, {}).get(position)
+        return key if found is None else id(found)
 
     def size(self, key: Key) -> int:
         """How many positions will name the slot of ``key``."""
-        return self._sizes.get(self._root(key), 1)
+        return len(self._set(key))
 
     def is_across(self, key: Key) -> bool:
         """Whether positions of several requests will name the slot of ``key``."""
-        return self._root(key) in self._across
+        return any(number != key[0] for number, _ in self._set(key))
 
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> bool:
         """Join each of ``dst`` with the one at the same index of ``src``. Returns False and changes
         nothing if the two positions of any pair will name one slot anyway."""
-        joined: dict[Key, Key] = {}
-        for one, other in zip(dst, src, strict=True):
-            low, high = self._root(one), self._root(other)
+        joined: dict[Hashable, Hashable] = {}
+        pairs = list(zip(dst, src, strict=True))
+        for one, other in pairs:
+            low, high = self._label(one), self._label(other)
             while low in joined:
                 low = joined[low]
             while high in joined:
@@ -52,10 +54,15 @@ class Merges:
             if low == high:
                 return False
             joined[low] = high
-        for low, high in joined.items():
-            if low in self._across or high in self._across or low[0] != high[0]:
-                self._across.add(high)
-            self._sizes[high] = self._sizes.get(high, 1) + self._sizes.pop(low, 1)
-            self._across.discard(low)
-            self._above[low] = high
+        for one, other in pairs:
+            few, many = sorted((self._set(one), self._set(other)), key=len)
+            many |= few
+            for number, position in (*few, one, other):
+                self._sets.setdefault(number, {})[position] = many
         return True
+
+    def remove(self, number: int) -> None:
+        """Forget the positions of row ``number``, which is gone. Those that were in a set with them
+        stay in it."""
+        for position, positions in self._sets.pop(number, {}).items():
+            positions.discard((number, position))

@@ -168,8 +168,10 @@ class BlockPipeline:
 
     def forget(self, req: Request) -> None:
         """The row of ``req`` is gone. Blocks of other requests that would have read it become pending
-        until ``req`` has a row again. Such a block is then refused (``across``) if its reader kept its
-        row: the merges still join the two."""
+        until ``req`` has a row again."""
+        state = _state_of(req)
+        if state.row is not None:
+            state.merges.remove(state.row.number)
         for entry in self.ledger.of(req):
             self.ledger.remove(entry)
             if entry.block.req is not req:
@@ -276,10 +278,10 @@ class BlockPipeline:
         merges = _state_of(block.req).merges
         dst = self._keys(block.row, block.dst_start)
         src = self._keys(block.source_row, block.src_start)
-        if any(merges.is_across(key) for key in dst):
-            return Refusal.ACROSS
         if max(merges.size(key) for key in dst) > MAX_READERS:
             return Refusal.READERS
+        if any(merges.is_across(key) for key in dst):
+            return Refusal.ACROSS
         return None if merges.join(dst, src) else Refusal.SAME_SLOTS
 
     def _keys(self, row: HostRow | None, start: int) -> list[Key]:

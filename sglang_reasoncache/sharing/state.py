@@ -112,8 +112,7 @@ class RequestState(RowState):
         pending: Candidates that wait to be measured: for the row, for the source's row, or until SGLang
             may be short of slots.
         shared: Candidates that share in this row, in the order in which they began.
-        merges: Sets of the group's positions, or of the request's if it has no group. Positions of
-            earlier rows stay in them.
+        merges: Sets of the positions of the group's rows, or of the request's row if it has no group.
     """
 
     followed: Followed | None = None

@@ -155,14 +155,18 @@ PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(PAIRS, max_size=9))
-def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]]) -> None:
+@given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
+def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
+    """Positions 0 to 9 of two rows. The second row goes after ``removed`` blocks."""
     merges, labels = Merges(), list(range(10))
 
     def key(at: int) -> Key:
         return at % 2, at
 
-    for block in blocks:
+    for i, block in enumerate(blocks):
+        if i == removed:
+            merges.remove(1)
+            labels = [label if at % 2 == 0 else 10 + at for at, label in enumerate(labels)]
         if any(labels[dst] != dst for dst, _ in block):
             # A position reads one other at most.
             continue
