@@ -99,7 +99,10 @@ class EvictionController:
         ``when=short`` evict positions of ``req``. Returns how many slots became free.
 
         A policy evicts down to its budget at most. It evicts ``slack`` slots if fewer are wanted,
-        because a shortage returns with every decode step. On a GPU this waits for the forward in flight
+        because a shortage returns with every decode step. For the same reason it is not asked about a
+        request with no more than ``slack`` slots above the budget, nor, if it could not give what it
+        was asked for, before ``slack`` new positions were written: a lasting shortage costs one scoring
+        for ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight
         and the scores; computing a retracted request again would take far longer.
         """
         written, before = written_positions(req), stats.slots_freed_by_eviction
@@ -110,7 +113,10 @@ class EvictionController:
             most = max(missing, policy.slack)
             decision = self._decided(name, policy, req, state, stats, written, most)
             if decision is not None:
+                had = stats.slots_freed_by_eviction
                 self._apply(req, state, stats, decision.positions(self._ranks), written)
+                if stats.slots_freed_by_eviction - had >= most:
+                    del state.next_eviction[name]
         return stats.slots_freed_by_eviction - before
 
     def _decided(
@@ -123,16 +129,14 @@ class EvictionController:
         written: int,
         most: int | None = None,
     ) -> Decision | None:
-        """What a policy gives up of a request. None: the request has no more slots than it may have.
+        """What a policy gives up of a request: the slots above the budget, but no more than ``most``.
 
-        ``most``: give up that many slots at most, and ignore the slack. None: give up all slots above
-        the budget once the slack is used up, and do not ask again before ``slack`` new positions were
-        written, because more than the budget may have to stay.
+        None: the slack is not used up, or fewer than ``slack`` positions were written since the policy
+        was asked last. More than the budget may have to stay, so there may be nothing to give.
         """
         slots = written - state.evicted.count - self._row(req).shared
-        slack = policy.slack if most is None else 0
-        if slots - policy.allowed(written) <= slack or (
-            most is None and written < state.next_eviction.get(name, 0)
+        if slots - policy.allowed(written) <= policy.slack or written < state.next_eviction.get(
+            name, 0
         ):
             return None
         state.next_eviction[name] = written + policy.slack
