@@ -94,8 +94,8 @@ class PagedAttention:
             )
             for layer in self._attention
         }
-        rows = len(self._rows.req_to_token)
-        self.queries = RecentQueries(layers, rows, window, self._dtype, self.device)
+        generations = self._rows.req_generation
+        self.queries = RecentQueries(layers, generations, window, self._dtype, self.device)
         return self.queries
 
     def select(self, name: str, selector: Selector) -> PageSelection:
@@ -233,7 +233,7 @@ class PagedAttention:
             self.queries.begin_decode(rows, positions[: len(rows)])
         elif batch.rids is not None:
             # SGLang's own trial runs are of no request.
-            self.queries.begin_extend(batch.rids, rows, positions, batch.extend_seq_lens_cpu)
+            self.queries.begin_extend(rows, positions, batch.extend_seq_lens_cpu)
 
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:

@@ -28,3 +28,9 @@ class Download:
     def ready(self) -> bool:
         """Whether :attr:`host` can be read without waiting."""
         return self._arrived is None or self._arrived.query()
+
+    def wait(self) -> list[torch.Tensor]:
+        """:attr:`host`. Waits until it can be read."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self.host

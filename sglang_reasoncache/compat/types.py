@@ -75,6 +75,8 @@ class ReqToTokenPool(Protocol):
 
     #: int32 ``[max_requests, max_context]``.
     req_to_token: torch.Tensor
+    #: int64 ``[max_requests]`` in host memory: counts the requests that each row was given to.
+    req_generation: torch.Tensor
 
     def write(self, indices: Any, values: torch.Tensor) -> None: ...
 

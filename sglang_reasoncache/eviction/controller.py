@@ -35,6 +35,7 @@ class EvictionController:
     Args:
         rows: SGLang's pool of rows.
         source: Reads the keys and queries for policies.
+        stats: Counts what is evicted.
         ranks: All ranks ask about the same requests in the same order.
 
     Attributes:
@@ -52,10 +53,11 @@ class EvictionController:
         allocator: Any,
         rows: ReqToTokenPool,
         source: KeySource,
+        stats: EvictionStats,
         ranks: Ranks,
     ) -> None:
         self._evictors, self._allocator, self._page = evictors, allocator, allocator.page_size
-        self._rows, self._source, self._ranks = rows, source, ranks
+        self._rows, self._source, self._stats, self._ranks = rows, source, stats, ranks
         self.described = [{"name": name, **dataclasses.asdict(policy)} for name, policy in evictors]
         self.is_active = bool(evictors)
         self.waits = any(policy.when != ALWAYS for _, policy in evictors)
@@ -66,7 +68,6 @@ class EvictionController:
         self,
         req: Request,
         state: RowState,
-        stats: EvictionStats,
         written: int | None = None,
         decide: bool = True,
     ) -> None:
@@ -74,7 +75,7 @@ class EvictionController:
 
         Args:
             req: A request that holds its row.
-            state, stats: Are updated with what is evicted.
+            state: Of the request; is updated with what is evicted.
             written: Positions whose KV is written; None: :func:`written_positions`.
             decide: False: do not ask the policies.
         """
@@ -82,36 +83,42 @@ class EvictionController:
             written = written_positions(req)
         if len(state.evicted.again):
             # Before the policies, because the row came back at its full size.
-            self._evict_again(req, state, stats, written)
+            self._evict_again(req, state, written)
         for name, policy in self._evictors if decide else ():
             decision = state.decisions.pop(name, None)
             if decision is None and policy.when == ALWAYS:
-                decision = self._decided(name, policy, req, state, stats, written)
-            if decision is not None and not decision.ready(self._ranks):
+                decision = self._decided(name, policy, req, state, written)
+            if decision is None:
+                if policy.accumulates:
+                    self._count_queries(name, policy, req, state, written)
+            elif decision.is_immediate or self._ranks.least(decision.ready()):
+                self._apply(req, state, decision.positions(self._ranks), written)
+            else:
                 state.decisions[name] = decision
-            elif decision is not None:
-                self._apply(req, state, stats, decision.positions(self._ranks), written)
-            elif policy.accumulates:
-                self._count_queries(name, policy, req, state, written)
 
-    def give(self, req: Request, state: RowState, stats: EvictionStats, wanted: int) -> int:
+    def give(self, req: Request, state: RowState, wanted: int) -> None:
         """SGLang is about to retract a request, because ``wanted`` slots are missing: have policies with
-        ``when=short`` evict positions of ``req``. Returns how many slots became free.
+        ``when=short`` evict positions of ``req``.
 
         A policy evicts down to its budget at most. It evicts ``slack`` slots if fewer are wanted,
-        because a shortage returns with every decode step. On a GPU this waits for the forward in flight
+        because a shortage returns with every decode step. For the same reason it is not asked about a
+        request with no more than ``slack`` slots above the budget, nor, if it could not give what it
+        was asked for, before ``slack`` new positions were written: a lasting shortage costs one scoring
+        for ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight
         and the scores; computing a retracted request again would take far longer.
         """
-        written, before = written_positions(req), stats.slots_freed_by_eviction
+        written = written_positions(req)
         for name, policy in self._evictors:
-            missing = wanted - (stats.slots_freed_by_eviction - before)
-            if policy.when == ALWAYS or missing <= 0:
+            if policy.when == ALWAYS or wanted <= 0:
                 continue
-            most = max(missing, policy.slack)
-            decision = self._decided(name, policy, req, state, stats, written, most)
-            if decision is not None:
-                self._apply(req, state, stats, decision.positions(self._ranks), written)
-        return stats.slots_freed_by_eviction - before
+            most = max(wanted, policy.slack)
+            decision = self._decided(name, policy, req, state, written, most)
+            if decision is None:
+                continue
+            freed = self._apply(req, state, decision.positions(self._ranks), written)
+            wanted -= freed
+            if freed >= most:
+                del state.next_eviction[name]
 
     def _decided(
         self,
@@ -119,20 +126,17 @@ class EvictionController:
         policy: Evictor,
         req: Request,
         state: RowState,
-        stats: EvictionStats,
         written: int,
         most: int | None = None,
     ) -> Decision | None:
-        """What a policy gives up of a request. None: the request has no more slots than it may have.
+        """What a policy gives up of a request: the slots above the budget, but no more than ``most``.
 
-        ``most``: give up that many slots at most, and ignore the slack. None: give up all slots above
-        the budget once the slack is used up, and do not ask again before ``slack`` new positions were
-        written, because more than the budget may have to stay.
+        None: the slack is not used up, or fewer than ``slack`` positions were written since the policy
+        was asked last. More than the budget may have to stay, so there may be nothing to give.
         """
         slots = written - state.evicted.count - self._row(req).shared
-        slack = policy.slack if most is None else 0
-        if slots - policy.allowed(written) <= slack or (
-            most is None and written < state.next_eviction.get(name, 0)
+        if slots - policy.allowed(written) <= policy.slack or written < state.next_eviction.get(
+            name, 0
         ):
             return None
         state.next_eviction[name] = written + policy.slack
@@ -140,7 +144,7 @@ class EvictionController:
         excess, candidates = policy.excess(view, slots), policy.candidates(view)
         if excess <= 0 or not len(candidates):
             return None
-        stats.eviction_decisions += 1
+        self._stats.eviction_decisions += 1
         scores = self._scores(name, policy, req, state, view)
         return Decision(view, candidates, scores, excess if most is None else min(excess, most))
 
@@ -190,32 +194,30 @@ class EvictionController:
         state.totals[name] = Totals(all_, view.written)
         return scores
 
-    def _evict_again(
-        self, req: Request, state: RowState, stats: EvictionStats, written: int
-    ) -> None:
+    def _evict_again(self, req: Request, state: RowState, written: int) -> None:
         again, end = state.evicted.again, (written - 1) // self._page * self._page
         there = again < end
         state.evicted.again = again[~there]
         # The prefix tree may own the first ones by now, if another response had the same text.
         owned = req.kv.cache_protected_len
-        self._apply(req, state, stats, again[there & (again >= owned)], written)
+        self._apply(req, state, again[there & (again >= owned)], written)
 
     def _apply(
         self,
         req: Request,
         state: RowState,
-        stats: EvictionStats,
         positions: np.ndarray,
         written: int,
-    ) -> None:
-        """Evict those of ``positions``, int64 ``[n]``, that no other policy has evicted since.
+    ) -> int:
+        """Evict those of ``positions``, int64 ``[n]``, that no other policy has evicted since. Returns
+        how many slots became free.
 
         A forward in flight reads the old slots or finds the positions evicted. Both are valid, because
         only a later forward on the same stream overwrites freed slots.
         """
         positions = state.evicted.still_held(positions)
         if not len(positions):
-            return
+            return 0
         rows = self._rows.req_to_token
         row = req.kv.req_pool_idx
         where = row, upload(positions, rows.device)
@@ -236,12 +238,12 @@ class EvictionController:
         known.unset(positions)
         state.evicted.add(positions, written)
         self.positions_now += len(positions)
-        stats.positions_evicted += len(positions)
-        stats.slots_freed_by_eviction += freed
+        self._stats.positions_evicted += len(positions)
+        self._stats.slots_freed_by_eviction += freed
+        return freed
 
     def _row(self, req: Request) -> HostRow:
-        found: HostRow = self._allocator.row_of(req.kv.req_pool_idx)
-        return found
+        return self._allocator.row_of(req.kv.req_pool_idx)  # type: ignore[no-any-return]
 
     def forget(self, state: RowState) -> int:
         """The row is gone. Returns how many of its positions were evicted."""

@@ -13,7 +13,7 @@ from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import lowest
 
 
-class Decision:
+class Decision(Download):
     """Chooses the lowest-scored candidates of one request, so that ``count`` slots become free.
 
     Args:
@@ -27,23 +27,14 @@ class Decision:
         self, view: View, candidates: np.ndarray, scores: torch.Tensor, count: int
     ) -> None:
         at = np.searchsorted(view.held, candidates)
+        super().__init__(scores[upload(at, scores.device)].double())
         self._candidates, self._slots = candidates, view.first_readers[at]
         self._page, self._count = view.page, count
-        self._scores = scores[upload(at, scores.device)].double()
-        self._download: Download | None = None
-
-    def ready(self, ranks: Ranks) -> bool:
-        """Whether the scores are in host memory on all ranks, so that :meth:`positions` does not wait.
-        All ranks call this together."""
-        if self._download is None:
-            self._download = Download(self._scores)
-        return self._download.is_immediate or bool(ranks.least(self._download.ready()))
 
     def positions(self, ranks: Ranks) -> np.ndarray:
         """The chosen positions: int64 ``[n]``, ascending, the same on all ranks, which call this
         together. On a GPU this waits for the scores unless they are :meth:`ready`."""
-        ready = self._download is not None and self._download.ready()
-        sums = self._download.host[0] if ready and self._download else self._scores.cpu()
+        [sums] = self.wait()
         ranks.add(sums)
         chosen = lowest(sums.numpy(), self._slots, self._page, self._count)
         return self._candidates[chosen]

@@ -32,7 +32,8 @@ class RecentQueries:
 
     Args:
         layers: Number -> shape of this rank's attention layers.
-        rows: Rows of ``req_to_token``: most requests that run at once.
+        generations: SGLang's ``req_generation``: int64 ``[rows]`` in host memory. Counts the requests
+            that each row of ``req_to_token`` was given to.
         window: Newest queries of a request that policies read.
         dtype, device: Of the queries.
 
@@ -48,12 +49,13 @@ class RecentQueries:
     def __init__(
         self,
         layers: Mapping[int, LayerShape],
-        rows: int,
+        generations: torch.Tensor,
         window: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.layers, self.window, self.size = layers, window, window + 1
+        rows = len(generations)
         width = sum(layer.heads * layer.dim for layer in layers.values())
         self.nbytes = rows * self.size * width * dtype.itemsize
         told = f"{self.nbytes / 2**20:.0f} MiB for {window} queries of {rows} requests on {device}"
@@ -69,7 +71,8 @@ class RecentQueries:
         except RuntimeError as error:
             raise MemoryError(f"no {told}: {error}") from error
         self.positions = torch.full((rows, self.size), -1, device=device)
-        # For each row: hash of the id of the request whose queries it holds.
+        self._generations = generations
+        # For each row: its generation when the queries that it holds were written.
         self._owners = torch.zeros(rows, dtype=torch.int64, device=device)
         self._device = device
         self._tokens: torch.Tensor | None = None
@@ -90,19 +93,17 @@ class RecentQueries:
         self._where = rows.long(), positions % self.size
         self.positions[self._where] = positions
 
-    def begin_extend(
-        self, rids: Sequence[str], rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]
-    ) -> None:
-        """Begin a prefill, or a chunk of one. The last queries of each request are kept.
+    def begin_extend(self, rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]) -> None:
+        """Begin a prefill, or a chunk of one. The last queries of each request are kept. A row that was
+        given to a request since its last prefill forgets the queries before.
 
         Args:
-            rids: SGLang's ids of the requests. A row that gets another request forgets its queries.
             rows: Indexes in ``req_to_token``, int ``[batch]``, on the device.
             positions: Positions of all new tokens, int64 ``[tokens]``, on the device.
             new: Number of new tokens of each request.
         """
         rows = rows.long()
-        owners = upload([hash(rid) for rid in rids], self._device)
+        owners = upload(self._generations.numpy(), self._device)[rows]
         self.positions[rows] = self.positions[rows].where(
             (self._owners[rows] == owners)[:, None], -1
         )

@@ -261,6 +261,6 @@ class Controller:
         """Call ``work``, a method of the eviction controller, and drop blocks that lost positions."""
         if state.takes_part:
             evicted = state.evicted.count
-            work(req, state, self.stats, *arguments)
+            work(req, state, *arguments)
             if state.evicted.count > evicted:
                 self.pipeline.evicted(req)

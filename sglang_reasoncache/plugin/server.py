@@ -116,7 +116,7 @@ class ServerParts:
         stream = worker.model_runner.forward_stream if self.cached.positions.is_cuda else None
         source = KeySource(*reads[:4], queries=self.attention.queries, stream=stream)
         evictors = config.policies.evictors
-        eviction = EvictionController(evictors, self.allocator, rows, source, ranks)
+        eviction = EvictionController(evictors, self.allocator, rows, source, stats, ranks)
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         others = metrics, self.attention.selection, self.uncorrected
         report = Report(config, stats, pipeline, eviction, *others)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -39,18 +40,31 @@ HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
 CPU = torch.device("cpu")
 
 
-def recent(window: int = WINDOW, heads: int = HEADS, cap: float = 0.0) -> RecentQueries:
+def recent(
+    generations: torch.Tensor, window: int = WINDOW, heads: int = HEADS, cap: float = 0.0
+) -> RecentQueries:
     layers = {layer: LayerShape(heads, DIM, 0.3, cap) for layer in range(LAYERS)}
-    return RecentQueries(layers, ROWS, window, torch.float32, CPU)
+    return RecentQueries(layers, generations, window, torch.float32, CPU)
 
 
 class Kept:
     """A ring buffer, and by request every query there was: a random one for each position."""
 
     def __init__(self) -> None:
-        self.recent = recent()
+        self.pool = ReqToTokenPool(ROWS, 64, "cpu", False)
+        self.recent = recent(self.pool.req_generation)
         self.rows: dict[str, int] = {}
         self.all: dict[str, dict[int, torch.Tensor]] = {}
+
+    def begin(self, *rids: str) -> None:
+        """Requests get rows, as SGLang gives them: the row that became free last is the first to go."""
+        for rid in rids:
+            rows = self.pool.alloc_rows(1)
+            assert rows is not None
+            self.rows[rid], self.all[rid] = rows[0], {}
+
+    def end(self, rid: str) -> None:
+        self.pool.free_rows([self.rows[rid]])
 
     def forward(self, *parts: tuple[str, int, int], decodes: bool = False) -> None:
         """``parts``: request, first new position and end."""
@@ -60,17 +74,15 @@ class Kept:
         if decodes:
             self.recent.begin_decode(*where)
         else:
-            rids, new = [rid for rid, _, _ in parts], [end - first for _, first, end in parts]
-            self.recent.begin_extend(rids, *where, new)
+            self.recent.begin_extend(*where, [end - first for _, first, end in parts])
         for layer in range(LAYERS):
             queries = torch.randn(len(where[1]), HEADS * DIM)
             self.recent.keep(layer, queries)
             at = 0
             for rid, first, end in parts:
                 for position in range(first, end):
-                    mine = self.all.setdefault(rid, {})
                     if layer == LAYERS - 1:
-                        mine[position] = queries[at].view(HEADS, DIM)
+                        self.all[rid][position] = queries[at].view(HEADS, DIM)
                     at += 1
 
     def check(self, rid: str, written: int, first: int) -> None:
@@ -88,7 +100,7 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
     """By prompts in chunks, with a cached prefix, decoding, and in a batch of both; around the end
     of the buffer; and while the next forward is in flight."""
     kept = Kept()
-    kept.rows = {"a": 1, "b": 2}
+    kept.begin("a", "b", "c")
     kept.forward(("a", 0, 7), ("b", 5, 7))
     kept.check("a", 7, 0)
     assert kept.there == [3, 4, 5, 6]
@@ -108,7 +120,6 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             kept.check(rid, written - 1, 0)
             assert kept.there[-1] == written - 2 and len(kept.there) >= 2
     # A decoding request in a batch with a prompt.
-    kept.rows["c"] = 0
     kept.forward(("c", 0, 3), ("a", 20, 21))
     kept.check("a", 21, 18)
     assert kept.there == [18, 19, 20]
@@ -117,18 +128,20 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
 
 
 def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
-    """Also where it had the same positions; and a retracted request comes back with its own."""
-    kept = Kept()
-    kept.rows = {"a": 1}
+    """Also where it had the same positions, or the same id: a client may use one again, and a retracted
+    request comes back."""
+    kept, before = Kept(), "a"
+    kept.begin("a")
     kept.forward(("a", 0, 10))
-    kept.rows["b"] = 1
-    kept.forward(("b", 9, 10))
-    kept.check("b", 10, 0)
-    assert kept.there == [9]
-    # Retracted: "a" is computed again in a row that "b" had, its prompt of 8 was cached.
-    kept.forward(("a", 8, 11))
-    kept.check("a", 11, 0)
-    assert kept.there == [8, 9, 10]
+    row = kept.rows["a"]
+    for rid, first in (("b", 5), ("b", 9)):
+        kept.end(before)
+        kept.begin(rid)
+        assert kept.rows[rid] == row
+        kept.forward((rid, first, 10))
+        kept.check(rid, 10, 0)
+        assert kept.there == list(range(max(first, 6), 10))
+        before = rid
 
 
 def test_random_schedules() -> None:
@@ -141,7 +154,7 @@ def test_random_schedules() -> None:
         parts = [(rid, lengths[rid], lengths[rid] + 1) for rid in running]
         if joins := len(lengths) < ROWS and rng.random() < 0.4:
             rid, first = f"r{turn}", rng.randrange(6)
-            kept.rows[rid] = min({*range(ROWS)} - {kept.rows[other] for other in lengths})
+            kept.begin(rid)
             parts.append((rid, first, first + rng.randint(1, 9)))
             begun[rid] = max(first, parts[-1][2] - WINDOW)
         if not parts:
@@ -152,7 +165,9 @@ def test_random_schedules() -> None:
             kept.check(rid, end, 0)
             assert kept.there == list(range(max(begun[rid], end - WINDOW - 1), end))
         if rng.random() < 0.15:
-            del lengths[rng.choice([*lengths])]
+            rid = rng.choice([*lengths])
+            del lengths[rid]
+            kept.end(rid)
 
 
 # -- weights over held keys -----------------------------------------------------------
@@ -190,8 +205,8 @@ def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries,
     """Of row 1, all 10 positions but the first two were computed; returns their queries."""
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(LAYERS, 8, HEADS, DIM, generator=generator)[:, :, heads]
-    kept = recent(6, queries.shape[2], cap)
-    kept.begin_extend(["r"], torch.tensor([1]), torch.arange(2, 10), [8])
+    kept = recent(torch.zeros(ROWS, dtype=torch.int64), 6, queries.shape[2], cap)
+    kept.begin_extend(torch.tensor([1]), torch.arange(2, 10), [8])
     for layer in range(LAYERS):
         kept.keep(layer, queries[layer].flatten(1))
     return kept, queries

@@ -91,6 +91,21 @@ def test_no_request_is_retracted_while_another_one_has_to_give(policy: Evictor) 
     assert world.controller.stats.shortages > 0
 
 
+@pytest.mark.parametrize("budget", [2, 30], ids=["below the prompt", "above it"])
+def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -> None:
+    """SGLang misses more than all can give, at every step."""
+    slack = 8
+    world, reqs = begun(SINGLE, dataclasses.replace(KEYDIFF, budget=budget, slack=slack), 60, 70)
+    for i in range(40):
+        for req in reqs:
+            decode(world, req, i)
+        lack(world, 1000)
+        for req in reqs:
+            held = len(world.row(req)) - len(evicted(world, req))
+            assert held <= max(budget, len(PROMPT) + 1) + slack
+    assert 0 < world.controller.stats.eviction_decisions <= len(reqs) * (1 + 40 // slack)
+
+
 def test_sharing_comes_first() -> None:
     """Blocks of the ledger are exact copies, or nearly; positions are not."""
     setup = dataclasses.replace(SINGLE, when="short")

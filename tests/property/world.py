@@ -251,14 +251,15 @@ class World:
         settings: dict[str, Any] = dict(block=setup.block, publish=setup.publish)
         settings |= dict(when=setup.when, percentile=100, warmup=0)
         config = ReasonCacheConfig(**settings)
+        stats, block = SharingStats(), setup.block
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
             self.allocator,
             self.rows,
             KeySource(self.pool, self.rows.req_to_token, cached_at, queries=queries),
+            stats,
             self.ranks,
         )
-        stats, block = SharingStats(), setup.block
         tracker = RequestTracker(self.engine, stats, self.ranks, groups=engine is not None)
         redirector = Redirector(self.allocator, self.rows, stats, self.ranks, min_age)
         threshold = AdaptiveThreshold(config.percentile, config.warmup)

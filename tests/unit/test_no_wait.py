@@ -177,7 +177,8 @@ def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
 
     def evicted() -> list[int]:
         shapes = {layer: LayerShape(2, 4, 0.5, 0.0) for layer in range(LAYERS)}
-        recent = RecentQueries(shapes, MAX_ROWS + 1, 32, torch.float32, torch.device(World.device))
+        generations = torch.zeros(MAX_ROWS + 1, dtype=torch.int64)
+        recent = RecentQueries(shapes, generations, 32, torch.float32, torch.device(World.device))
         world = world_of(Setup(page, 4, SLOTS, "exact"), policy, queries=recent)
         keys = torch.randn(world.pool.k_buffer[0].shape, generator=torch.Generator().manual_seed(1))
         for buffer in world.pool.k_buffer:
@@ -187,7 +188,7 @@ def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
         row, length = req.kv.req_pool_idx, req.kv.kv_allocated_len
         queries = torch.randn(length, 8, generator=torch.Generator().manual_seed(2))
         rows = torch.tensor([row]).to(World.device)
-        recent.begin_extend(["r"], rows, torch.arange(length).to(World.device), [length])
+        recent.begin_extend(rows, torch.arange(length).to(World.device), [length])
         for layer in range(LAYERS):
             recent.keep(layer, queries.to(World.device))
         steps(world, req, count=5)
