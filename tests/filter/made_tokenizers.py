@@ -3,7 +3,6 @@
 
 import functools
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,31 +60,13 @@ Really\u2028\u2028done \u00a0\u00a0 here.\x0b\x0c\n</think>
 """
 
 
-@functools.cache
-def traces() -> tuple[str, ...]:
-    """Every response of the traces, none without them."""
-    told = os.environ.get("REASONCACHE_TRACES")
-    folder = Path(told) if told else _ROOT.parent / "shared" / "data" / "traces"
-    paths = sorted(folder.glob("*.jsonl"))
-    return tuple(
-        json.loads(line)["response"]
-        for path in paths
-        for line in path.read_text(encoding="utf-8").split("\n")
-        if line.strip()
-    )
-
-
-def _corpus() -> list[str]:
-    return [TEXT] * 40 + list(traces()[::8])
-
-
 def _train(
     model: Any, split: Any, trainer: type, texts: list[str] | None = None, **knobs: Any
 ) -> Tokenizer:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = split
     knobs = {"vocab_size": _VOCAB_SIZE, "special_tokens": _SPECIAL, "show_progress": False} | knobs
-    tokenizer.train_from_iterator(texts or _corpus(), trainer(**knobs))
+    tokenizer.train_from_iterator(texts or [TEXT] * 40, trainer(**knobs))
     return tokenizer
 
 
@@ -110,10 +91,9 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
 def llama2() -> PreTrainedTokenizerFast:
     """SentencePiece BPE: ``▁``, newlines and rare characters as bytes."""
     # Of characters that are equally rare a trainer keeps others in every run.
-    texts = [text.encode("ascii", "ignore").decode().replace("\n", "") for text in _corpus()]
-    texts = [text.replace(" ", "▁") for text in texts]
+    text = TEXT.encode("ascii", "ignore").decode().replace("\n", "").replace(" ", "▁")
     split = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
-    trained = _train(models.BPE(unk_token="<unk>"), split, trainers.BpeTrainer, texts)
+    trained = _train(models.BPE(unk_token="<unk>"), split, trainers.BpeTrainer, [text] * 40)
     model = json.loads(trained.to_str())["model"]
     pieces = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *model["vocab"]]
     tokenizer = Tokenizer(
@@ -134,7 +114,7 @@ def llama2() -> PreTrainedTokenizerFast:
 
 def unigram() -> PreTrainedTokenizerFast:
     """SentencePiece Unigram with newlines inside pieces; rare characters are unknown."""
-    texts, knobs = [TEXT] * 20 + list(traces()[::40]), {"vocab_size": 2000, "unk_token": "<unk>"}
+    texts, knobs = [TEXT] * 20, {"vocab_size": 2000, "unk_token": "<unk>"}
     split = pre_tokenizers.Metaspace()
     trained = _train(models.Unigram(), split, trainers.UnigramTrainer, texts, **knobs)
     return _wrap(trained, decoders.Metaspace())

@@ -55,23 +55,6 @@ def test_similarities_equal_the_formula(
         history.append(step)
 
 
-@pytest.mark.parametrize(
-    ("earlier", "step", "length_factor", "expected"),
-    [
-        ([5, 3, 3, 9, 9, 9], [9, 3, 9, 5, 3, 9], True, 1.0),
-        ([1, 2], [3], True, 0.0),
-        # (1,1,2) against (1,2,2), not above 0.8 by its last bit.
-        ([1, 1, 2], [1, 2, 2], False, 0.8),
-    ],
-)
-def test_by_hand_and_exactly(
-    earlier: list[int], step: list[int], length_factor: bool, expected: float
-) -> None:
-    index = LexicalIndex(10, length_factor)
-    index.add(step_of(earlier))
-    assert index.similarities(step_of(step)).tolist() == [expected]
-
-
 def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
     """The papers' step is the text between two blank lines, without them."""
     step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)

@@ -25,11 +25,11 @@ from sglang_reasoncache.filter import messages, process, worker
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
-from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
+from sglang_reasoncache.filter.segment import ReasoningSpan
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.structure import Limits
 from sglang_reasoncache.filter.vocabulary import Vocabulary
-from tests.filter.made_tokenizers import made, read, traces
+from tests.filter.made_tokenizers import read
 from tests.filter.words import Words
 from tests.server.faulty.waiting_reasoncache import wait_for
 
@@ -83,22 +83,6 @@ def wait_until_it_failed(step_filter: FilterProcess) -> None:
         time.sleep(0.01)
 
 
-def assert_same(
-    step_filter: FilterProcess, local: RequestFilter, tokens: Sequence[int]
-) -> list[StepResult]:
-    """What the process finds, fed in pieces of growing size, is what a filter here finds."""
-    request = step_filter.open(5, True)
-    at, size = 0, 1
-    while at < len(tokens):
-        feed(step_filter, [request], tokens[at : at + size])
-        at, size = at + size, size + 1
-    step_filter.close(request)
-    taken = take_all(step_filter)
-    expected = [(request, each.pairs, each.counters) for each in local.push(tokens)]
-    assert [(each.request, each.pairs, each.counters) for each in taken] == expected
-    return taken
-
-
 _TEXT = (
     "one two now here \n\n <think> p x = 1 now \n\n p x = 1 now \n\n p x = 2 now \n\n a b c d \n\n "
     "</think> one two now here \n\n <think> one two now here </think>"
@@ -117,22 +101,20 @@ _TEXT = (
 def test_same_results_as_the_filter_in_this_process(
     make: Make, knobs: dict[str, Any], markers: messages.Markers
 ) -> None:
+    """Fed in pieces of growing size."""
     config = FilterConfig(block=2, **knobs)
     span = ReasoningSpan(*markers, True) if markers else None
     local = RequestFilter(config, Words.classes, Words.vocabulary, 5, span)
     tokens = Words().encode(f"{_TEXT} \n\n " * 3)
-    assert_same(make(config, markers=markers), local, tokens)
-
-
-def test_same_results_on_real_responses(make: Make) -> None:
-    if not traces():
-        pytest.skip("no traces: set REASONCACHE_TRACES to a folder of JSONL files")
-    config, vocabulary, steps = FilterConfig(block=8), read("gpt2"), 0
-    step_filter = make(config, vocabulary, max_pending=1 << 20)
-    for text in sorted(traces(), key=len)[:: len(traces()) // 12]:
-        local = RequestFilter(config, TokenClasses(vocabulary), vocabulary, 5)
-        steps += len(assert_same(step_filter, local, made("gpt2").encode(text)))
-    assert steps > 500
+    step_filter = make(config, markers=markers)
+    request, at, size = step_filter.open(5, True), 0, 1
+    while at < len(tokens):
+        feed(step_filter, [request], tokens[at : at + size])
+        at, size = at + size, size + 1
+    step_filter.close(request)
+    expected = [(request, each.pairs, each.counters) for each in local.push(tokens)]
+    taken = take_all(step_filter)
+    assert [(each.request, each.pairs, each.counters) for each in taken] == expected
 
 
 def test_many_requests_come_back_in_order(make: Make) -> None:
@@ -276,17 +258,17 @@ def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
 
 def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     step_filter = make()
-    monkeypatch.setattr(process, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(process, "SILENT_SECONDS", 0.8)
     os.kill(step_filter.pid, signal.SIGSTOP)
     assert step_filter.ready() >= 0, "nothing is asked of it"
     feed_new(step_filter)
     start = time.monotonic()
     wait_until_it_failed(step_filter)
-    assert time.monotonic() - start > 0.25
+    assert time.monotonic() - start > 0.7
     # A pause of the scheduler itself is no silence of the process.
     step_filter.restart()
     feed_new(step_filter)
-    time.sleep(0.5)
+    time.sleep(1.0)
     assert step_filter.ready() >= 0
 
 

@@ -27,7 +27,7 @@ from sglang_reasoncache.filter.segment import (
 )
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
-from tests.filter.made_tokenizers import NAMES, TEXT, made, read, traces
+from tests.filter.made_tokenizers import NAMES, TEXT, made, read
 from tests.filter.words import Words
 
 _WHITE = " \t\r\n"
@@ -174,19 +174,6 @@ _PIECES = st.sampled_from(
 @given(st.one_of(st.lists(_PIECES, max_size=40).map("".join), st.text(max_size=60)))
 def test_any_text(name: str, text: str) -> None:
     check(name, text)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_real_responses(name: str) -> None:
-    """All of them; the embedded model's words are not theirs, so a few do there."""
-    if not traces():
-        pytest.skip("no *.jsonl in ../shared/data/traces beside the checkout or REASONCACHE_TRACES")
-    responses = traces() if name in ("gpt2", "cl100k", "o200k", "llama2") else traces()[::4]
-    counts = [check(name, response) for response in responses]
-    num_steps = sum(steps for steps, _ in counts)
-    num_across = sum(across for _, across in counts)
-    assert num_steps > 20 * len(responses) or name in ("no_split", "unigram")
-    assert num_across == 0 or name in ("no_split", "unigram")
 
 
 def test_a_straddling_token_goes_to_the_step_before_it() -> None:

@@ -28,10 +28,6 @@ from sglang_reasoncache.filter.structure.signature import same_structure, signat
 from sglang_reasoncache.filter.structure.tokens import _WRITTEN
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
-NUM_MUTANTS = 12_000
-_SEED = 20_240_607
-_MAX_MUTANT_CHARS = 600
-
 _WRAPPERS = (
     ("", ""), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("$$", "$$"), ("`", "`"),
     ("```\n", "\n```"), ("so x = ", " holds"),
@@ -58,7 +54,6 @@ _UNTERMINATED = (
     '`"\\"', "`'''`", "**", "_", "*x", "(", "[", ")", "}", "&", "f'", "a’b’", "``` \t\r\nx```", "```\r",
     "````", "`$`$`", "$`$`", r"`\(`\)`",
 )  # fmt: skip
-_REPEATS = (1, 2, 7, 200)
 
 _MACROS = (
     "".join(rf"\newcommand{{\x{a}}}{{" + rf"\x{b}" * 10 + "}" for a, b in itertools.pairwise("abcdefgh")),
@@ -71,27 +66,13 @@ _LONG = (
     "\x00\ud800\udfff\u202e\ufeff" * 100, "x\u0301" * 400, "```" + "\r" * 8000,
 )  # fmt: skip
 
-# Bait: whoever evaluates one of these leaves a mark.
-CANARY_NAME = "REASONCACHE_CANARY_WAS_HERE"
-
-
-def injections(canary: Path) -> list[str]:
-    path = str(canary)
-    touch = f"open({path!r}, 'w').close()"
-    mark = f"__import__('os').environ.__setitem__({CANARY_NAME!r}, '1')"
-    system = f"__import__('os').system('touch {path}')"
-    payloads = [
-        touch, mark, system, f"eval({touch!r})", f"exec({mark!r})", f"(lambda: {touch})()",
-        f"[{touch} for _ in [1]]", f"f'{{{system}}}'", f"sympify({system!r})", f"{touch} + 1 = 2",
-        f"import os; {system}", f"$(touch {path})", f"`touch {path}`", f"; touch {path} #",
-        f"{{% import os %}}{{{{ {system} }}}}", f"!!python/object/apply:os.system ['touch {path}']",
-        f"cos\nsystem\n(S'touch {path}'\ntR.", f"\\directlua{{os.execute('touch {path}')}}",
-    ]  # fmt: skip
-    return [
-        start + payload + end
-        for payload in payloads
-        for start, end in (*_WRAPPERS, ("```python\n", ""), (r"\text{", "}"), ("x^", ""))
-    ]
+# Bait: whoever evaluates one of these leaves a file.
+_BAITS = (
+    "open('{0}', 'w').close()", "__import__('os').system('touch {0}')", "eval(\"open('{0}', 'w')\")",
+    "(lambda: open('{0}', 'w'))()", "f'{{open(\"{0}\", \"w\")}}'", "$(touch {0})", "; touch {0} #",
+    "sympify(\"open('{0}', 'w')\")", "!!python/object/apply:os.system ['touch {0}']",
+    "cos\nsystem\n(S'touch {0}'\ntR.", "\\directlua{{os.execute('touch {0}')}}",
+)  # fmt: skip
 
 
 _WHITE = "".join(chr(c) for c in range(0x3001) if chr(c).isspace())
@@ -119,36 +100,23 @@ _SHARDS = (
 )  # fmt: skip
 
 
-def fixed_steps() -> Iterator[str]:
-    for nest, (start, end), depth in itertools.product(_NESTS, _WRAPPERS, _DEPTHS):
+def hostile(bait: Path) -> list[str]:
+    """Nested, unterminated, huge, recursive and foreign texts, each as mathematics, code and prose."""
+    texts = [*_NUMBERS, *_MACROS, *_UNICODE, *_LONG, *(one.format(bait) for one in _BAITS)]
+    for nest, depth in itertools.product(_NESTS, _DEPTHS):
         opened, _, closed = nest.partition(" ") if " " in nest else (nest[:-1], "", nest[-1])
-        core = "x" if depth % 2 else ""
-        yield start + opened * depth + core + (closed * depth if depth % 3 else "") + end
-    for number, (start, end) in itertools.product(_NUMBERS, _WRAPPERS):
-        yield start + number + end
-    for piece, repeat, gap in itertools.product(_UNTERMINATED, _REPEATS, ("", " ", "x")):
-        yield (piece + gap) * repeat
-    for macro, (start, end) in itertools.product(_MACROS, _WRAPPERS):
-        yield start + macro + end
-    for text in (*_UNICODE, *_LONG):
-        yield text
-        yield f"${text}$ and {text} is 1"
-        yield f"`{text}`\n{text}"
+        texts.append(opened * depth + "x" * (depth % 2) + closed * depth * (depth % 3 > 0))
+    for piece, repeat, gap in itertools.product(_UNTERMINATED, (1, 2, 7, 200), ("", " ", "x")):
+        texts.append((piece + gap) * repeat)
+    return [start + text + end for text in texts for start, end in _WRAPPERS]
 
 
 def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
-    """Random changes of random seeds: parts left out, repeated, swapped, inserted and spliced."""
+    """Parts of some seeds and random pieces, in random order."""
     for _ in range(count):
-        text = rng.choice(seeds)
-        start = rng.randrange(max(1, len(text) - _MAX_MUTANT_CHARS // 2))
-        text = text[start : start + rng.randrange(1, _MAX_MUTANT_CHARS)]
-        for _ in range(rng.randrange(1, 6)):
-            i, j = sorted((rng.randrange(len(text) + 1), rng.randrange(len(text) + 1)))
-            other, shards = rng.choice(seeds), rng.choices(_SHARDS, k=rng.randrange(1, 30))
-            at = rng.randrange(len(other) + 1)
-            parts = (text[:i], text[i:j], text[j:], other[at : at + 60], "".join(shards))
-            text = "".join(rng.choices(parts, k=rng.randrange(1, 6)))[:_MAX_MUTANT_CHARS]
-        yield text
+        starts = [(seed, rng.randrange(len(seed) + 1)) for seed in rng.choices(seeds, k=5)]
+        parts = [seed[at : at + rng.randrange(120)] for seed, at in starts]
+        yield "".join(rng.sample([*parts, *rng.choices(_SHARDS, k=10)], 12))
 
 
 _SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)
@@ -215,10 +183,11 @@ def seconds_to_read(text: str) -> float:
     return best
 
 
+@pytest.mark.slow
 def test_hostile_steps_are_read_in_bounded_time_and_never_evaluated(tmp_path: Path) -> None:
-    canary = tmp_path / "canary"
-    seeds = [*fixed_steps(), *injections(canary)]
-    steps = [*seeds, *mutants(seeds, NUM_MUTANTS, random.Random(_SEED))]
+    bait = tmp_path / "bait"
+    seeds = hostile(bait)
+    steps = [*seeds, *mutants(seeds, 6000, random.Random(20_240_607))]
     signature(steps[0])  # imports SymPy
     refuse = mock.Mock(side_effect=AssertionError("hostile text was evaluated"))
     with contextlib.ExitStack() as refused:
@@ -230,14 +199,15 @@ def test_hostile_steps_are_read_in_bounded_time_and_never_evaluated(tmp_path: Pa
             assert found == signature(step, _SMALL, in_code=i % 2 == 0)
         slowest = max(map(seconds_to_read, steps))
     assert slowest < _MAX_SECONDS
-    assert not canary.exists() and CANARY_NAME not in os.environ
+    assert not bait.exists()
 
 
+@pytest.mark.slow
 def test_steps_of_the_largest_size_and_beyond() -> None:
     """Each hostile shape repeated up to the bound on characters, and lines of a megabyte."""
-    shapes = dict.fromkeys(text[:24] for text in fixed_steps() if text)
+    shapes = dict.fromkeys(text[:24] for text in hostile(Path("none")) if text)
     max_chars = Limits().max_chars
-    for shape in list(shapes)[::8]:
+    for shape in list(shapes)[::50]:
         text = (shape * (max_chars // len(shape) + 1))[:max_chars]
         assert seconds_to_read(text) < _MAX_SECONDS
     for unit in ("x", "(", "1 + ", "prose ", "\\frac{", "$", "`", "'", "\\", "９", "x́", "²"):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever of ours fails while a server runs: requests go on, and every slot comes back.
 
-SGLang's pools, allocator, tree and release path with our controller and hooks. A fault is raised by
-the interpreter, in place of a call that our code makes: every place of such a call has its turn.
+SGLang's pools, allocator, tree and release path with our controller and hooks. The interpreter raises
+a fault in place of a call that our code makes: each place where it computes something, and where one
+of its files calls a function of another one that does, has its turn.
 """
 
 import contextlib
@@ -11,10 +12,10 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -53,25 +54,8 @@ from tests.unit.test_attention import backend_of
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
-OURS = str(Path(sglang_reasoncache.__file__).parent)
+OURS = f"{Path(sglang_reasoncache.__file__).parent}/"
 KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
-#: What is changed when nothing can fail any more, host memory for some bytes aside.
-COMMITS = {"set", "unset", "_count", "add"}
-#: Past the point where all ranks have agreed, or where they do alike without asking.
-AGREED = COMMITS | {"write", "commit"}
-#: On the way to where the other ranks are met, without any work.
-ENTRIES = {"_after_decode", "_after_prefill", "after_decode", "after_prefill", "after_chunk"}
-#: Only read or write some attributes, as far as SGLang relies on them; and this test's own.
-PLAIN = {"state_of", "_on_release", "forget", "forget_row", "_after_count_uncached"}
-PLAIN |= {"saved_positions", "slots_saved", "saved", "count_aliases"}
-PLAIN |= {"entered", "left"}
-#: A request of which this cannot be read opts out.
-PLAIN |= {"asks_to_share"}
-#: Only call what has two tries.
-PLAIN |= {"once_more", "tried", "put"}
-#: Of a forward, what has one try: SGLang's own, and what reads attributes.
-ONE_TRY = {"set_kv_buffer", "for_batch", "forget", "_sinks", "needs_ours", "mark_of"}
-ONE_TRY |= {"is_idle", "is_decode", "reads_ours"}
 SETUPS = [
     Setup(page=1, block=4, slots=240, publish="exact", when="short"),
     Setup(page=4, block=4, slots=320, publish="aliased", prompts=True),
@@ -89,20 +73,28 @@ class Site(NamedTuple):
 
 
 class Faults:
-    """Counts calls out of our code while SGLang waits for it; raises ``error`` instead of the
-    ``number``-th one at ``site``."""
+    """Counts calls of our code while SGLang waits for it: those of PyTorch and NumPy, and those of
+    functions in another file that make some. Raises ``error`` instead of the ``number``-th one at ``site``.
+
+    Where a function of ours has asked :meth:`Ranks.agree`, it makes its change. From there on nothing but
+    PyTorch fails: NumPy takes some bytes of host memory. With ``agreed`` that does not fail either, nor
+    do our own functions anywhere: ranks that fail before they meet the others are another test.
+    """
+
+    #: Functions of ours that were seen to compute.
+    computing: ClassVar[set[CodeType]] = set()
 
     def __init__(
         self,
         site: Site | None = None,
         number: int = 1,
         error: type[Exception] = MemoryError,
-        spared: set[str] = COMMITS,
+        agreed: bool = False,
     ) -> None:
-        self.site, self.number, self.error, self.spared = site, number, error, spared
+        self.site, self.number, self.error, self.agreed = site, number, error, agreed
         self.seen: Counter[Site] = Counter()
         self.raised = False
-        self._depth = 0
+        self._depth, self._changing = 0, set[FrameType]()
 
     def enter(self) -> None:
         self._depth += 1
@@ -113,41 +105,49 @@ class Faults:
         self._depth -= 1
         if not self._depth:
             sys.setprofile(None)
+            self._changing.clear()
 
     def _call(self, frame: FrameType, event: str, called: Any) -> None:
-        caller: FrameType | None = frame
-        if event == "call":
-            caller, name = frame.f_back, frame.f_code.co_name
-        elif event == "c_call" and _computes(called):
-            name = called.__name__
+        caller, code = (frame.f_back, frame.f_code) if event == "call" else (frame, None)
+        if caller is None or not _is_ours(caller):
+            return
+        if code is Ranks.agree.__code__:
+            self._changing.add(caller)
+        if code is None:
+            library, name = _library(called), getattr(called, "__name__", "")
         else:
+            across = code.co_filename != caller.f_code.co_filename
+            library, name = "ours" * (across and code in self.computing), code.co_name
+        if event not in ("call", "c_call") or not library or self._is_spared(caller, library):
             return
-        if caller is None or not caller.f_code.co_filename.startswith(OURS):
-            return
-        if "containment" in caller.f_code.co_filename and name not in ("agree", "_poll"):
-            return
-        site = Site(caller.f_code.co_filename[len(OURS) + 1 :], caller.f_lineno, name)
-        if name in self.spared | PLAIN or _within(caller, self.spared):
-            return
+        site = Site(caller.f_code.co_filename.removeprefix(OURS), caller.f_lineno, name)
         self.seen[site] += 1
         if site == self.site and self.seen[site] == self.number:
             self.raised = True
             raise self.error(f"at {site}")
 
+    def _is_spared(self, frame: FrameType | None, library: str) -> bool:
+        changes = False
+        while frame is not None and _is_ours(frame):
+            if library != "ours":
+                self.computing.add(frame.f_code)
+            changes |= frame in self._changing
+            frame = frame.f_back
+        return (changes and library != "torch") or (self.agreed and (changes or library == "ours"))
 
-def _computes(called: Any) -> bool:
-    """A function of PyTorch or NumPy, or a method of their arrays."""
+
+def _is_ours(frame: FrameType) -> bool:
+    """Of the package, but for what calls a second time."""
+    name = frame.f_code.co_filename
+    return name.startswith(OURS) and not name.endswith("containment.py")
+
+
+def _library(called: Any) -> str:
+    """``torch`` or ``numpy``, whose function or array's method this is, or nothing."""
     of = getattr(called, "__self__", None)
-    module = getattr(called, "__module__", None) or ""
-    return isinstance(of, torch.Tensor | np.ndarray) or module.startswith(("torch", "numpy"))
-
-
-def _within(frame: FrameType | None, names: set[str]) -> bool:
-    while frame is not None and frame.f_code.co_filename.startswith(OURS):
-        if frame.f_code.co_name in names:
-            return True
-        frame = frame.f_back
-    return False
+    owner = type(of) if isinstance(of, torch.Tensor | np.ndarray) else called
+    library = (getattr(owner, "__module__", None) or "").partition(".")[0]
+    return library if library in ("torch", "numpy") else ""
 
 
 @contextlib.contextmanager
@@ -332,6 +332,10 @@ class Load:
         self.free.append(world.allocator.available_size())
 
 
+#: The number of a place's call.
+Fault = tuple[Site, int]
+
+
 class Siblings(Load):
     """Three that read each other, one of which is retracted, and end one after the other."""
 
@@ -368,24 +372,17 @@ class Siblings(Load):
         self._finish()
 
 
-def calls(
-    kind: type[Load], setup: Setup, spared: set[str] = COMMITS
-) -> tuple[SharingStats, list[tuple[Site, int]]]:
-    """What a run without a fault counts, and how often each place calls something."""
+def sites(kind: type[Load], setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]]:
+    """What a run without a fault counts; and for each place that calls something a fault at its first
+    call, and at its last."""
     for _ in range(2):
         # What is looked up once was looked up in the first run.
-        load, faults = kind(setup), Faults(spared=spared)
+        load, faults = kind(setup), Faults(agreed=agreed)
         with injected(faults):
             load.run()
     assert load.controller.report.disabled is None
-    return load.totals, sorted(faults.seen.items())
-
-
-def sites(setup: Setup, spared: set[str] = COMMITS) -> list[tuple[Site, int]]:
-    """All places of calls, and the number of one of the calls that each makes."""
-    stats, found = calls(Load, setup, spared)
-    assert stats.blocks_shared > 4 and stats.positions_evicted > 8 and stats.blocks_reapplied
-    return [(site, 1 + (i % 3) * (count - 1) // 2) for i, (site, count) in enumerate(found)]
+    found = [(site, number) for site, count in faults.seen.items() for number in {1, count}]
+    return load.totals, sorted(found)
 
 
 def failed(load: Load, faults: Faults) -> Any:
@@ -400,58 +397,47 @@ def failed(load: Load, faults: Faults) -> Any:
     return load.look()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("published_config")
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("kind", "setup"),
+    [*((Load, setup) for setup in SETUPS), *((Siblings, setup) for setup in ACROSS[::2])],
+    ids=lambda value: str(getattr(value, "__name__", value)),
+)
+def test_a_fault_at_any_call_is_contained(
+    kind: type[Load], setup: Setup, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL + 1)  # some hundred tracebacks
     torch.set_num_threads(1)
-    found = sites(setup)
-    assert len(found) > 150
+    stats, found = sites(kind, setup)
+    assert len(found) > 100 and stats.blocks_shared > 3 and stats.blocks_reapplied > 0
+    assert (stats.blocks_shared_across == 2) == (kind is Siblings) != (stats.positions_evicted > 8)
     for turn, (site, number) in enumerate(found):
-        load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
+        load, faults = kind(setup), Faults(site, number, KINDS[turn % len(KINDS)])
         report = failed(load, faults)
         assert report["disabled"].startswith(f"{faults.error.__name__}: at Site("), site
         assert load.controller.forecast.credit == 0
 
 
 @pytest.mark.usefixtures("published_config")
-@pytest.mark.parametrize("setup", ACROSS[::2], ids=str)
-def test_a_fault_among_siblings_costs_no_slot(
-    setup: Setup, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("fails", [None, "evicted_of", "reads_shifted"])
+def test_a_batch_that_cannot_be_looked_at_may_read_anything(
+    fails: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first and at the last call of each place."""
-    caplog.set_level(logging.CRITICAL + 1)
-    stats, found = calls(Siblings, setup)
-    assert stats.blocks_shared_across == 2 and stats.blocks_reapplied == 2
-    for site, count in found:
-        for number in {1, count}:
-            assert failed(Siblings(setup), Faults(site, number))["disabled"], site
-
-
-@pytest.mark.usefixtures("published_config")
-def test_a_batch_that_cannot_be_looked_at_may_read_anything() -> None:
     """A fault where SGLang makes a batch: its forward reads rows as if some slots were shifted."""
-
-    def look(faults: Faults) -> tuple[bool, Sequence[int] | None] | None:
-        """The batch's mark."""
-        world = World(SETUPS[0])
-        world.allocator.has_shifted_slots = world.allocator.has_evicted = True
-        backend: Any = SharedSlotReads.__new__(SharedSlotReads)
-        backend.paged = SimpleNamespace(cached=True)
-        runner: Any = SimpleNamespace(attn_backend=backend)
-        made = SimpleNamespace(rids=["r"], forward_mode=None)
-        batch = SimpleNamespace(tree_cache=world.tree, reqs=[start(world)])
-        with injected(faults):
-            attention._after_forward_batch(made, object, batch, runner)
-        assert (world.controller.report.disabled is None) == (faults.site is None)
-        mark = mark_of(made)
-        return None if mark is None else (mark.needs_ours, mark.evicted)
-
-    faults = Faults()
-    assert look(faults) == (False, [0])
-    assert len(faults.seen) > 4
-    for site in faults.seen:
-        assert look(Faults(site)) is None, site
+    world = World(SETUPS[0])
+    world.allocator.has_shifted_slots = world.allocator.has_evicted = True
+    backend: Any = SharedSlotReads.__new__(SharedSlotReads)
+    backend.paged = SimpleNamespace(cached=True)
+    runner: Any = SimpleNamespace(attn_backend=backend)
+    made = SimpleNamespace(rids=["r"], forward_mode=None)
+    batch = SimpleNamespace(tree_cache=world.tree, reqs=[start(world)])
+    if fails is not None:
+        monkeypatch.setattr(world.tree, fails, None)
+    attention._after_forward_batch(made, object, batch, runner)
+    mark, disabled = mark_of(made), world.controller.report.disabled
+    assert (mark is None) == (disabled is not None) == (fails is not None)
+    assert mark is None or (mark.needs_ours, mark.evicted) == (False, [0])
 
 
 def _rank(rank: int, group: Any) -> list[Any]:
@@ -461,18 +447,17 @@ def _rank(rank: int, group: Any) -> list[Any]:
     seen = []
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
         for setup in SETUPS:
-            found = [one for one in sites(setup, AGREED) if one[0].called not in ENTRIES]
-            tree = [one for one in found if one[0].file == "cache/tree.py"]
-            chosen = [tree + found[1::6]]
+            chosen = [sites(Load, setup, True)[1][::4]]
             torch.distributed.broadcast_object_list(chosen, src=0, group=group)
             for turn, (site, number) in enumerate(chosen[0]):
                 load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]
-                with injected(Faults(site if rank else None, number, error, AGREED)):
+                with injected(Faults(site if rank else None, number, error, agreed=True)):
                     load.run()
                 seen.append((site, load.free, load.controller.report.disabled))
     return seen
 
 
+@pytest.mark.slow
 def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
     """They have the same slots free after each step, whichever of them failed, and where. What is
     published and freed they do all the same."""
@@ -517,11 +502,11 @@ def test_attention_goes_on_after_a_fault(
     """A fault at each call of the plan, a layer, queries or selection, one forward per fault."""
     caplog.set_level(logging.CRITICAL + 1)
     _forward(kind, new, Faults())  # looks up what is looked up once
-    faults = Faults(spared=ONE_TRY)
+    faults = Faults(agreed=True)
     right, reasons = _forward(kind, new, faults)
     assert not reasons and len(faults.seen) > (10 if kind == "torch_native" else 20)
     for turn, (site, count) in enumerate(faults.seen.items()):
-        again = Faults(site, 1 + turn % count, KINDS[turn % len(KINDS)], ONE_TRY)
+        again = Faults(site, 1 + turn % count, KINDS[turn % len(KINDS)], agreed=True)
         found, reasons = _forward(kind, new, again)
         assert again.raised and reasons == [f"{again.error.__name__}: at {site}"], site
         assert torch.equal(found, right), site
