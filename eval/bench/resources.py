@@ -238,7 +238,7 @@ def _stored(dtype: torch.dtype) -> str:
 
 def _plan(**asked: bool) -> _Kernel:
     sizes = dict(PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
-    return plan_triton.plan_kernel, dict(SHIFTS=True, POSITIONS=True, **sizes, **asked), {}
+    return plan_triton.plan_kernel, dict(SHIFTS=True, **sizes, **asked), {}
 
 
 def _rotations(write: bool) -> _Kernel:

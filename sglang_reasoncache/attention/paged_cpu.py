@@ -4,7 +4,6 @@ keys (without them its results bit for bit), and our ``reasoncache_cpu``, one ca
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +17,6 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import ForwardBatch, ModelRunner
-
-
-logger = logging.getLogger(__name__)
 
 
 class _RotatingKeys:
@@ -89,12 +85,6 @@ class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
     def __init__(self, model_runner: ModelRunner, cached: CachedPositions | None = None) -> None:
         flag = f"--attention-backend {compat.CPU_BACKEND}"
         super().__init__(model_runner, cached, requested_by=flag)
-        if self.paged.backend != "native":
-            logger.warning(
-                "reasoncache: %s runs in PyTorch here, slower than torch_native: no C++ compiler "
-                "was found",
-                flag,
-            )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the rows; every layer of this forward reads them."""

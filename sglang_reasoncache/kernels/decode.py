@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 
@@ -54,7 +53,6 @@ def decode_attention(
     kv.check(plan.shift, query.dtype)
     if plan.rotations is not None:
         kv.check(plan.rotations.by, query.dtype)
-        _check_rotations(plan, plan.rotations, spans is None and weights is None)
     # Whole rows lie side by side from 0, and so do their weights.
     first = plan.kv_indptr[:-1] if spans is None else None
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
@@ -66,26 +64,13 @@ def decode_attention(
             f"query must be [{batch}, a multiple of {kv.num_heads}, {kv.keys.shape[2]}] on "
             f"{kv.keys.device}, got {list(query.shape)} on {query.device}"
         )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-        if sinks.dtype != torch.float32 or sinks.shape != (heads,):
-            raise ValueError(f"sinks must be fp32 [{heads}], got {sinks.dtype} {list(sinks.shape)}")
-    if begin.dtype != torch.int32 or end.dtype != torch.int32 or end.shape != begin.shape:
-        raise ValueError(f"spans must be two int32 [batch], got {begin.dtype}, {end.dtype}")
-    if weights is not None:
-        entries = len(weights) if kv.backend == "triton" else int((end - begin).sum())
-        if weights.dtype != torch.float32 or weights.shape != (entries,) or weights.stride(0) != 1:
-            raise ValueError(
-                f"weights must be fp32 [{entries}], got {weights.dtype} {list(weights.shape)}"
-            )
     if query.stride(2) != 1:
         query = query.contiguous()
     out = query.new_empty((batch, heads, kv.values.shape[2]))
     spans = begin.contiguous(), end.contiguous()
+    sinks = None if sinks is None else sinks.contiguous()
     options = sinks, float(scale), float(logit_cap), weights
-    if kv.backend == "torch":
-        reference.decode(kv, query, out, plan, spans, *options)
-    elif kv.native is not None:
+    if kv.native is not None:
         queries = query, out, batch, heads, *query.stride()[:2]
         rotations = plan.rotations or (None, None, None)
         count = 0 if plan.rotations is None else len(plan.rotations.by)
@@ -97,18 +82,3 @@ def decode_attention(
 
         decode_triton.decode(kv, query, out, plan, spans, *options, first, longest)
     return out
-
-
-def _check_rotations(plan: RowPlan, rotations: Rotations, readable: bool) -> None:
-    """Raises ValueError for rotations that do not fit the plan, or that cannot be read."""
-    if not readable:
-        raise ValueError("spans and weights need a plan with an entry for every position")
-    tile_ptr, by, bits = rotations
-    tiles = len(plan.kv_indices) // TILE + len(plan.kv_indptr) - 1
-    if (
-        (tile_ptr.dtype, by.dtype, bits.dtype) != (torch.int32, torch.int32, torch.int64)
-        or tile_ptr.shape != (tiles + 1,)
-        or bits.shape != by.shape
-        or not all(side.is_contiguous() for side in (tile_ptr, by, bits))
-    ):
-        raise ValueError(f"rotations must be int32 [{tiles + 1}], int32 [count] and int64 [count]")

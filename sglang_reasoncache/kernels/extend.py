@@ -19,7 +19,6 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.row_plan import RowPlan
@@ -53,10 +52,6 @@ def gather_kv(
         raise ValueError(f"kv_indices must be int32 [count], got {kv_indices.dtype}")
     if shift is not None and (shift.dtype != torch.int32 or shift.shape != kv_indices.shape):
         raise ValueError(f"shift must be int32 {list(kv_indices.shape)}, got {shift.dtype}")
-    if kv.backend == "torch":
-        found = reference.gather(kv, kv_indices, shift)
-        out_k, out_v = (side.transpose(0, 1).to(dtype).contiguous() for side in found)
-        return out_k, out_v
     kv_indices = kv_indices.contiguous()
     shift = None if shift is None else shift.contiguous()
     shape = kv.num_heads, len(kv_indices)

@@ -40,9 +40,9 @@ def plan_kernel(
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
-    positions,  # int32 [capacity], written if POSITIONS
+    positions,  # int32 [capacity], written if MERGE: of the entries in their rows
     num_rows, width, row_stride, num_slots, stride, capacity, SHIFTS: tl.constexpr,
-    POSITIONS: tl.constexpr, MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
+    MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (PIECES, batch). Counts the entries and runs of every piece, or writes them."""
@@ -80,9 +80,9 @@ def plan_kernel(
                 tl.store(runs + capacity + run_at, position, mask=ends)
             at, fits, to = common.targets(kept, to, capacity)
             tl.store(kv_indices + at, slot, mask=fits)
-            if POSITIONS:
+            if MERGE:
                 tl.store(positions + at, position, mask=fits)
-            if not MERGE:
+            else:
                 by = tl.zeros([TILE], tl.int32)
                 if SHIFTS:
                     by = position - tl.load(cached_at + slot, mask=fits, other=0)
@@ -105,19 +105,11 @@ class PlanBuffers:
     kv_indices: torch.Tensor  # int32 [capacity]; anything beyond the last entry
     counts: torch.Tensor  # int32 [2 with merge, else 1, batch, PIECES], of the kernels' own use
     shift: torch.Tensor | None  # int32 [capacity], as kv_indices; None with ``merge``
-    #: int32 ``[capacity]``, of the entries in their rows; None where nobody asks.
-    positions: torch.Tensor | None = None
     merge: MergeBuffers | None = None  # None: every position is an entry
 
     @classmethod
     def of(
-        cls,
-        batch: int,
-        capacity: int,
-        device: torch.device | str,
-        *,
-        positions: bool = False,
-        merge: bool = False,
+        cls, batch: int, capacity: int, device: torch.device | str, *, merge: bool = False
     ) -> PlanBuffers:
         # Zeros are an empty plan.
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
@@ -126,7 +118,6 @@ class PlanBuffers:
             made(capacity),
             made(1 + merge, batch, PIECES),
             None if merge else made(capacity),
-            made(capacity) if positions or merge else None,
             MergeBuffers.of(batch, capacity, device) if merge else None,
         )
 
@@ -140,7 +131,7 @@ class PlanBuffers:
         """Bytes of all buffers."""
         merge = self.merge
         own = () if merge is None else (*merge.rotations, *merge[1:])
-        sides = self.kv_indptr, self.kv_indices, self.counts, self.shift, self.positions, *own
+        sides = self.kv_indptr, self.kv_indices, self.counts, self.shift, *own
         return sum(side.nbytes for side in sides if side is not None)
 
     def plan_of(self, batch: int) -> RowPlan:
@@ -155,11 +146,11 @@ class PlanBuffers:
     def fill(self, kernel: Any, batch: int, *sizes: Any, read: Any, **fixed: Any) -> None:
         """Launch ``kernel`` twice: it counts entries, of which ``kv_indptr`` is made, and writes."""
         counts, capacity, merge = self.counts, len(self.kv_indices), self.merge
-        shift, positions = (counts if s is None else s for s in (self.shift, self.positions))
-        arguments = *read, counts, self.kv_indptr, self.kv_indices, shift, positions, *sizes
-        indptrs = [self.kv_indptr]
+        shift, positions, indptrs = self.shift, counts, [self.kv_indptr]
         if merge is not None:
+            shift, positions = counts, merge.positions
             indptrs.append(merge.run_indptr)
+        arguments = *read, counts, self.kv_indptr, self.kv_indices, shift, positions, *sizes
         if not batch:
             return
         fixed["PIECES"] = pieces = counts.shape[2]
@@ -206,11 +197,9 @@ def plan_into(
         *(*sizes, buffers.counts.stride(0)),
         read=(*read, *own),
         SHIFTS=cached_at is not None,
-        POSITIONS=buffers.positions is not None,
         MERGE=merge is not None,
         TILE=TILE,
     )
-    if merge is not None and buffers.positions is not None:
-        entries = buffers.kv_indptr, buffers.positions
-        rotations_triton.rotate(merge, batch, read, sizes, entries)
+    if merge is not None:
+        rotations_triton.rotate(merge, batch, read, sizes, buffers.kv_indptr)
     return buffers.plan_of(batch)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import served, warm_up
 from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -89,7 +89,7 @@ def attention_backend(
         rotation=paged.rotation,
         queries=_queries(paged, config),
         selection=_selection(paged, config),
-        skips_evicted=backend.skips_evicted,
+        skips_evicted=True,
         uncorrected=uncorrected,
     )
 
@@ -117,7 +117,10 @@ def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelectio
         return None
     refusals.check_selected_page(selector.name, paged.allocator.page_size)
     try:
-        return paged.select(*selector)
+        selection = paged.select(selector)
+        if paged.backend == "triton":
+            warm_up.compile_selection(paged, selection)
+        return selection
     except MemoryError as error:
         keys = f"keeps the least and largest key of each page beside the pool: {error}"
         reason = f"{keys}; lower --mem-fraction-static, or raise --page-size"
@@ -243,7 +246,7 @@ def make_cuda(
         backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-        backend.paged.warm_up()
+        warm_up.compile_attention(backend.paged)
         # Without the backend they do nothing.
         _install_hooks(backend)
     except ValueError:

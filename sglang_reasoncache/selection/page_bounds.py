@@ -83,12 +83,3 @@ class PageBounds:
         signed = torch.cat((query.clamp_min(0), query.clamp_max(0)), dim=-1)
         decode_attention(signed, self._paged, pages, scale=scale, weights=weights, longest=longest)
         return found
-
-    def largest(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """The logits of :meth:`shares`, unscaled, for a query of each page's own.
-
-        fp32 ``[pages, heads, dim]`` and int64 ``[pages]`` to fp32 ``[pages, heads]``.
-        """
-        grouped = query.unflatten(1, (self.low.shape[1], -1))
-        high, low = (side[pages].float()[:, :, None] for side in (self.high, self.low))
-        return torch.maximum(grouped * high, grouped * low).sum(dim=-1).flatten(1)

@@ -21,8 +21,8 @@ from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection import page_bounds
-from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.quest import Quest
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -115,7 +115,7 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     host_rows = torch.zeros(3, width, dtype=torch.int32)
     rows, keys = there(host_rows.clone()), there(torch.randn(pages * PAGE, HEADS, 16))
     rule = Quest(budget=2 * PAGE, whole_layers=0)
-    selection = PageSelection("quest", rule, {0: keys}, PAGE, rows, None)
+    selection = PageSelection(rule, {0: keys}, PAGE, rows, None)
     requests, lengths = there(torch.tensor([2, 1])), there(torch.tensor([1, 1]))
     slots, query = there(torch.zeros(2, dtype=torch.int64)), there(torch.randn(2, 2 * HEADS, 16))
     buffers = PlanBuffers.of(2, 2 * width, DEVICE)
