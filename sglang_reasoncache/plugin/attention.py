@@ -74,15 +74,14 @@ def attention_backend(
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
     """Our backend, which writes ``cached``, where the operator's choice allows it, else the
-    ``stock`` one. ``name``: one of ``compat.CORRECTABLE_BACKENDS``. Raises ValueError where ours
+    ``stock`` one. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError where ours
     was requested and is not supported, or memory is missing."""
     backend, uncorrected = _own_backend(model_runner, config, name, cached)
     if backend is None:
         backend = stock(model_runner)
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
-        rotation = getattr(backend, "rotation", None)
-        return backend, AttentionParts(rotation, uncorrected=uncorrected)
+        return backend, AttentionParts(uncorrected=uncorrected)
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
         return backend, AttentionParts(paged.rotation, uncorrected=uncorrected)
     return backend, AttentionParts(
@@ -174,9 +173,7 @@ def _why_not(model_runner: ModelRunner) -> str:
     if found:
         return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
     runs = f"this server runs {model_runner.decode_attention_backend_str}"
-    return (
-        f"{_CORRECTED} needs --attention-backend {', '.join(compat.CORRECTABLE_BACKENDS)}, {runs}"
-    )
+    return f"{_CORRECTED} needs --attention-backend {', '.join(compat.OUR_BACKENDS)}, {runs}"
 
 
 def _own_backend(
@@ -216,11 +213,7 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
         raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
     if name == compat.CPU_BACKEND:
         return cpu_attention.make(model_runner, cached)
-    if name in compat.CUDA_BACKENDS:
-        return make_cuda(model_runner, name, cached, requested_by=_CORRECTED)
-    from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend
-
-    return CorrectedTorchNativeBackend(model_runner, cached)
+    return make_cuda(model_runner, name, cached, requested_by=_CORRECTED)
 
 
 def make_cuda(

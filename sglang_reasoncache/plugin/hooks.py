@@ -41,7 +41,7 @@ def install() -> None:
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
-    for name in compat.CORRECTABLE_BACKENDS:
+    for name in compat.OUR_BACKENDS:
         # Our own backend is registered on our CPU platform only.
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])

@@ -62,7 +62,7 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
 #: Values of a field that is not set.
 _UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
 
-_ONE_BACKEND = f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
+_ONE_BACKEND = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
 
 
 def of_policy(policy: str, reason: str) -> ValueError:
@@ -139,7 +139,7 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
 def _other_backends(args: ServerArgs) -> list[str]:
     """Flags and names of attention that serves no policy."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
-    served = (None, *compat.EVICTION_BACKENDS)
+    served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
