@@ -35,8 +35,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def once_more(work: _Method) -> _Method:
-    """A method that is called again where it fails, if our allocator says so: its results are new or
-    written over. Only counts of what was selected are added twice."""
+    """A method that :meth:`Containment.once_more` may call a second time after it raised, because it makes
+    new results or overwrites old ones. Only the counts of selected positions are added twice."""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -141,7 +141,7 @@ class PagedAttention:
         return self.readable(plan_into(buffers, *read, num_slots=self._num_slots))
 
     def readable(self, plan: RowPlan) -> RowPlan:
-        """Without shifts where keys are read as cached; buffers have capacity for them anyway."""
+        """The plan without shifts if keys are read as cached, because buffers always have shifts."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
@@ -187,7 +187,7 @@ class PagedAttention:
         if batch.forward_mode.is_decode_or_idle():
             self.queries.begin_decode(rows, positions[: len(rows)])
         elif batch.rids is not None:
-            # SGLang's own trial runs are of no request.
+            # SGLang's own trial runs have no requests.
             self.queries.begin_extend(batch.rids, rows, positions, batch.extend_seq_lens_cpu)
 
     @once_more
@@ -217,7 +217,7 @@ class PagedAttention:
         new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
         if not getattr(self.allocator, "has_evicted", False):
             evicted = [0] * len(new)
-        # Of an unknown batch only the device knows: reading that waits.
+        # For an unknown batch only the device knows the number of entries, and reading it waits.
         if evicted is not None:
             lengths = zip(batch.extend_prefix_lens_cpu, new, evicted, strict=True)
             entries = [before + count - gone for before, count, gone in lengths]
@@ -241,7 +241,7 @@ class PagedAttention:
 
     @once_more
     def written(self, layer: AttentionLayer, batch: ForwardBatch) -> None:
-        """New keys are in the pool."""
+        """Tell the selection that new keys are in the pool."""
         if self.selection is not None:
             self.selection.update(layer.layer_id, batch.out_cache_loc)
 
@@ -270,7 +270,7 @@ class PagedAttention:
 
     @once_more
     def keep(self, q: Tensor, layer: AttentionLayer) -> None:
-        """Queries of a forward, whichever kernel attends."""
+        """Keep the queries of a forward, whichever kernels compute its attention."""
         if self.queries is not None:
             self.queries.keep(layer.layer_id, q.reshape(len(q), -1))
 
@@ -297,7 +297,7 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Factors of logits and outputs: the pool divides keys and values only where it narrows."""
+        """Factors of logits and outputs. A pool divides keys and values only if its dtype is narrower."""
         if self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float

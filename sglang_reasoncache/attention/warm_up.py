@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ def compile_attention(paged: PagedAttention) -> None:
         kv, query = paged.layers[layer.layer_id], _zeros(paged, heads, dim)
         # Triton compiles a kernel twice: for addresses that are multiples of 16 bytes and for others.
         for some, rows in ((None, merged), (spans, plan)):
-            options: Any = {"spans": some, "longest": entries}
-            decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, **options)
+            decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, spans=some)
         for first in (0, 1):
             shift = None if plan.shift is None else plan.shift[first:]
             gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)

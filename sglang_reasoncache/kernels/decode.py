@@ -20,14 +20,13 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
     weights: torch.Tensor | None = None,
-    longest: int | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
-    A shifted key is read as it lies in the pool, under the query rotated back: the cost grows with
-    the runs of equal shift. An entry is read once, however often its key is used. The result does not depend on
-    threads, nor on the rest of the batch.
-    On a CUDA device the call only launches, and can be captured in a graph.
+    A shifted key is read as it lies in the pool, and the query is rotated back, so the cost grows with the
+    runs of equal shift. An entry is read once, however often its key is used. The result does not depend
+    on threads or on the rest of the batch. On a CUDA device the call only launches, and can be captured in
+    a graph.
 
     Args:
         query: ``[batch, heads, k_dim]`` on the pool's device, fp32, bf16 or fp16.
@@ -37,24 +36,20 @@ def decode_attention(
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
-            queries may read the same entries. Not of a plan with rotations, nor ``weights``.
-        weights: fp32, one for each entry of query 0, then of query 1, and so on: each entry's
-            softmax weight, summed over the heads, is added to it. "triton" takes any length.
-        longest: Upper bound on the entries of a query; None: all of the plan's. With ``weights``,
-            "triton" has memory for the logits of as many, and skips others.
+            queries may read the same entries. None if the plan has rotations; so is ``weights``.
+        weights: "native" only: fp32, one for each entry of query 0, then of query 1, and so on. Each
+            entry's softmax weight, summed over the heads, is added.
 
     Returns:
         ``[batch, heads, v_dim]`` of the query's dtype; zeros where there are no entries.
 
     Raises:
-        ValueError: wrong dtype, shape or device; shifted entries without a rotation; by "native"
-            and "torch", a slot, span or shift out of range, which "triton" skips.
+        ValueError: wrong dtype, shape or device; shifted entries without a rotation; by "native", a
+            slot, span or shift out of range, which "triton" skips.
     """
     kv.check(plan.shift, query.dtype)
     if plan.rotations is not None:
         kv.check(plan.rotations.by, query.dtype)
-    # Whole rows lie side by side from 0, and so do their weights.
-    first = plan.kv_indptr[:-1] if spans is None else None
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     batch = begin.shape[0]
     heads, k_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
@@ -69,16 +64,16 @@ def decode_attention(
     out = query.new_empty((batch, heads, kv.values.shape[2]))
     spans = begin.contiguous(), end.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    options = sinks, float(scale), float(logit_cap), weights
+    options = sinks, float(scale), float(logit_cap)
     if kv.native is not None:
         queries = query, out, batch, heads, *query.stride()[:2]
         rotations = plan.rotations or (None, None, None)
         count = 0 if plan.rotations is None else len(plan.rotations.by)
         reads = *spans, plan.kv_indices, plan.shift, len(plan.kv_indices), *rotations, count
         element = DTYPES.index(query.dtype)
-        kv.native.call("decode", *queries, *reads, *options, element, cpu_threads())
+        kv.native.call("decode", *queries, *reads, *options, weights, element, cpu_threads())
     else:
         from sglang_reasoncache.kernels import decode_triton
 
-        decode_triton.decode(kv, query, out, plan, spans, *options, first, longest)
+        decode_triton.decode(kv, query, out, plan, spans, *options)
     return out

@@ -25,7 +25,7 @@ def _pairs(
     at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Elements of some rows that are rotated together: the first ones, and those paired with."""
+    """Elements of some rows that are rotated: the first of each pair, and the second."""
     if NEOX:
         angle = tl.arange(0, COLS)[None, :]
         mask = ok[:, None] & (angle < HALF)

@@ -25,14 +25,14 @@ def plan_rows(
     """Flatten the rows of a batch in host memory, by C++. On a GPU: ``plan_triton.plan_into``.
 
     Args:
-        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position; below 0
-            where a position was evicted: no entry, later positions unchanged.
+        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. Below 0:
+            the position was evicted, has no entry, and later positions keep their numbers.
         requests: int ``[batch]``, index of each request's row.
         lengths: int ``[batch]``, positions in use, at most ``width``.
         cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None: its own.
         num_slots: Slots of the pool, the bound of every entry.
-        merge: A position whose slot is also at its cached position in this row has no entry, so
-            that each slot is read once: the plan has rotations in place of shifts. Needs ``cached_at``.
+        merge: Read each slot once: a position has no entry if its row also names the slot at the slot's
+            cached position. The plan has rotations in place of shifts. Needs ``cached_at``.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -74,7 +73,7 @@ def plan_kernel(
                 tl.store(runs + run_at, position, mask=run_fits)
                 _slot, then, goes_on = common.look(rows, cached_at, position + 1, length, num_slots)
                 ends = moved & ((goes_on != kind) | (then != home + 1))
-                # That of a run which began before this tile is the last one before.
+                # A run that began before this tile is the last one that was written.
                 run_at += begins.to(tl.int32) - 1
                 ends &= (run_at >= 0) & (run_at < capacity)
                 tl.store(runs + capacity + run_at, position, mask=ends)
@@ -143,24 +142,6 @@ class PlanBuffers:
             rotations = Rotations(tile_ptr[: tiles + 1], by, bits)
         return RowPlan(self.kv_indptr[: batch + 1], self.kv_indices, self.shift, rotations)
 
-    def fill(self, kernel: Any, batch: int, *sizes: Any, read: Any, **fixed: Any) -> None:
-        """Launch ``kernel`` twice: it counts entries, of which ``kv_indptr`` is made, and writes."""
-        counts, capacity, merge = self.counts, len(self.kv_indices), self.merge
-        shift, positions, indptrs = self.shift, counts, [self.kv_indptr]
-        if merge is not None:
-            shift, positions = counts, merge.positions
-            indptrs.append(merge.run_indptr)
-        arguments = *read, counts, self.kv_indptr, self.kv_indices, shift, positions, *sizes
-        if not batch:
-            return
-        fixed["PIECES"] = pieces = counts.shape[2]
-        launch = functools.partial(kernel[pieces, batch], *arguments, capacity, **fixed)
-        with common.current_device(counts.device):
-            launch(WRITE=False)
-            for indptr, found in zip(indptrs, counts[:, :batch].sum(2), strict=True):
-                indptr[1 : batch + 1] = found.cumsum(0).clamp_(max=capacity)
-            launch(WRITE=True)
-
 
 def plan_into(
     buffers: PlanBuffers,
@@ -186,20 +167,33 @@ def plan_into(
         raise ValueError(f"plan: {batch} requests, the buffers are for {buffers.batch}")
     if rows.stride(1) != 1:
         raise ValueError(f"plan: positions of a row must lie side by side, got {rows.stride()}")
-    unused = buffers.counts
-    cached = unused if cached_at is None else cached_at.contiguous()
+    counts, capacity = buffers.counts, len(buffers.kv_indices)
+    cached = counts if cached_at is None else cached_at.contiguous()
     read = rows, requests.contiguous(), lengths.contiguous(), cached
     sizes = *rows.shape, rows.stride(0), num_slots
-    own = (unused, unused) if merge is None else (merge.runs, merge.run_indptr)
-    buffers.fill(
-        plan_kernel,
-        batch,
-        *(*sizes, buffers.counts.stride(0)),
-        read=(*read, *own),
+    # Tensors in the place of what is not used.
+    runs, run_indptr, shift, positions = counts, counts, buffers.shift, counts
+    indptrs = [buffers.kv_indptr]
+    if merge is not None:
+        runs, run_indptr, shift, positions = merge.runs, merge.run_indptr, counts, merge.positions
+        indptrs.append(run_indptr)
+    if not batch:
+        return buffers.plan_of(0)
+    pieces = counts.shape[2]
+    launch = functools.partial(
+        plan_kernel[pieces, batch],
+        *(*read, runs, run_indptr, counts, buffers.kv_indptr, buffers.kv_indices, shift, positions),
+        *(*sizes, counts.stride(0), capacity),
         SHIFTS=cached_at is not None,
         MERGE=merge is not None,
+        PIECES=pieces,
         TILE=TILE,
     )
+    with common.current_device(counts.device):
+        launch(WRITE=False)
+        for indptr, found in zip(indptrs, counts[:, :batch].sum(2), strict=True):
+            indptr[1 : batch + 1] = found.cumsum(0).clamp_(max=capacity)
+        launch(WRITE=True)
     if merge is not None:
         rotations_triton.rotate(merge, batch, read, sizes, buffers.kv_indptr)
     return buffers.plan_of(batch)

@@ -27,8 +27,8 @@ PIECES, RUNS = 16, 64
 def _used_by(
     rows, cached_at, positions, first, last, inside, length, num_slots, entries,
 ):  # fmt: skip
-    """Of runs, by their first and last positions: first and last entry that they use, by how many
-    positions these are rotated, of what kind they are, and which of them have such entries."""
+    """For runs, given by their first and last positions: the first and last entry that a run uses, by how
+    many positions these are rotated, the kind of the run, and whether it has such entries."""
     _slot, home, kind = common.look(rows, cached_at, first, length, num_slots)
     wanted = tl.where(kind == common.ALIAS, home, first)
     # Entries lie in the order of their positions.
@@ -144,8 +144,6 @@ def rotate(
     ``read``: rows, requests, lengths and cached positions. ``sizes``: of the rows, their stride, and
     the number of slots.
     """
-    if not batch:
-        return
     (tile_ptr, by, bits), following, positions, runs, run_indptr = merge
     following.zero_()
     lists = tile_ptr, following, by, bits

@@ -179,7 +179,7 @@ def _why_not(model_runner: ModelRunner) -> str:
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
-    """None where SGLang's serves as it is; and why no keys are corrected that might have been."""
+    """Our backend, or None for SGLang's; and why keys are not corrected, if that was tried."""
     reason = ""
     if model_runner.is_draft_worker:
         return None, reason
@@ -190,9 +190,9 @@ def _own_backend(
             if config.positions == "corrected":
                 raise
             reason = str(error)
-            if error.__cause__ is not None:  # it failed, nothing refused it
+            if error.__cause__ is not None:  # a failure, not a refusal
                 logger.warning("reasoncache: %s", reason, exc_info=error)
-        # SGLang's takes the memory that a half-made one of ours had.
+        # SGLang's backend needs the memory that our half-made one had.
         gc.collect()
         torch.cuda.empty_cache()
     one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
@@ -208,7 +208,7 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
-        # Each would see only its own forwards, and the one that writes a slot writes its position.
+        # The backend that writes a slot records its position, so the other one would not know it.
         one = "needs one attention backend for prefill and decode"
         raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
     if name == compat.CPU_BACKEND:
@@ -222,9 +222,9 @@ def make_cuda(
     """The backend of a scheduler process.
 
     ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None reads every key as cached.
-    ``requested_by``: the flag that does, the beginning of every message. Raises ValueError for
-    what is not supported, by name, and, with its cause, where making it fails: for want of memory
-    or of a compiler, or where SGLang could not apply a hook.
+    ``requested_by``: the flag that asks for it, the beginning of every message. Raises ValueError for
+    what is not supported, and, with a cause, if memory or a compiler is missing or SGLang could not apply
+    a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
@@ -240,7 +240,7 @@ def make_cuda(
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
         warm_up.compile_attention(backend.paged)
-        # Without the backend they do nothing.
+        # Last, because hooks cannot be taken away.
         _install_hooks(backend)
     except ValueError:
         raise

@@ -50,7 +50,8 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
-#: Environment variable -> the same. SGLang sets the second of them for some models.
+#: Environment variable -> why keys cannot be corrected on CUDA when it is set. SGLang sets the second one
+#: for some models.
 CORRECTED_VARIABLES: Mapping[str, str] = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
         "it replays one preparation for both variants of a decode graph"
@@ -95,8 +96,7 @@ def check_corrected(args: ServerArgs, requested_by: str) -> None:
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and variables that exclude corrected keys on CUDA, with reasons, whoever set them: SGLang
-    switches on some by itself."""
+    """Flags and variables that exclude corrected keys on CUDA, with reasons. SGLang itself sets some."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]

@@ -28,9 +28,7 @@ class _Step(NamedTuple):
     sizes: Tensor  # positions of each page, 0 of those that the row does not have
     counted: Tensor  # positions of each page, 0 also in rows that are read whole
     newest: Tensor  # [rows, 1]: the page that is being filled
-    scored: Tensor  # bool: pages that are used where they are cached; others are always read
-    pages: RowPlan  # its entries are the pages that are scored
-    entry: Tensor  # where a page is among those entries
+    scored: Tensor  # number in the pool of each page that is used where it is cached, else -1
 
 
 class PageSelection:
@@ -131,19 +129,12 @@ class PageSelection:
         held = (first >= 0) & (first < self._num_slots) & (starts < lengths)
         first = first.masked_fill_(~held, 0)
         sizes = (lengths - starts).clamp_(max=page).masked_fill_(~held, 0)
-        scored = held
+        scored = (first // page).masked_fill_(~held, -1)
         if plan.shift is not None and self._cached_at is not None:
-            scored = held & (starts == self._cached_at[first])
-        entry = (scored.flatten().cumsum(0) - 1).view_as(scored)
-        # What is not scored goes to one more place at the end.
-        to = torch.where(scored, entry, scored.numel()).flatten()
-        entries = torch.zeros(len(to) + 1, dtype=torch.int32, device=to.device)
-        entries.scatter_(0, to, (first // page).flatten().to(torch.int32))
-        pages = RowPlan(_indptr(scored.sum(dim=1)), entries[:-1], None)
+            scored = scored.masked_fill_(starts != self._cached_at[first], -1)
         counted = sizes.masked_fill(lengths <= self._quest.budget, 0)
         newest = (lengths - 1).clamp_min(0) // page
-        entry = entry.clamp_min_(0)
-        return _Step(plan, held, sizes, counted, newest, scored, pages, entry)
+        return _Step(plan, held, sizes, counted, newest, scored)
 
     # -- a layer ----------------------------------------------------------------
 
@@ -157,18 +148,11 @@ class PageSelection:
         step = self._step
         if step is None or layer not in self._bounds:
             return None
-        keep = self._best(step, self._shares(step, self._bounds[layer], query, scale))
+        keep = self._best(step, self._bounds[layer].shares(query, step.scored, scale))
         read = step.sizes.masked_fill(~keep, 0)
         of_counted = step.counted.masked_fill(~keep, 0)
         self._totals += torch.stack((step.counted.sum(), of_counted.sum()))
         return self._entries(step, read)
-
-    def _shares(self, step: _Step, bounds: PageBounds, query: Tensor, scale: float) -> Tensor:
-        """fp32 ``[rows, pages]``: what the query heads may find in a page. Each head has a softmax over
-        the pages, by the largest logit that a key between the least and the largest key of the page can
-        have; the heads are added up."""
-        found = bounds.shares(query, step.pages, scale)
-        return found[step.entry].masked_fill_(~step.scored, 0.0)
 
     def _best(self, step: _Step, shares: Tensor) -> Tensor:
         """bool ``[rows, pages]``: pages to be read."""
@@ -176,7 +160,7 @@ class PageSelection:
         count = min(math.ceil(self._quest.budget / self._page), step.held.shape[1])
         best = shares.topk(count, dim=1).indices
         keep = torch.zeros_like(step.held).scatter_(1, best, True)
-        return (keep | ~step.scored) & step.held
+        return (keep | (step.scored < 0)) & step.held
 
     def _entries(self, step: _Step, read: Tensor) -> RowPlan:
         """Entries of the whole plan in pages to be read; ``read``: positions of each."""

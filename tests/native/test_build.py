@@ -51,7 +51,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
     for text in ('g++ "', " "):
         said = load(CXX=text, REASONCACHE_CACHE_DIR=str(tmp_path / "new"))
-        assert len(said) == 2 and all(f"CXX {text!r} is no command" in line for line in said)
+        assert len(said) == 2 and all("cannot build or load" in line for line in said)
 
 
 @pytest.mark.parametrize(

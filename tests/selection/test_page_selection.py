@@ -11,7 +11,7 @@ import torch
 from sglang_reasoncache import registry
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
+from sglang_reasoncache.kernels.row_plan import BatchRows
 from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
@@ -46,9 +46,10 @@ def test_shares_are_by_the_largest_possible_logit() -> None:
         corners = torch.cartesian_prod(*ends)
         logits[i, head] = (corners @ query[0, head]).max()
         assert logits[i, head] >= (own @ query[0, head]).max()
-    plan = RowPlan(torch.tensor([0, 4]).int(), torch.tensor(pages).int(), None)
     expected = (logits * 0.3).softmax(dim=0).sum(dim=1)
-    torch.testing.assert_close(bounds.shares(query, plan, 0.3), expected, rtol=1e-4, atol=1e-6)
+    found = bounds.shares(query, torch.tensor([[*pages[:2], -1, *pages[2:]]]), 0.3)
+    assert found[0, 2] == 0
+    torch.testing.assert_close(found[0, [0, 1, 3, 4]], expected, rtol=1e-4, atol=1e-6)
 
 
 class World:
