@@ -67,20 +67,19 @@ class PagedAttention:
             context = model_runner.model_config.context_len
             # All layers share one copy of its table.
             rotation = key_rotation(model_runner.model, context).to(self.device)
-        self.layers = {
+        self.pools = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
         }
-        first = self.layers[pool.start_layer]
+        first = self.pools[pool.start_layer]
         #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.
         self.backend, self.rotation = first.backend, first.rotation
         self._num_slots = first.num_slots
-        self.attention = attention_layers(model_runner.model)
+        self.attention_layers = attention_layers(model_runner.model)
         # Soft-capped logits are beyond PyTorch's fused attention.
-        self._singly = any(layer.logit_cap > 0 for layer in self.attention)
-        #: None: no policy reads them; decode steps read all pages.
-        self.queries: RecentQueries | None = None
-        self.selection: PageSelection | None = None
+        self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
+        self.queries: RecentQueries | None = None  # None: no policy reads them
+        self.selection: PageSelection | None = None  # None: decode steps read all pages
         self.forget()
 
     # -- at the start ---------------------------------------------------------------
@@ -91,18 +90,15 @@ class PagedAttention:
             layer.layer_id: LayerShape(
                 *(layer.tp_q_head_num, layer.qk_head_dim, self._scales(layer)[0], layer.logit_cap)
             )
-            for layer in self.attention
+            for layer in self.attention_layers
         }
         rows = len(self._rows.req_to_token)
         self.queries = RecentQueries(layers, rows, window, self.dtype, self.device)
         return self.queries
 
     def select(self, quest: Quest) -> PageSelection:
-        """Have decode steps read the pages that ``quest`` selects, from now on.
-
-        Raises MemoryError where there is none for the pages' bounds.
-        """
-        keys = {layer: kv.keys for layer, kv in self.layers.items()}
+        """Have decode steps read the pages that ``quest`` selects, from now on. Raises MemoryError."""
+        keys = {layer: kv.keys for layer, kv in self.pools.items()}
         read = quest, keys, self.allocator.page_size, self._rows.req_to_token, self._cached_at
         self.selection = PageSelection(*read)
         return self.selection
@@ -121,11 +117,7 @@ class PagedAttention:
         return self.cached is not None and not self.always_needed
 
     def buffers(
-        self,
-        batch: int,
-        entries: int | None = None,
-        *,
-        merge: bool = False,
+        self, batch: int, entries: int | None = None, *, merge: bool = False
     ) -> PlanBuffers:
         """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
@@ -286,7 +278,7 @@ class PagedAttention:
         scale, v_scale = self._scales(layer)
         out = run(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self.layers[layer.layer_id],
+            self.pools[layer.layer_id],
             plan,
             scale=scale,
             logit_cap=layer.logit_cap,

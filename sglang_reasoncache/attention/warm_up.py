@@ -24,9 +24,9 @@ def compile_attention(paged: PagedAttention) -> None:
     if paged.merges:
         merged = _plan_of_row_0(paged, entries, merge=True).plan_of(1)
     spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
-    shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in paged.attention}
+    shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in paged.attention_layers}
     for (heads, dim, logit_cap), layer in shapes.items():
-        kv, query = paged.layers[layer.layer_id], _zeros(paged, heads, dim)
+        kv, query = paged.pools[layer.layer_id], _zeros(paged, heads, dim)
         # Triton compiles a kernel twice: for addresses that are multiples of 16 bytes and for others.
         for some, rows in ((None, merged), (spans, plan)):
             decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, spans=some)
@@ -37,7 +37,7 @@ def compile_attention(paged: PagedAttention) -> None:
 
 def compile_selection(paged: PagedAttention, selection: PageSelection) -> None:
     # The last layer of each shape, because the first layers may read everything.
-    alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in paged.attention}
+    alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in paged.attention_layers}
     queries = {layer.layer_id: _zeros(paged, *shape) for shape, layer in alike.items()}
     selection.warm_up(_plan_of_row_0(paged, paged.width), queries)
 

@@ -8,7 +8,6 @@ number of entries alone: a request has the same bits in any batch.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,10 +34,7 @@ QUERIES = 128
 NUM_STAGES = 5
 
 
-_SIZES = ["total", "num_slots", "table_rows", "rotations"]
-
-
-@triton.jit(do_not_specialize=_SIZES)
+@triton.jit(do_not_specialize=["total", "num_slots", "table_rows", "rotations"])
 def chunk_kernel(
     query,  # [rows, heads, K_DIM]
     keys,  # [num_slots, kv_heads, K_DIM]
@@ -233,9 +229,8 @@ def constants(
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are shifted."""
     group = query.shape[1] // keys.shape[1]
-    rotates = rotates and rotation is not None
     k_cols, v_cols = (tiles.columns(side.shape[2]) for side in (keys, values))
-    heads = tiles.lines(group, max(k_cols, v_cols))
+    lines = tiles.lines(group, max(k_cols, v_cols))
     return dict(
         ELEMENT=common.ELEMENT[keys.dtype],
         # fp8 is multiplied as fp16.
@@ -247,8 +242,8 @@ def constants(
         K_COLS=k_cols,
         V_COLS=v_cols,
         GROUP=group,
-        HEADS=heads,
-        USES=heads // min(heads, triton.next_power_of_2(group)) if rotates else 1,
+        HEADS=lines,
+        USES=lines // min(lines, triton.next_power_of_2(group)) if rotates else 1,
         SPLITS=SPLITS,
         CHUNK=CHUNK,
         TILE=tiles.tile(max(k_cols, v_cols), keys.element_size()),
@@ -267,10 +262,8 @@ def decode(
     scale: float,
     logit_cap: float,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`; waits for nothing.
-
-    Takes memory of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs.
-    """
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing, and takes memory
+    of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs."""
     batch, heads, _ = query.shape
     if not batch:
         return
@@ -279,10 +272,10 @@ def decode(
     rotation = kv.rotation if rotates or plan.shift is not None else None
     fixed = constants(query, keys, values, rotation, capped=logit_cap > 0, rotates=rotates)
     merged = {name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")}
-    fixed |= compiler_options(fixed)
+    options = compiler_options(fixed)
     rows = min(batch, QUERIES)
-    made = functools.partial(torch.empty, dtype=torch.float32, device=query.device)
-    parts, part_lse = made((rows, heads, SPLITS, values.shape[2])), made((rows, heads, SPLITS))
+    part_lse = query.new_empty((rows, heads, SPLITS), dtype=torch.float32)
+    parts = part_lse.new_empty((rows, heads, SPLITS, values.shape[2]))
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
     pool = common.as_read(keys), common.as_read(values)
     rotary = common.rotary_arguments(plan.shift, rotation, plan.kv_indices, part_lse)
@@ -298,7 +291,7 @@ def decode(
             chunk_kernel[(blocks, SPLITS, len(begin))](
                 *(query[here], *pool, begin, end, plan.kv_indices, *rotary, *rotations),
                 *(parts, part_lse, total, len(keys), *strides, scale, logit_cap),
-                **fixed,
+                **(fixed | options),
             )
             merge_kernel[(heads, len(begin))](
                 *(parts, part_lse, begin, end, part_lse if sinks is None else sinks),
