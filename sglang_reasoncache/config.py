@@ -289,3 +289,8 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     knobs |= dict(block=block, page_size=page_size)
     return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)
+
+
+def config_of(server_args: Any) -> ReasonCacheConfig | None:
+    """The config that ``plugin/flags.py`` attached to SGLang's record; None: the flag is off."""
+    return getattr(server_args, "_reasoncache", None)

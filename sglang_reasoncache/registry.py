@@ -21,7 +21,7 @@ from sglang_reasoncache.arguments import value_of
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.policy_options import OptionError
-from sglang_reasoncache.selection.contract import NamedSelector
+from sglang_reasoncache.selection.quest import Quest
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
 #: Every evictor and selector: a policy is one line here.
@@ -35,7 +35,7 @@ BUILT_IN: Mapping[str, str] = types.MappingProxyType(
         "snapkv": f"{_POLICIES}.snapkv:SnapKV",
         "rkv": f"{_POLICIES}.rkv:RKV",
         "triattention": f"{_POLICIES}.triattention:TriAttention",
-        "quest": "sglang_reasoncache.selection.contract:Quest",
+        "quest": "sglang_reasoncache.selection.quest:Quest",
     }
 )
 #: Sharing between similar steps, and nothing at all.
@@ -53,7 +53,7 @@ class PolicyChoice:
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()
-    selector: NamedSelector | None = None
+    selector: Quest | None = None
 
 
 @functools.lru_cache(maxsize=64)
@@ -72,10 +72,8 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"{NOTHING} alone, or without it")
     made = [(name, _make(name, text)) for name, _, text in parts if name not in (NOTHING, SHARING)]
     evictors = tuple(NamedPolicy(*named) for named in made if isinstance(named[1], Evictor))
-    selectors = [NamedSelector(*named) for named in made if not isinstance(named[1], Evictor)]
-    if len(selectors) > 1:
-        raise PolicyError(f"with one of {' and '.join(name for name, _ in selectors)}")
-    return PolicyChoice(SHARING in names, evictors, next(iter(selectors), None))
+    selector = next((policy for _, policy in made if isinstance(policy, Quest)), None)
+    return PolicyChoice(SHARING in names, evictors, selector)
 
 
 def _make(name: str, options: str) -> Any:

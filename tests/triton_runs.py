@@ -26,7 +26,7 @@ on_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
 )
 _SMALL = {
-    **dict.fromkeys(("decode_triton.SPLITS", "decode_triton.PIECES", "plan_triton.PIECES"), 4),
+    **dict.fromkeys(("decode_triton.SPLITS", "plan_triton.PIECES"), 4),
     **{"select_triton.TILE": 8},
 }
 under_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")

@@ -19,14 +19,9 @@ $cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc \
 TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/attention"
 
 echo "sanitize: AddressSanitizer and UndefinedBehaviorSanitizer" >&2
-flags=$("$python" -c '
-from sglang_reasoncache import native
-source = native._source_hash(native._source_root())
-print(*native._FLAGS, f"-DREASONCACHE_SOURCE=\"{source}\"")')
-export REASONCACHE_NATIVE_LIBRARY="$scratch/libreasoncache.so"
-# shellcheck disable=SC2086 # two lists of options
-$cxx $flags -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -Icsrc -shared \
-    csrc/*.cpp csrc/*/*.cpp -o "$REASONCACHE_NATIVE_LIBRARY"
+export CXX="$cxx -fno-omit-frame-pointer -fsanitize=address,undefined"
+export REASONCACHE_CACHE_DIR="$scratch/cache"
+"$python" -c 'from sglang_reasoncache import native; native._build(native._source_root())'
 # The interpreter is not instrumented, so the runtimes are loaded before it; its own
 # leaks are not ours.
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1

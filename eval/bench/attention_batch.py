@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 
-from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import RowPlan
 
@@ -96,8 +96,8 @@ class Batch:
         self.requests = torch.arange(shape.requests, device=self.device)
         self.lengths = torch.full((shape.requests,), shape.tokens, device=self.device)
         self.own_rows = self.rows = lay_rows(shape, 0).to(self.device)
-        self.reference = PagedKv(*pool, rotation(shape.tokens, shape.head_dim), backend="torch")
-        #: First, last and one between: their results are compared with the reference.
+        self.rotation = rotation(shape.tokens, shape.head_dim).to(self.device)
+        #: First, last and one between: their results are compared with PyTorch's.
         self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
 
     @staticmethod
@@ -105,7 +105,7 @@ class Batch:
         return True
 
     def share(self, percent: int, run: int = RUN) -> None:
-        """Lay the rows anew; raises RuntimeError where a result is not the reference's."""
+        """Lay the rows anew; raises RuntimeError where a result is not PyTorch's."""
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
@@ -113,9 +113,20 @@ class Batch:
         self, name: str, found: torch.Tensor, rows: torch.Tensor, as_cached: bool = False
     ) -> None:
         """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
-        query, plan = self.query[self.checked].float(), self.plan_of(rows[self.checked], as_cached)
-        expected = decode_attention(query, self.reference, plan, scale=self.scale)
+        query = self.query[self.checked, :, None].float()
+        sides = (side.transpose(1, 2) for side in self.read(rows[self.checked], as_cached))
+        expected = F.scaled_dot_product_attention(query, *sides, scale=self.scale, enable_gqa=True)
         self.judge(name, found[self.checked], expected)
+
+    def read(
+        self, rows: torch.Tensor, as_cached: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32 keys and values of whole rows, ``[rows, tokens, kv_heads, head_dim]``."""
+        slots = rows.long()
+        at = torch.arange(slots.shape[1], dtype=torch.int32, device=self.device)
+        shift = None if as_cached else at - self.cached_at[slots]
+        keys, values = self.pool
+        return read_keys(keys, slots, shift, self.rotation), read_rows(values, slots)
 
     def judge(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         """Raises RuntimeError where a checked request's ``found`` is off by more than tolerated."""

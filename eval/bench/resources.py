@@ -46,7 +46,7 @@ _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
     "to_indices to_shift runs run_indptr indptr tile_ptr by following",
     "i64": "requests lengths first bases slots to dst src bits",
-    "fp32": "parts part_lse sinks lse cosines sines logits weights whole",
+    "fp32": "parts part_lse sinks cosines sines",
     "fp64": "out",
     "bf16": "query keys values out_k out_v ends",
 }
@@ -200,7 +200,7 @@ def ways(code: str) -> tuple[int, int, int]:
 
 
 def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
-    """``kind``: "merged", "own" (no key is rotated), or "shifted" and its weights are asked for."""
+    """``kind``: "merged", "own" (no key is rotated), or "shifted"."""
     query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
     pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
     query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
@@ -210,18 +210,17 @@ def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False
         pool,
         pool,
         None if kind == "own" else rotation,
-        logits=kind == "shifted",
         rotates=kind == "merged",
     )
     stored = _stored(dtype)
     return decode_triton.chunk_kernel, constants, dict(keys=stored, values=stored, out="bf16")
 
 
-def _bounds(dim: int) -> _Kernel:
-    """Decode over pages in place of slots: keys twice as wide, values of one element."""
+def _logits(dim: int) -> _Kernel:
+    """Of queries at bounds of pages, which are twice as wide as keys."""
     ends, query = (torch.empty(1, count, 2 * dim, dtype=BF16, device="meta") for count in (8, 32))
-    constants = decode_triton.constants(query, ends, ends[..., :1], None, logits=True)
-    return decode_triton.chunk_kernel, constants, {}
+    constants = select_triton.constants(query, ends)
+    return select_triton.logits_kernel, constants, dict(out="fp32")
 
 
 def _distance(dtype: torch.dtype, rotary: bool, neox: bool = True) -> _Kernel:
@@ -238,7 +237,7 @@ def _stored(dtype: torch.dtype) -> str:
 
 def _plan(**asked: bool) -> _Kernel:
     sizes = dict(PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
-    return plan_triton.plan_kernel, dict(SHIFTS=True, POSITIONS=True, **sizes, **asked), {}
+    return plan_triton.plan_kernel, dict(SHIFTS=True, **sizes, **asked), {}
 
 
 def _rotations(write: bool) -> _Kernel:
@@ -262,13 +261,10 @@ def _page_bounds(element: str) -> _Kernel:
 def _others() -> dict[str, _Kernel]:
     gathered: dict[str, Any] = dict.fromkeys(("K_DIM", "V_DIM", "K_COLS", "V_COLS"), 128)
     gathered |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
-    merged = dict(SINKS=True, LSE=True, V_DIM=128, V_COLS=128)
+    merged = dict(SINKS=True, V_DIM=128, V_COLS=128)
     merged |= dict(SPLITS=decode_triton.SPLITS, CHUNK=decode_triton.CHUNK)
-    weighed = dict(heads=32, HEADS=decode_triton.HEADS)
-    weighed |= dict(PIECES=decode_triton.PIECES, TILE=decode_triton.TILE)
     return {
         "merge of chunks": (decode_triton.merge_kernel, merged, dict(out="bf16")),
-        "weights": (decode_triton.weights_kernel, weighed, {}),
         "gather": (gather_triton.gather_kernel, gathered, {}),
         "plan": _plan(MERGE=False, WRITE=True),
         "plan, merged, counts": _plan(MERGE=True, WRITE=False),
@@ -294,7 +290,7 @@ def kernels() -> dict[str, _Kernel]:
         "decode, own, bf16 32/8x128": _decode("32/8x128", BF16, "own"),
         "decode, shifted, bf16 32/8x128": _decode("32/8x128", BF16, "shifted"),
         "decode, shifted, e4m3 32/8x128": _decode("32/8x128", E4M3, "shifted"),
-        **{f"decode over bounds of {dim}": _bounds(dim) for dim in (64, 128, 256)},
+        **{f"logits of bounds of {dim}": _logits(dim) for dim in (64, 128, 256)},
         "distance, bf16": _distance(BF16, False),
         "distance, bf16 rotated": _distance(BF16, True),
         "distance, bf16 interleaved": _distance(BF16, True, neox=False),
@@ -316,15 +312,14 @@ LIMITS = {
     "decode, own, bf16 32/8x128": Resources(136, 0, 72704, 650),
     "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800, 900, 750, 750),
     "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440, 1300, 850, 800),
-    "decode over bounds of 64": Resources(144, 0, 41984, 900),
-    "decode over bounds of 128": Resources(88, 0, 43520, 650),
-    "decode over bounds of 256": Resources(72, 0, 50432, 550),
+    "logits of bounds of 64": Resources(144, 0, 41984, 900),
+    "logits of bounds of 128": Resources(88, 0, 43520, 650),
+    "logits of bounds of 256": Resources(72, 0, 50432, 550),
     "distance, bf16": Resources(48, 0, 16, 250),
     "distance, bf16 rotated": Resources(64, 0, 16, 300),
     "distance, bf16 interleaved": Resources(64, 0, 16, 400),
     "distance, e4m3 rotated": Resources(64, 0, 16, 550),
     "merge of chunks": Resources(56, 0, 2048, 450),
-    "weights": Resources(48, 0, 0, 300, 0, 300),
     "gather": Resources(128, 0, 0, 750),
     "plan": Resources(56, 0, 64, 300),
     "plan, merged, counts": Resources(48, 0, 16, 300),

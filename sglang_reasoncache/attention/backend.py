@@ -23,11 +23,10 @@ else:
 class PagedBackend(_Stock):
     """Put in front of one of SGLang's backends; a forward that was planned runs our kernels.
 
-    Evicted positions are skipped (``skips_evicted``): their row entries are below 0. Without a
-    plan the forward is SGLang's, unless ``always_ours``.
+    Evicted positions, whose row entries are below 0, are skipped. A forward without a plan is SGLang's,
+    unless ``always_ours``.
     """
 
-    skips_evicted = True
     always_ours = False
 
     def __init__(

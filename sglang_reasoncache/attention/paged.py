@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from sglang_reasoncache import compat
@@ -21,12 +20,12 @@ from sglang_reasoncache.attention.served import attention_layers, key_rotation
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
+from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
-from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.quest import Quest
 
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
@@ -36,8 +35,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def once_more(work: _Method) -> _Method:
-    """A method that is called again where it fails, if our allocator says so: its results are new or
-    written over. Only counts of what was selected are added twice."""
+    """A method that :meth:`Containment.once_more` may call a second time after it raised, because it makes
+    new results or overwrites old ones. Only the counts of selected positions are added twice."""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -59,7 +58,7 @@ class PagedAttention:
         self.allocator = model_runner.token_to_kv_pool_allocator
         self._rows = model_runner.req_to_token_pool
         self._pool = pool = model_runner.token_to_kv_pool
-        self._dtype = model_runner.dtype
+        self.dtype = model_runner.dtype
         self.cached = cached
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
@@ -68,20 +67,19 @@ class PagedAttention:
             context = model_runner.model_config.context_len
             # All layers share one copy of its table.
             rotation = key_rotation(model_runner.model, context).to(self.device)
-        self._layers = {
+        self.pools = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
             for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
         }
-        first = self._layers[pool.start_layer]
+        first = self.pools[pool.start_layer]
         #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.
         self.backend, self.rotation = first.backend, first.rotation
         self._num_slots = first.num_slots
-        self._attention = attention_layers(model_runner.model)
+        self.attention_layers = attention_layers(model_runner.model)
         # Soft-capped logits are beyond PyTorch's fused attention.
-        self._singly = any(layer.logit_cap > 0 for layer in self._attention)
-        #: None: no policy reads them; decode steps read all pages.
-        self.queries: RecentQueries | None = None
-        self.selection: PageSelection | None = None
+        self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
+        self.queries: RecentQueries | None = None  # None: no policy reads them
+        self.selection: PageSelection | None = None  # None: decode steps read all pages
         self.forget()
 
     # -- at the start ---------------------------------------------------------------
@@ -92,65 +90,18 @@ class PagedAttention:
             layer.layer_id: LayerShape(
                 *(layer.tp_q_head_num, layer.qk_head_dim, self._scales(layer)[0], layer.logit_cap)
             )
-            for layer in self._attention
+            for layer in self.attention_layers
         }
         generations = self._rows.req_generation
-        self.queries = RecentQueries(layers, generations, window, self._dtype, self.device)
+        self.queries = RecentQueries(layers, generations, window, self.dtype, self.device)
         return self.queries
 
-    def select(self, name: str, selector: Selector) -> PageSelection:
-        """Have decode steps read the pages that ``selector`` scores highest, from now on.
-
-        Raises MemoryError where there is none for the pages' bounds.
-        """
-        keys = {layer: kv.keys for layer, kv in self._layers.items()}
-        on_gpu = self.backend == "triton"
-        made = PageSelection(
-            name,
-            selector,
-            keys,
-            self.allocator.page_size,
-            self._rows.req_to_token,
-            self._cached_at,
-            None if on_gpu else self.rotation,
-        )
-        if on_gpu:
-            # The last layer of each shape: the first ones may read everything.
-            alike = {(layer.tp_q_head_num, layer.qk_head_dim): layer for layer in self._attention}
-            queries = {layer.layer_id: self._zeros(*shape) for shape, layer in alike.items()}
-            made.warm_up(self._nobodys_row(self.width), queries)
-        self.selection = made
-        return made
-
-    def warm_up(self) -> None:
-        """Compile Triton kernels that the first forwards would wait for, some seconds. Writes
-        nothing."""
-        entries = 8
-        plan = self._readable(self._nobodys_row(entries).plan_of(1))
-        merged = plan
-        if self.merges:
-            merged = self._nobodys_row(entries, merge=True).plan_of(1)
-        spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
-        shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in self._attention}
-        for (heads, dim, logit_cap), layer in shapes.items():
-            kv, query = self._layers[layer.layer_id], self._zeros(heads, dim)
-            # Addresses that are multiples of 16 bytes and others are kernels of their own.
-            for some, rows in ((None, merged), (spans, plan)):
-                options: Any = {"spans": some, "longest": entries}
-                decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, **options)
-            for first in (0, 1):
-                shift = None if plan.shift is None else plan.shift[first:]
-                gather_kv(kv, plan.kv_indices[first:], shift, self._dtype)
-
-    def _nobodys_row(self, length: int, *, merge: bool = False) -> PlanBuffers:
-        """A plan of row 0, which is no request's."""
-        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
-        buffers = self.buffers(1, length, merge=merge)
-        self.plan_into(buffers, zero, zero + length)
-        return buffers
-
-    def _zeros(self, heads: int, dim: int) -> Tensor:
-        return torch.zeros((1, heads, dim), dtype=self._dtype, device=self.device)
+    def select(self, quest: Quest) -> PageSelection:
+        """Have decode steps read the pages that ``quest`` selects, from now on. Raises MemoryError."""
+        keys = {layer: kv.keys for layer, kv in self.pools.items()}
+        read = quest, keys, self.allocator.page_size, self._rows.req_to_token, self._cached_at
+        self.selection = PageSelection(*read)
+        return self.selection
 
     # -- planning -------------------------------------------------------------------
 
@@ -166,11 +117,7 @@ class PagedAttention:
         return self.cached is not None and not self.always_needed
 
     def buffers(
-        self,
-        batch: int,
-        entries: int | None = None,
-        *,
-        merge: bool = False,
+        self, batch: int, entries: int | None = None, *, merge: bool = False
     ) -> PlanBuffers:
         """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
@@ -183,10 +130,10 @@ class PagedAttention:
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
         read = self._rows.req_to_token, requests, lengths, self._cached_at
-        return self._readable(plan_into(buffers, *read, num_slots=self._num_slots))
+        return self.readable(plan_into(buffers, *read, num_slots=self._num_slots))
 
-    def _readable(self, plan: RowPlan) -> RowPlan:
-        """Without shifts where keys are read as cached; buffers have capacity for them anyway."""
+    def readable(self, plan: RowPlan) -> RowPlan:
+        """The plan without shifts if keys are read as cached, because buffers always have shifts."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
@@ -232,8 +179,13 @@ class PagedAttention:
         if batch.forward_mode.is_decode_or_idle():
             self.queries.begin_decode(rows, positions[: len(rows)])
         elif batch.rids is not None:
+<<<<<<< HEAD
             # SGLang's own trial runs are of no request.
             self.queries.begin_extend(rows, positions, batch.extend_seq_lens_cpu)
+=======
+            # SGLang's own trial runs have no requests.
+            self.queries.begin_extend(batch.rids, rows, positions, batch.extend_seq_lens_cpu)
+>>>>>>> w-package
 
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:
@@ -249,7 +201,7 @@ class PagedAttention:
     @once_more
     def begin_graph(self, buffers: PlanBuffers, batch: ForwardBatch) -> None:
         """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
-        self.rows = self._readable(buffers.plan_of(batch.batch_size))
+        self.rows = self.readable(buffers.plan_of(batch.batch_size))
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
@@ -262,11 +214,11 @@ class PagedAttention:
         new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
         if not getattr(self.allocator, "has_evicted", False):
             evicted = [0] * len(new)
-        # Of an unknown batch only the device knows: reading that waits.
+        # For an unknown batch only the device knows the number of entries, and reading it waits.
         if evicted is not None:
             lengths = zip(batch.extend_prefix_lens_cpu, new, evicted, strict=True)
             entries = [before + count - gone for before, count, gone in lengths]
-        return ExtendPlan(rows, new, self._dtype, singly=self._singly, entries=entries)
+        return ExtendPlan(rows, new, self.dtype, singly=self._singly, entries=entries)
 
     # -- a layer --------------------------------------------------------------------
 
@@ -286,7 +238,7 @@ class PagedAttention:
 
     @once_more
     def written(self, layer: AttentionLayer, batch: ForwardBatch) -> None:
-        """New keys are in the pool."""
+        """Tell the selection that new keys are in the pool."""
         if self.selection is not None:
             self.selection.update(layer.layer_id, batch.out_cache_loc)
 
@@ -315,7 +267,7 @@ class PagedAttention:
 
     @once_more
     def keep(self, q: Tensor, layer: AttentionLayer) -> None:
-        """Queries of a forward, whichever kernel attends."""
+        """Keep the queries of a forward, whichever kernels compute its attention."""
         if self.queries is not None:
             self.queries.keep(layer.layer_id, q.reshape(len(q), -1))
 
@@ -331,7 +283,7 @@ class PagedAttention:
         scale, v_scale = self._scales(layer)
         out = run(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self._layers[layer.layer_id],
+            self.pools[layer.layer_id],
             plan,
             scale=scale,
             logit_cap=layer.logit_cap,
@@ -342,8 +294,8 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Factors of logits and outputs: the pool divides keys and values only where it narrows."""
-        if self._pool.dtype == self._dtype:
+        """Factors of logits and outputs. A pool divides keys and values only if its dtype is narrower."""
+        if self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float
         v_scale = 1.0 if layer.v_scale_float is None else layer.v_scale_float

@@ -37,8 +37,8 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
-        # Every graph's plan: replays follow one another on one stream.
-        # Those captured before the last, largest one was allocated still write to theirs.
+        # Plans of decode graphs. Replays follow one another on one stream, so all graphs use the last one,
+        # except graphs that were captured before it was allocated.
         self._graphs: list[PlanBuffers] = []
         self._graph_variant: str | None = None
 
@@ -141,7 +141,7 @@ class SharedSlotReads(PagedBackend):
             self.paged.selection.begin(BatchRows(buffers, *where, self.paged.width))
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
-        """Our plan is the last to look at rows: in the graph, or before a forward without one."""
+        """Our plan is the last to read rows, inside the graph or before a forward without a graph."""
         stock = super().shared_read_ends(fm)
         if not fm.is_decode_or_idle():
             return stock

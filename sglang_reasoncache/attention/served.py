@@ -129,7 +129,8 @@ def key_rotation(model: torch.nn.Module, max_positions: int) -> KeyRotation:
 
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """Each once; also SGLang's that are no RotaryEmbedding (LongRoPE, dual chunk)."""
+    """The rotary modules of a model, also those of SGLang that are no RotaryEmbedding (LongRoPE, dual
+    chunk)."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     return [
         module

@@ -106,11 +106,8 @@ ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_at
 #: SGLang's backends in front of which we read shifted slots on CUDA.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
-#: Attention backends whose reads we can correct.
-CORRECTABLE_BACKENDS = ("torch_native", CPU_BACKEND, *CUDA_BACKENDS)
-
-#: Attention backends that skip evicted positions, keep recent queries and read what a policy selects.
-EVICTION_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
+#: Attention backends of which we have our own: keys are corrected, and policies served.
+OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
 def resolve(name: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 class RequestKV(Protocol):
     req_pool_idx: int
     kv_allocated_len: int
-    #: Positions before it belong to the prefix tree.
+    #: Positions below this one belong to the prefix tree.
     cache_protected_len: int
     holds_kv: bool
 
@@ -106,12 +106,10 @@ class ServerArgs(Protocol):
     attention_backend: str | None
     page_size: int | None
     tp_size: int
-    disable_overlap_schedule: bool
 
 
 class ModelConfig(Protocol):
     context_len: int
-    num_attention_heads: int
     is_encoder_decoder: bool
 
 

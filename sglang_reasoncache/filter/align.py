@@ -1,18 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs blocks of a step with blocks of an earlier step, by their tokens, by index or at random."""
+"""Pairs blocks of a step with blocks of an earlier step, by their tokens or by index."""
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import NamedTuple
 
 from sglang_reasoncache.filter.segment import Step
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.filter.settings import FilterConfig
-
-AlignMode = Literal["tokens", "index"]
+from sglang_reasoncache.filter.settings import AlignMode
 
 
 class BlockPair(NamedTuple):
@@ -87,31 +82,3 @@ def block_starts(step: Step, block: int, page_size: int) -> range:
     """First positions of the step's consecutive blocks, from its first page boundary on."""
     first = step.start + -step.start % page_size
     return range(first, step.end - block + 1, block)
-
-
-class RandomPairs:
-    """Pairs each block, with probability ``config.random_ratio``, with a uniformly random block of an
-    earlier step. The same seed and steps give the same pairs. Not thread safe."""
-
-    def __init__(self, config: FilterConfig, seed: int) -> None:
-        self._config = config
-        self._random = random.Random(seed)
-        # Starts of all earlier blocks; for each remembered step, how many it added.
-        self._starts: list[int] = []
-        self._per_step: list[int] = []
-
-    def propose(self, step: Step) -> list[BlockPair]:
-        """Random pairs for ``step``. It becomes an earlier step, and the oldest may be forgotten."""
-        config, earlier = self._config, self._starts
-        ratio = config.random_ratio or 0.0
-        starts = block_starts(step, config.block, config.page_size)
-        pairs = [
-            BlockPair(start, self._random.choice(earlier))
-            for start in starts
-            if earlier and self._random.random() < ratio
-        ]
-        earlier += starts
-        self._per_step.append(len(starts))
-        if len(self._per_step) > config.max_history_steps:
-            del earlier[: self._per_step.pop(0)]
-        return pairs

@@ -18,7 +18,7 @@ class FilterCounters:
         candidates: Earlier steps above the lexical threshold (``match=steps``), or paired blocks
             (``match=runs``).
         dropped_structure: Candidates whose formal content differs.
-        over_bound: Steps, this one included, that were read for it and exceeded a bound of ``Limits``.
+        over_bound: Steps that were parsed to compare this one and exceeded a bound of ``Limits``.
     """
 
     candidates: int = 0

@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sglang_reasoncache.filter.aging import AgeRule
-from sglang_reasoncache.filter.align import RandomPairs
-from sglang_reasoncache.filter.proposal import FilterCounters, Proposal
+from sglang_reasoncache.filter.matcher import Matcher
+from sglang_reasoncache.filter.proposal import Proposal
+from sglang_reasoncache.filter.random_pairs import RandomPairs
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import ReasoningSpan, Segmenter, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -42,7 +43,7 @@ class RequestFilter:
         self.position = start_position
         # Tokens of the open step; empty between two steps.
         self._open_tokens: list[int] = []
-        self._matcher: RandomPairs | RunMatcher | StepMatcher
+        self._matcher: Matcher
         if config.random_ratio is not None:
             # The seed differs between requests and is the same on all ranks.
             self._matcher = RandomPairs(config, config.seed * 1_000_003 + start_position)
@@ -54,8 +55,7 @@ class RequestFilter:
 
     def join(self, member: int, group: RunGroup | None) -> None:
         """See :meth:`RunMatcher.join`. Other matchers do nothing."""
-        if isinstance(self._matcher, RunMatcher):
-            self._matcher.join(member, group)
+        self._matcher.join(member, group)
 
     def push(self, token_ids: Sequence[int]) -> list[Proposal]:
         """Take newly written tokens, in order. Returns one proposal per finished step."""
@@ -84,22 +84,11 @@ class RequestFilter:
             if is_reasoning:
                 # A token behind the end of the step starts the next one.
                 (finished if span[1] > position else tokens).append(token)
-            yield self._build(span[0], finished)
-
-    def _build(self, start: int, tokens: list[int]) -> Step:
-        if isinstance(self._matcher, StepMatcher):
-            return self._matcher.build(start, tokens)
-        return Step.build(start, tokens, "")
+            yield self._matcher.build(span[0], finished)
 
     def propose(self, step: Step) -> Proposal:
         """Block pairs that may share now. ``step``: the last one that :meth:`steps` yielded. It becomes
         an earlier step."""
-        counters = FilterCounters()
-        if isinstance(self._matcher, StepMatcher):
-            found = self._matcher.propose(step, counters)
-        else:
-            found = self._matcher.propose(step)
-            counters.candidates = len(found)
-        pairs = self._age_rule.release(found, step.end)
-        across = self._matcher.across() if isinstance(self._matcher, RunMatcher) else []
-        return Proposal(step, tuple(pairs), counters, tuple(across))
+        matcher = self._matcher
+        pairs = self._age_rule.release(matcher.propose(step), step.end)
+        return Proposal(step, tuple(pairs), matcher.counters, tuple(matcher.across()))

@@ -7,6 +7,8 @@ from __future__ import annotations
 from array import array
 
 from sglang_reasoncache.filter.align import AcrossPair, BlockPair
+from sglang_reasoncache.filter.matcher import Matcher
+from sglang_reasoncache.filter.proposal import FilterCounters
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
@@ -30,8 +32,8 @@ class RunGroup:
         self.copies: dict[int, tuple[int, int]] = {}
 
 
-class RunMatcher:
-    """Finds blocks of one response that occur earlier in it. Not thread safe.
+class RunMatcher(Matcher):
+    """Finds blocks of one response that occur earlier in it.
 
     The first tokens of a repeat have the least context in common with the first occurrence, so sharing
     them does most of the damage. A block is therefore paired only if its *window* repeats: the block
@@ -73,7 +75,6 @@ class RunMatcher:
             group.members[member] = self
 
     def propose(self, step: Step) -> list[BlockPair]:
-        """Pairs of a block that ends in ``step`` and an earlier block of the same tokens, ascending."""
         self._append(step)
         pairs, block = [], self._block
         while self._at + block <= len(self._tokens):
@@ -85,6 +86,7 @@ class RunMatcher:
             self._distance = at - earlier
             pairs.append(BlockPair(self._start + at, self._start + earlier))
             self._at += block
+        self.counters = FilterCounters(candidates=len(pairs))
         return pairs
 
     def _begin(self, offset: int) -> None:

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from sglang_reasoncache.filter.align import AlignMode
 from sglang_reasoncache.filter.structure import Limits
+
+#: How blocks of two similar steps are paired, see ``align_blocks``.
+AlignMode = Literal["tokens", "index"]
 
 # ReasonCache: new blocks of 16 tokens read slots of similar earlier steps at once, if their distance is
 # within the percentile.

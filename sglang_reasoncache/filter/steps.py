@@ -10,19 +10,16 @@ import numpy as np
 
 from sglang_reasoncache.filter.align import BlockPair, align_blocks
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
+from sglang_reasoncache.filter.matcher import Matcher
 from sglang_reasoncache.filter.proposal import FilterCounters
 from sglang_reasoncache.filter.segment import BLANK, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.structure.signature import (
-    Signature,
-    same_structure,
-    signature,
-)
+from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
-class StepMatcher:
-    """Compares each step of one response with the ``max_history_steps`` before it. Not thread safe."""
+class StepMatcher(Matcher):
+    """Compares each step of one response with the ``max_history_steps`` before it."""
 
     def __init__(self, config: FilterConfig, classes: TokenClasses, vocabulary: Vocabulary) -> None:
         self._config, self._classes, self._vocabulary = config, classes, vocabulary
@@ -32,7 +29,6 @@ class StepMatcher:
         self._readable = 0
 
     def build(self, start: int, tokens: Sequence[int]) -> Step:
-        """Make a step with its text. Steps must be built in their order."""
         num_blank_tail = 0
         while self._classes(tokens[-1 - num_blank_tail]) & BLANK:
             num_blank_tail += 1
@@ -42,15 +38,15 @@ class StepMatcher:
         self._in_code ^= text.count("```") % 2 == 1
         return step
 
-    def propose(self, step: Step, counters: FilterCounters) -> list[BlockPair]:
-        """Block pairs of ``step``, ascending. It becomes an earlier step."""
-        found = self._align(step, self._candidates(step, counters), counters)
+    def propose(self, step: Step) -> list[BlockPair]:
+        self.counters = FilterCounters()
+        found = self._align(step, self._candidates(step))
         self._history.add(step)
         if not self._config.use_structure:
             step.text = ""  # not needed any more
         return found
 
-    def _candidates(self, step: Step, counters: FilterCounters) -> list[int]:
+    def _candidates(self, step: Step) -> list[int]:
         """Indexes in the history of steps above the threshold: most similar first, then newest first."""
         if not len(self._history):
             return []
@@ -60,16 +56,14 @@ class StepMatcher:
         if tau is None:
             tau = dynamic_threshold(sims, config.strict, config.soft)
         above = np.flatnonzero(sims > tau)
-        counters.candidates = len(above)
+        self.counters.candidates = len(above)
         # Stable sort of the reversed order: equal similarities, latest first.
         order = above[::-1]
         order = order[np.argsort(-sims[order], kind="stable")]
         kept = order[: config.max_structure_checks]
         return [int(index) for index in kept]
 
-    def _align(
-        self, step: Step, candidates: list[int], counters: FilterCounters
-    ) -> list[BlockPair]:
+    def _align(self, step: Step, candidates: list[int]) -> list[BlockPair]:
         """Block pairs of the best candidates that pass the structure check."""
         config = self._config
         pairs: list[BlockPair] = []
@@ -81,7 +75,7 @@ class StepMatcher:
             if num_used == config.max_candidates or left <= 0 or covered.count(0) < config.block:
                 break
             earlier = self._history[index]
-            if config.use_structure and not self._passes(step, earlier, counters):
+            if config.use_structure and not self._passes(step, earlier):
                 continue
             num_used += 1
             found = align_blocks(
@@ -94,26 +88,22 @@ class StepMatcher:
         pairs.sort()
         return pairs
 
-    def _passes(self, step: Step, earlier: Step, counters: FilterCounters) -> bool:
+    def _passes(self, step: Step, earlier: Step) -> bool:
         if earlier.signature is None:
             # Parse a bounded number of earlier steps for one step.
             if self._readable <= 0:
                 return False
             self._readable -= len(earlier.text)
-        a, b = self._signature(step, counters), self._signature(earlier, counters)
+        a, b = self._signature(step), self._signature(earlier)
         if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
             return True
-        counters.dropped_structure += not (a.bound or b.bound)
+        self.counters.dropped_structure += not (a.bound or b.bound)
         return False
 
-    def _signature(self, step: Step, counters: FilterCounters) -> Signature:
+    def _signature(self, step: Step) -> Signature:
         """The step's signature. It is parsed on first use, because most steps never become a candidate."""
         if step.signature is None:
-            step.signature = signature(
-                step.text,
-                self._config.limits,
-                in_code=step.in_code,
-            )
+            step.signature = signature(step.text, self._config.limits, in_code=step.in_code)
             step.text = ""  # only the signature is needed from now on
-            counters.over_bound += bool(step.signature.bound)
+            self.counters.over_bound += bool(step.signature.bound)
         return step.signature

@@ -2,9 +2,9 @@
 """Reads the bytes of every token id once, so that steps get their text without the tokenizer.
 
 Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``,
-``##``), and what a piece adds to a text may depend on its neighbours. This module tries three ways to
-read them, the exact one first. It compares each with the tokenizer's ``decode`` on some hundred
-sequences and takes the one that agrees most.
+``##``), and what a piece adds to a text may depend on its neighbours. This module tries an exact way
+to read them, then a way through the tokenizer's ``decode``. It compares each with ``decode`` on some
+hundred sequences and takes the one that agrees more.
 
 Concatenated bytes cannot reproduce three things, which no step needs: the space that some tokenizers
 leave out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), and
@@ -67,7 +67,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
     # For each way: numbers of texts and of sequences that differ; its name; its vocabulary.
     found: list[tuple[tuple[int, int], str, Vocabulary]] = []
-    for route in (_by_bytes, _by_context, _by_id):
+    for route in (_by_bytes, _by_context):
         try:
             vocabulary = Vocabulary(route(tokenizer, size))
         except Exception as error:
@@ -153,8 +153,3 @@ def _by_context(tokenizer: Any, size: int) -> list[bytes]:
         (text[len(before) :] if text.startswith(before) else _decode(tokenizer, [i])).encode()
         for i, text in enumerate(texts)
     ]
-
-
-def _by_id(tokenizer: Any, size: int) -> list[bytes]:
-    """What ``decode`` returns for each token alone."""
-    return [_decode(tokenizer, [i]).encode("utf-8", errors="replace") for i in range(size)]

@@ -25,8 +25,8 @@ ELEMENT = {
 }
 
 
-#: Kinds of a position in a row. It names no slot; a slot at the slot's cached position; a slot away from
-#: its cached position; such a slot that the row also names at the cached position.
+#: Kinds of a position in a row. EVICTED: it names no slot. OWN: it is the cached position of its slot.
+#: SHIFTED: it is not. ALIAS: it is not, but the row also names the slot at its cached position.
 EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 
@@ -50,7 +50,8 @@ def rotary_constants(rotation: KeyRotation | None) -> dict[str, Any]:
 def rotary_arguments(
     shift: Tensor | None, rotation: KeyRotation | None, ints: Tensor, unused: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Shift, cosines, sines and their rows; in place of what is not read, tensors that are there."""
+    """Shift, cosines, sines and their number of rows. What a kernel does not read is filled in with ``ints``
+    or ``unused``, because every pointer needs a tensor."""
     shift = ints if shift is None else shift.contiguous()
     if rotation is None:
         return shift, unused, unused, 0
@@ -74,7 +75,7 @@ def span_of(begin, end, row, total):
 
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride):
-    """Where the row of a request begins, and its length: 0 of what is no row, at most its width."""
+    """Where the row of a request begins, and its length, at most ``width``; 0 for a request without a row."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
@@ -84,7 +85,7 @@ def row_of(rows, requests, lengths, request, num_rows, width, row_stride):
 
 @triton.jit
 def look(rows, cached_at, position, length, num_slots):
-    """Slots of some positions of a row, their cached positions, and of what kind they are."""
+    """For some positions of a row: their slots, the slots' cached positions, and the positions' kinds."""
     slot = tl.load(rows + position, mask=(position >= 0) & (position < length), other=-1)
     kept = (slot >= 0) & (slot < num_slots)
     home = tl.load(cached_at + slot, mask=kept, other=-1)
@@ -96,7 +97,7 @@ def look(rows, cached_at, position, length, num_slots):
 
 @triton.jit
 def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
-    """Where the first entry goes that a program writes, by the ``counts`` of all pieces."""
+    """Where a program writes its first entry, by the ``counts`` of all pieces."""
     pieces = tl.arange(0, PIECES)
     earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
     return tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
@@ -149,8 +150,8 @@ def load_slots(kv_indices, entry, inside, num_slots):
 
 @triton.jit
 def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
-    """Of every column: whether it is rotated at all, the column it is paired with (itself if it is
-    not), whether it is the first of the pair, and the pair's index in a row of the rotary table."""
+    """For every column: whether it is rotated, the column it is paired with (itself if it is not rotated),
+    whether it is the first of the pair, and the pair's index in a row of the rotary table."""
     rotated = column < 2 * HALF
     if NEOX:
         first = column < HALF
@@ -165,8 +166,8 @@ def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
 
 @triton.jit
 def load_factors(cosines, sines, shift, rotated, first, angle, mask, HALF: tl.constexpr):
-    """What an element, and the one it is paired with, are multiplied by to rotate it by ``shift``
-    positions, either way. Nothing is read where ``mask`` is off or it is not ``rotated``."""
+    """Cosine and signed sine: an element rotated by ``shift`` positions, either way, is ``element * cosine +
+    paired * sine``. Nothing is read where ``mask`` is off or the element is not ``rotated``."""
     at = tl.abs(shift).to(tl.int64) * HALF + angle
     cosine = tl.load(cosines + at, mask=mask & rotated, other=1.0)
     sine = tl.load(sines + at, mask=mask & rotated, other=0.0)

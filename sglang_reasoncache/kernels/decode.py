@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 
@@ -21,14 +20,13 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
     weights: torch.Tensor | None = None,
-    longest: int | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
-    A shifted key is read as it lies in the pool, under the query rotated back: the cost grows with
-    the runs of equal shift. An entry is read once, however often its key is used. The result does not depend on
-    threads, nor on the rest of the batch.
-    On a CUDA device the call only launches, and can be captured in a graph.
+    A shifted key is read as it lies in the pool, and the query is rotated back, so the cost grows with the
+    runs of equal shift. An entry is read once, however often its key is used. The result does not depend
+    on threads or on the rest of the batch. On a CUDA device the call only launches, and can be captured in
+    a graph.
 
     Args:
         query: ``[batch, heads, k_dim]`` on the pool's device, fp32, bf16 or fp16.
@@ -38,25 +36,20 @@ def decode_attention(
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
-            queries may read the same entries. Not of a plan with rotations, nor ``weights``.
-        weights: fp32, one for each entry of query 0, then of query 1, and so on: each entry's
-            softmax weight, summed over the heads, is added to it. "triton" takes any length.
-        longest: Upper bound on the entries of a query; None: all of the plan's. With ``weights``,
-            "triton" has memory for the logits of as many, and skips others.
+            queries may read the same entries. None if the plan has rotations; so is ``weights``.
+        weights: "native" only: fp32, one for each entry of query 0, then of query 1, and so on. Each
+            entry's softmax weight, summed over the heads, is added.
 
     Returns:
         ``[batch, heads, v_dim]`` of the query's dtype; zeros where there are no entries.
 
     Raises:
-        ValueError: wrong dtype, shape or device; shifted entries without a rotation; by "native"
-            and "torch", a slot, span or shift out of range, which "triton" skips.
+        ValueError: wrong dtype, shape or device; shifted entries without a rotation; by "native", a
+            slot, span or shift out of range, which "triton" skips.
     """
     kv.check(plan.shift, query.dtype)
     if plan.rotations is not None:
         kv.check(plan.rotations.by, query.dtype)
-        _check_rotations(plan, plan.rotations, spans is None and weights is None)
-    # Whole rows lie side by side from 0, and so do their weights.
-    first = plan.kv_indptr[:-1] if spans is None else None
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     batch = begin.shape[0]
     heads, k_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
@@ -66,49 +59,21 @@ def decode_attention(
             f"query must be [{batch}, a multiple of {kv.num_heads}, {kv.keys.shape[2]}] on "
             f"{kv.keys.device}, got {list(query.shape)} on {query.device}"
         )
-    if sinks is not None:
-        sinks = sinks.contiguous()
-        if sinks.dtype != torch.float32 or sinks.shape != (heads,):
-            raise ValueError(f"sinks must be fp32 [{heads}], got {sinks.dtype} {list(sinks.shape)}")
-    if begin.dtype != torch.int32 or end.dtype != torch.int32 or end.shape != begin.shape:
-        raise ValueError(f"spans must be two int32 [batch], got {begin.dtype}, {end.dtype}")
-    if weights is not None:
-        entries = len(weights) if kv.backend == "triton" else int((end - begin).sum())
-        if weights.dtype != torch.float32 or weights.shape != (entries,) or weights.stride(0) != 1:
-            raise ValueError(
-                f"weights must be fp32 [{entries}], got {weights.dtype} {list(weights.shape)}"
-            )
     if query.stride(2) != 1:
         query = query.contiguous()
     out = query.new_empty((batch, heads, kv.values.shape[2]))
     spans = begin.contiguous(), end.contiguous()
-    options = sinks, float(scale), float(logit_cap), weights
-    if kv.backend == "torch":
-        reference.decode(kv, query, out, plan, spans, *options)
-    elif kv.native is not None:
+    sinks = None if sinks is None else sinks.contiguous()
+    options = sinks, float(scale), float(logit_cap)
+    if kv.native is not None:
         queries = query, out, batch, heads, *query.stride()[:2]
         rotations = plan.rotations or (None, None, None)
         count = 0 if plan.rotations is None else len(plan.rotations.by)
         reads = *spans, plan.kv_indices, plan.shift, len(plan.kv_indices), *rotations, count
         element = DTYPES.index(query.dtype)
-        kv.native.call("decode", *queries, *reads, *options, element, cpu_threads())
+        kv.native.call("decode", *queries, *reads, *options, weights, element, cpu_threads())
     else:
         from sglang_reasoncache.kernels import decode_triton
 
-        decode_triton.decode(kv, query, out, plan, spans, *options, first, longest)
+        decode_triton.decode(kv, query, out, plan, spans, *options)
     return out
-
-
-def _check_rotations(plan: RowPlan, rotations: Rotations, readable: bool) -> None:
-    """Raises ValueError for rotations that do not fit the plan, or that cannot be read."""
-    if not readable:
-        raise ValueError("spans and weights need a plan with an entry for every position")
-    tile_ptr, by, bits = rotations
-    tiles = len(plan.kv_indices) // TILE + len(plan.kv_indptr) - 1
-    if (
-        (tile_ptr.dtype, by.dtype, bits.dtype) != (torch.int32, torch.int32, torch.int64)
-        or tile_ptr.shape != (tiles + 1,)
-        or bits.shape != by.shape
-        or not all(side.is_contiguous() for side in (tile_ptr, by, bits))
-    ):
-        raise ValueError(f"rotations must be int32 [{tiles + 1}], int32 [count] and int64 [count]")

@@ -2,21 +2,21 @@
 """KV distance of block pairs (ReasonCache, arXiv 2507.21433v3, stage 2).
 
 ``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` over flattened fp32
-tensors, N layers, d tokens a block, h KV heads. Differences first: cached norms would cancel.
+tensors, N layers, d tokens a block, h KV heads. Elements are subtracted before they are squared,
+because norms computed once for each block would cancel.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sglang_reasoncache.kernels import reference
-from sglang_reasoncache.kernels.paged import check_pool, choose_backend
-from sglang_reasoncache.native.pool import DTYPES, NativePool
+from sglang_reasoncache import native
+from sglang_reasoncache.kernels.paged import BACKENDS, read_keys, read_rows
+from sglang_reasoncache.native.pool import NativePool
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -28,8 +28,10 @@ Layer = tuple[Tensor, Tensor]
 class DistanceKernel:
     """Sums over pairs of blocks, one pass over the pool for all pairs of a call.
 
-    It keeps the buffers' addresses: they must be the pool's own memory. ``backend`` is the one
-    of ``paged.BACKENDS`` that computes.
+    The buffers must be the pool's own memory, because their addresses are kept.
+
+    Attributes:
+        backend: What computes: "native" (C++), "triton" or "torch".
     """
 
     def __init__(
@@ -39,34 +41,29 @@ class DistanceKernel:
         *,
         backend: str | None = None,
     ) -> None:
-        """``layers``: keys and values of every layer, of a dtype of ``DTYPES``; keys shaped and
-        strided alike in all layers, so values; their head dims may differ. ``rotation``: of keys, None
-        to compare as cached only. Raises ValueError and NativeUnavailable for unlike layers, and as
-        ``check_pool`` and ``choose_backend``."""
-        if not layers:
-            raise ValueError("a pool of at least one layer is needed")
-        layers = list(layers)
-        keys, values = layers[0]
-        self._rotation = rotation = check_pool(keys, values, rotation)
-        if keys.dtype not in DTYPES:
-            supported = ", ".join(map(str, DTYPES))
-            raise ValueError(f"pool dtype {keys.dtype}, supported: {supported}")
-        layouts = [[(x.dtype, x.device, tuple(x.shape), x.stride()) for x in kv] for kv in layers]
-        for index, layout in enumerate(layouts):
-            for side, found, wanted in zip("KV", layout, layouts[0], strict=True):
-                if found != wanted:
-                    raise ValueError(f"{side} of layer {index} is {found}, not {wanted}")
-        self._device = keys.device
-        self.backend = choose_backend(backend, keys, values)
-        self._squares: Callable[..., Tensor]
-        if self.backend == "torch":
-            self._squares = functools.partial(reference.distance, layers, rotation)
+        """``layers``: keys and values of every layer, see ``PagedKv``; all layers have one layout.
+        ``rotation``: of keys; None to compare as cached only. ``backend``: None takes C++ in host memory,
+        Triton on a CUDA device, and PyTorch where neither can be had. Raises ValueError for layers of
+        several layouts, and NativeUnavailable if "native" is asked for and cannot be compiled."""
+        keys = layers[0][0]
+        layouts = {tuple((x.dtype, x.shape, x.stride()) for x in layer) for layer in layers}
+        if len(layouts) > 1:
+            raise ValueError(f"the layers of the KV pool have {len(layouts)} layouts, supported: 1")
+        self._device, self._layers = keys.device, list(layers)
+        self._rotation = None if rotation is None else rotation.to(keys.device)
+        self._native: NativePool | None = None
+        self.backend = backend or BACKENDS.get(keys.device.type, "torch")
+        if self.backend == "native":
+            try:
+                self._native = NativePool(self._layers, self._rotation)
+            except native.NativeUnavailable:
+                if backend is not None:
+                    raise
+                self.backend = "torch"
         elif self.backend == "triton":
-            from sglang_reasoncache.kernels.distance_triton import TritonDistance
+            from sglang_reasoncache.kernels import distance_triton
 
-            self._squares = TritonDistance(layers, rotation).squares
-        else:
-            self._squares = NativePool(layers, rotation).distance
+            self._bases = distance_triton.addresses(self._layers)
 
     def squares(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
         """Sums of squared differences; on a CUDA device the call only launches.
@@ -82,8 +79,8 @@ class DistanceKernel:
             not. Additive over tensor-parallel ranks.
 
         Raises:
-            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; a slot or shift
-                out of range (on CUDA values are not checked: such a pair is NaN).
+            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; by "native", a slot
+                or shift out of range (by "triton" such a pair is NaN).
         """
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:
@@ -102,7 +99,22 @@ class DistanceKernel:
             if self._rotation is None:
                 raise ValueError("shift given, but the kernel was made without a rotation")
             shift = shift.contiguous()
-        return self._squares(dst_slots.contiguous(), src_slots.contiguous(), shift)
+        entries = dst_slots.contiguous(), src_slots.contiguous(), shift
+        if self._native is not None:
+            return self._native.distance(*entries)
+        if self.backend == "triton":
+            from sglang_reasoncache.kernels import distance_triton
+
+            return distance_triton.squares(self._layers, self._bases, self._rotation, *entries)
+        return self._by_pytorch(*entries)
+
+    def _by_pytorch(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
+        found = []
+        for keys, values in self._layers:
+            k = read_rows(keys, dst) - read_keys(keys, src, shift, self._rotation)
+            v = read_rows(values, dst) - read_rows(values, src)
+            found += [difference.square_().sum(dim=(1, 2, 3)) for difference in (k, v)]
+        return torch.stack(found, dim=1).unflatten(1, (-1, 2)).double()
 
 
 def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -25,7 +25,7 @@ def _pairs(
     at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Elements of some rows that are rotated together: the first ones, and those paired with."""
+    """Elements of some rows that are rotated: the first of each pair, and the second."""
     if NEOX:
         angle = tl.arange(0, COLS)[None, :]
         mask = ok[:, None] & (angle < HALF)
@@ -155,30 +155,39 @@ def constants(
     )
 
 
-class TritonDistance:
-    """``DistanceKernel.squares`` on a device: one launch a call, and no wait."""
+class Addresses(NamedTuple):
+    """Where the buffers of a pool begin."""
 
-    def __init__(
-        self, layers: Sequence[tuple[Tensor, Tensor]], rotation: KeyRotation | None
-    ) -> None:
-        self._layers, self._rotation = layers, rotation
-        addresses = [[buffer.data_ptr() for buffer in layer] for layer in layers]
-        self._bases = torch.tensor(addresses, dtype=torch.int64, device=layers[0][0].device)
-        self._aligned = all(address % 16 == 0 for layer in addresses for address in layer)
+    bases: Tensor  # int64 [layers, 2], of K and V, on the pool's device
+    aligned: bool  # every one is a multiple of 16 bytes
 
-    def squares(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
-        """Arguments are contiguous. A pair with a slot or shift out of range is NaN."""
-        pairs, block = dst.shape
-        out = dst.new_empty((pairs, len(self._layers), 2), dtype=torch.float64)
-        keys, values = self._layers[0]
-        rotation = None if shift is None else self._rotation
-        if not pairs:
-            return out
+
+def addresses(layers: Sequence[tuple[Tensor, Tensor]]) -> Addresses:
+    found = torch.tensor([[buffer.data_ptr() for buffer in layer] for layer in layers])
+    aligned = not (found % 16).any().item()
+    return Addresses(found.to(layers[0][0].device), aligned)
+
+
+def squares(
+    layers: Sequence[tuple[Tensor, Tensor]],
+    addresses: Addresses,
+    rotation: KeyRotation | None,
+    dst: Tensor,
+    src: Tensor,
+    shift: Tensor | None,
+) -> Tensor:
+    """``DistanceKernel.squares`` of contiguous arguments on a device: one launch, and no wait. A pair
+    with a slot or shift out of range is NaN."""
+    pairs, block = dst.shape
+    keys, values = layers[0]
+    out = dst.new_empty((pairs, len(layers), 2), dtype=torch.float64)
+    rotation = None if shift is None else rotation
+    if pairs:
         with common.current_device(dst.device):
-            distance_kernel[(pairs, len(self._layers), 2)](
-                *(common.as_read(keys), self._bases, dst, src),
-                *common.rotary_arguments(shift, rotation, dst, self._bases),
+            distance_kernel[(pairs, len(layers), 2)](
+                *(common.as_read(keys), addresses.bases, dst, src),
+                *common.rotary_arguments(shift, rotation, dst, addresses.bases),
                 *(out, block, keys.shape[0], *keys.stride()[:2], *values.stride()[:2]),
-                **constants(keys, values, rotation, self._aligned),
+                **constants(keys, values, rotation, addresses.aligned),
             )
-        return out
+    return out

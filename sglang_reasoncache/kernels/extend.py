@@ -2,8 +2,8 @@
 """Extend attention: several new tokens of a request over its prefix and themselves.
 
 A request with few new tokens (one under mixed chunked prefill) is read token by token as in decode,
-straight from the pool. One with more is gathered once, its keys rotated, and goes through PyTorch's
-fused attention, new tokens only.
+straight from the pool. The entries of a request with more are gathered once, their keys rotated, and
+PyTorch's fused attention reads them for the new tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.row_plan import RowPlan
@@ -49,14 +48,6 @@ def gather_kv(
         ValueError: as :func:`decode_attention`; "triton" gives zeros for what is out of range.
     """
     kv.check(shift, dtype)
-    if kv_indices.dtype != torch.int32 or kv_indices.dim() != 1:
-        raise ValueError(f"kv_indices must be int32 [count], got {kv_indices.dtype}")
-    if shift is not None and (shift.dtype != torch.int32 or shift.shape != kv_indices.shape):
-        raise ValueError(f"shift must be int32 {list(kv_indices.shape)}, got {shift.dtype}")
-    if kv.backend == "torch":
-        found = reference.gather(kv, kv_indices, shift)
-        out_k, out_v = (side.transpose(0, 1).to(dtype).contiguous() for side in found)
-        return out_k, out_v
     kv_indices = kv_indices.contiguous()
     shift = None if shift is None else shift.contiguous()
     shape = kv.num_heads, len(kv_indices)
@@ -80,7 +71,7 @@ class ExtendPlan:
         new: New tokens of each request, the last entries of its row.
         dtype: Of the queries.
         singly: Read every token as in decode (for soft caps and sinks).
-        entries: Of each row, where the host knows them; None reads ``plan``: waits for a device.
+        entries: Number of entries of each row. None: read from ``plan``, which waits for a device.
 
     Raises:
         ValueError: more new tokens than a row has entries.

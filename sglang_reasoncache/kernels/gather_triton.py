@@ -55,7 +55,7 @@ def gather_kernel(
                 cosines, sines, by[:, None], rotated, first, angle, turned, HALF
             )
             there = common.load_fp32(at + other, mask, ELEMENT)
-            # An element that stays where it is stays as it is: inf * 0 would be NaN.
+            # An element that is not rotated keeps its value, because inf * 0 is NaN.
             k = tl.where(turned & rotated, k * cosine + there * sine, k)
     row = (head * count + entry)[:, None]
     mask = inside[:, None] & (column < K_DIM)

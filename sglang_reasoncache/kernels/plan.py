@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 
 import torch
 
 from sglang_reasoncache import native
-from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
 from sglang_reasoncache.native.pool import call
 
@@ -24,22 +22,21 @@ def plan_rows(
     num_slots: int,
     merge: bool = False,
 ) -> RowPlan:
-    """Flatten the rows of a batch, by C++ in host memory.
-
-    Elsewhere by PyTorch, which waits for the device; ``plan_triton.plan_into`` does not.
+    """Flatten the rows of a batch in host memory, by C++. On a GPU: ``plan_triton.plan_into``.
 
     Args:
-        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position; below 0
-            where a position was evicted: no entry, later positions unchanged.
+        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. Below 0:
+            the position was evicted, has no entry, and later positions keep their numbers.
         requests: int ``[batch]``, index of each request's row.
         lengths: int ``[batch]``, positions in use, at most ``width``.
         cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None: its own.
         num_slots: Slots of the pool, the bound of every entry.
-        merge: A position whose slot is also at its cached position in this row has no entry, so
-            that each slot is read once: the plan has rotations in place of shifts. Needs ``cached_at``.
+        merge: Read each slot once: a position has no entry if its row also names the slot at the slot's
+            cached position. The plan has rotations in place of shifts. Needs ``cached_at``.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.
+        sglang_reasoncache.native.NativeUnavailable: the library cannot be compiled.
     """
     if rows.dtype != torch.int32 or rows.dim() != 2:
         raise ValueError(
@@ -57,13 +54,7 @@ def plan_rows(
             )
         cached_at = cached_at.contiguous()
     requests, lengths = requests.long().contiguous(), lengths.long().contiguous()
-    library = None
-    if rows.device.type == "cpu" and rows.stride(1) == 1:
-        with contextlib.suppress(native.NativeUnavailable):
-            library = native.library()
     merge = merge and cached_at is not None
-    if library is None:
-        return reference.plan_rows(rows, requests, lengths, cached_at, num_slots, merge)
     capacity, made = max(0, int(lengths.sum())), functools.partial(torch.empty, dtype=torch.int32)
     kv_indptr, kv_indices = made(len(requests) + 1), made(capacity)
     shift = None if cached_at is None else made(capacity)
@@ -76,7 +67,9 @@ def plan_rows(
     table = rows, len(rows), rows.stride(0), rows.shape[1]
     batch = requests, lengths, len(requests), cached_at, num_slots
     outputs = kv_indptr, kv_indices, shift, capacity, tile_ptr, by, bits
-    call(library, "plan", *table, *batch, *outputs, *map(ctypes.byref, (is_shifted, count)))
+    call(
+        native.library(), "plan", *table, *batch, *outputs, *map(ctypes.byref, (is_shifted, count))
+    )
     total = int(kv_indptr[-1])
     if shift is not None:
         shift = shift[:total] if is_shifted.value else None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import torch
 import triton
@@ -40,9 +39,9 @@ def plan_kernel(
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
-    positions,  # int32 [capacity], written if POSITIONS
+    positions,  # int32 [capacity], written if MERGE: of the entries in their rows
     num_rows, width, row_stride, num_slots, stride, capacity, SHIFTS: tl.constexpr,
-    POSITIONS: tl.constexpr, MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
+    MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (PIECES, batch). Counts the entries and runs of every piece, or writes them."""
@@ -74,15 +73,15 @@ def plan_kernel(
                 tl.store(runs + run_at, position, mask=run_fits)
                 _slot, then, goes_on = common.look(rows, cached_at, position + 1, length, num_slots)
                 ends = moved & ((goes_on != kind) | (then != home + 1))
-                # That of a run which began before this tile is the last one before.
+                # A run that began before this tile is the last one that was written.
                 run_at += begins.to(tl.int32) - 1
                 ends &= (run_at >= 0) & (run_at < capacity)
                 tl.store(runs + capacity + run_at, position, mask=ends)
             at, fits, to = common.targets(kept, to, capacity)
             tl.store(kv_indices + at, slot, mask=fits)
-            if POSITIONS:
+            if MERGE:
                 tl.store(positions + at, position, mask=fits)
-            if not MERGE:
+            else:
                 by = tl.zeros([TILE], tl.int32)
                 if SHIFTS:
                     by = position - tl.load(cached_at + slot, mask=fits, other=0)
@@ -105,19 +104,11 @@ class PlanBuffers:
     kv_indices: torch.Tensor  # int32 [capacity]; anything beyond the last entry
     counts: torch.Tensor  # int32 [2 with merge, else 1, batch, PIECES], of the kernels' own use
     shift: torch.Tensor | None  # int32 [capacity], as kv_indices; None with ``merge``
-    #: int32 ``[capacity]``, of the entries in their rows; None where nobody asks.
-    positions: torch.Tensor | None = None
     merge: MergeBuffers | None = None  # None: every position is an entry
 
     @classmethod
     def of(
-        cls,
-        batch: int,
-        capacity: int,
-        device: torch.device | str,
-        *,
-        positions: bool = False,
-        merge: bool = False,
+        cls, batch: int, capacity: int, device: torch.device | str, *, merge: bool = False
     ) -> PlanBuffers:
         # Zeros are an empty plan.
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
@@ -126,7 +117,6 @@ class PlanBuffers:
             made(capacity),
             made(1 + merge, batch, PIECES),
             None if merge else made(capacity),
-            made(capacity) if positions or merge else None,
             MergeBuffers.of(batch, capacity, device) if merge else None,
         )
 
@@ -140,7 +130,7 @@ class PlanBuffers:
         """Bytes of all buffers."""
         merge = self.merge
         own = () if merge is None else (*merge.rotations, *merge[1:])
-        sides = self.kv_indptr, self.kv_indices, self.counts, self.shift, self.positions, *own
+        sides = self.kv_indptr, self.kv_indices, self.counts, self.shift, *own
         return sum(side.nbytes for side in sides if side is not None)
 
     def plan_of(self, batch: int) -> RowPlan:
@@ -151,24 +141,6 @@ class PlanBuffers:
             tiles = len(self.kv_indices) // ENTRIES + batch
             rotations = Rotations(tile_ptr[: tiles + 1], by, bits)
         return RowPlan(self.kv_indptr[: batch + 1], self.kv_indices, self.shift, rotations)
-
-    def fill(self, kernel: Any, batch: int, *sizes: Any, read: Any, **fixed: Any) -> None:
-        """Launch ``kernel`` twice: it counts entries, of which ``kv_indptr`` is made, and writes."""
-        counts, capacity, merge = self.counts, len(self.kv_indices), self.merge
-        shift, positions = (counts if s is None else s for s in (self.shift, self.positions))
-        arguments = *read, counts, self.kv_indptr, self.kv_indices, shift, positions, *sizes
-        indptrs = [self.kv_indptr]
-        if merge is not None:
-            indptrs.append(merge.run_indptr)
-        if not batch:
-            return
-        fixed["PIECES"] = pieces = counts.shape[2]
-        launch = functools.partial(kernel[pieces, batch], *arguments, capacity, **fixed)
-        with common.current_device(counts.device):
-            launch(WRITE=False)
-            for indptr, found in zip(indptrs, counts[:, :batch].sum(2), strict=True):
-                indptr[1 : batch + 1] = found.cumsum(0).clamp_(max=capacity)
-            launch(WRITE=True)
 
 
 def plan_into(
@@ -195,22 +167,33 @@ def plan_into(
         raise ValueError(f"plan: {batch} requests, the buffers are for {buffers.batch}")
     if rows.stride(1) != 1:
         raise ValueError(f"plan: positions of a row must lie side by side, got {rows.stride()}")
-    unused = buffers.counts
-    cached = unused if cached_at is None else cached_at.contiguous()
+    counts, capacity = buffers.counts, len(buffers.kv_indices)
+    cached = counts if cached_at is None else cached_at.contiguous()
     read = rows, requests.contiguous(), lengths.contiguous(), cached
     sizes = *rows.shape, rows.stride(0), num_slots
-    own = (unused, unused) if merge is None else (merge.runs, merge.run_indptr)
-    buffers.fill(
-        plan_kernel,
-        batch,
-        *(*sizes, buffers.counts.stride(0)),
-        read=(*read, *own),
+    # Tensors in the place of what is not used.
+    runs, run_indptr, shift, positions = counts, counts, buffers.shift, counts
+    indptrs = [buffers.kv_indptr]
+    if merge is not None:
+        runs, run_indptr, shift, positions = merge.runs, merge.run_indptr, counts, merge.positions
+        indptrs.append(run_indptr)
+    if not batch:
+        return buffers.plan_of(0)
+    pieces = counts.shape[2]
+    launch = functools.partial(
+        plan_kernel[pieces, batch],
+        *(*read, runs, run_indptr, counts, buffers.kv_indptr, buffers.kv_indices, shift, positions),
+        *(*sizes, counts.stride(0), capacity),
         SHIFTS=cached_at is not None,
-        POSITIONS=buffers.positions is not None,
         MERGE=merge is not None,
+        PIECES=pieces,
         TILE=TILE,
     )
-    if merge is not None and buffers.positions is not None:
-        entries = buffers.kv_indptr, buffers.positions
-        rotations_triton.rotate(merge, batch, read, sizes, entries)
+    with common.current_device(counts.device):
+        launch(WRITE=False)
+        for indptr, found in zip(indptrs, counts[:, :batch].sum(2), strict=True):
+            indptr[1 : batch + 1] = found.cumsum(0).clamp_(max=capacity)
+        launch(WRITE=True)
+    if merge is not None:
+        rotations_triton.rotate(merge, batch, read, sizes, buffers.kv_indptr)
     return buffers.plan_of(batch)

@@ -29,7 +29,7 @@ class KeyRotation:
         self.is_neox = is_neox
 
     def to(self, device: torch.device) -> KeyRotation:
-        """With its table there; itself where it is."""
+        """The rotation with its table on ``device``."""
         if self.cos.device == device:
             return self
         there = copy.copy(self)

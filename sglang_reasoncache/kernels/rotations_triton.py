@@ -27,8 +27,8 @@ PIECES, RUNS = 16, 64
 def _used_by(
     rows, cached_at, positions, first, last, inside, length, num_slots, entries,
 ):  # fmt: skip
-    """Of runs, by their first and last positions: first and last entry that they use, by how many
-    positions these are rotated, of what kind they are, and which of them have such entries."""
+    """For runs, given by their first and last positions: the first and last entry that a run uses, by how
+    many positions these are rotated, the kind of the run, and whether it has such entries."""
     _slot, home, kind = common.look(rows, cached_at, first, length, num_slots)
     wanted = tl.where(kind == common.ALIAS, home, first)
     # Entries lie in the order of their positions.
@@ -116,6 +116,7 @@ class MergeBuffers(NamedTuple):
 
     rotations: Rotations  # over the whole capacity
     following: torch.Tensor  # int32, of the size of tile_ptr
+    positions: torch.Tensor  # int32 [capacity], of the entries in their rows
     runs: torch.Tensor  # int32 [2, capacity]
     run_indptr: torch.Tensor  # int32 [batch + 1]
 
@@ -127,7 +128,8 @@ class MergeBuffers(NamedTuple):
         most = capacity + tiles
         bits = torch.zeros(most, dtype=torch.int64, device=device)
         rotations = Rotations(made(tiles + 1), made(most), bits)
-        return cls(rotations, made(tiles + 1), made((2, capacity)), made(batch + 1))
+        sizes = tiles + 1, capacity, (2, capacity), batch + 1
+        return cls(rotations, *map(made, sizes))
 
 
 def rotate(
@@ -135,18 +137,17 @@ def rotate(
     batch: int,
     read: tuple[torch.Tensor, ...],
     sizes: tuple[int, ...],
-    entries: tuple[torch.Tensor, ...],
+    kv_indptr: torch.Tensor,
 ) -> None:
     """Write the rotations of a plan whose entries and runs are written; waits for nothing.
 
-    ``read``: rows, requests, lengths and cached positions; ``sizes``: of the rows, their stride, and
-    how many slots there are; ``entries``: kv_indptr and positions.
+    ``read``: rows, requests, lengths and cached positions. ``sizes``: of the rows, their stride, and
+    the number of slots.
     """
-    if not batch:
-        return
-    (tile_ptr, by, bits), following, runs, run_indptr = merge
+    (tile_ptr, by, bits), following, positions, runs, run_indptr = merge
     following.zero_()
     lists = tile_ptr, following, by, bits
+    entries = kv_indptr, positions
     arguments = *read, *entries, runs, run_indptr, *lists, *sizes, runs.shape[1], len(by)
     fixed = dict(ENTRIES=ENTRIES, RUNS=RUNS)
     with common.current_device(by.device):

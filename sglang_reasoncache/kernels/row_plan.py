@@ -14,9 +14,9 @@ TILE = 64
 class Rotations(NamedTuple):
     """How keys are used in tiles where a key is used elsewhere than at its cached position.
 
-    Tile t of request b is number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each of
-    its keys once, as cached. The first of a list is by 0: the keys that are used as cached. The
-    others follow in any order. Bits of entries that the tile does not have mean nothing.
+    Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each of
+    its keys once, as cached. The first rotation of a list is by 0; its bits are the keys that are used as
+    cached. The other rotations follow in any order. Bits beyond the entries of a tile mean nothing.
     """
 
     tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's list begins
@@ -29,13 +29,13 @@ class RowPlan(NamedTuple):
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their
     positions, single tokens whatever the page size of the pool. In a merged plan a position has no
-    entry whose slot the row also names at its cached position, and there is no ``shift``.
+    entry if the row also names its slot at the slot's cached position, and there is no ``shift``.
     """
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [total], slots
     #: int32 ``[total]``, positions by which to rotate each key (where it is used minus where it
-    #: was cached); None where all are 0, or rotations say it.
+    #: was cached); None: all are 0, or ``rotations`` tells.
     shift: torch.Tensor | None
     rotations: Rotations | None = None  # None: every key is used as ``shift`` says
 

@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of some pages of a plan, and the pages' bounds, on a GPU without a wait.
+"""Entries of some pages of a plan, the pages' bounds and what queries find there, on a GPU without a wait.
 
-PyTorch does the rest of a selection, on tensors of an element a page. These go by entries and keys:
-with fixed shapes PyTorch would write every entry of a plan that is as wide as the context several
-times over, and read a whole page for each new token.
+PyTorch does the rest of a selection, on tensors of an element a page. These kernels go by entries, keys
+and bounds. With fixed shapes PyTorch would write every entry of a plan that is as wide as the context
+several times over, read a whole page for each new token, and copy the bounds of all pages.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
+from sglang_reasoncache.kernels import tile_triton as tiles
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 TILE = 512
 #: Keys of a page that a program reads at once, at most.
 KEYS = 32
+#: Logits kept at a time, in bytes.
+LOGITS_BYTES = 272 << 20
 
 
 @triton.jit(do_not_specialize=["count", "total", "capacity"])
@@ -96,7 +99,7 @@ def bounds_kernel(
     after = tl.load(slots + token + 1, mask=token + 1 < tokens, other=-1).to(tl.int64)
     place = (slot % PAGE).to(tl.int32)
     sound = (slot >= 0) & (slot < num_slots)
-    # Of a page's tokens the last one sees them all.
+    # The last token written to a page computes the bounds of all its keys.
     if sound & ((place == PAGE - 1) | (after != slot + 1)):
         column = tl.arange(0, COLS)
         keys += (slot - place) * slot_stride + head.to(tl.int64) * head_stride
@@ -117,8 +120,8 @@ def bounds_kernel(
 def note_bounds(keys: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, page: int) -> None:
     """Bring the bounds of pages of ``page`` slots up to date, after keys were written to ``slots``.
 
-    A page is filled from its first slot on; its ``slots`` lie side by side and ascend, those out of
-    range are skipped. ``ends`` are the largest and least keys, of a dtype that holds the keys'.
+    A page is filled from its first slot on. Slots of one page lie side by side in ``slots`` and ascend;
+    slots out of range are skipped. ``ends``: largest and least keys, of a dtype that holds the keys'.
     """
     if not len(slots):
         return
@@ -133,3 +136,78 @@ def note_bounds(keys: torch.Tensor, slots: torch.Tensor, ends: torch.Tensor, pag
             PAGE=page,
             TILE=min(KEYS, triton.next_power_of_2(page)),
         )
+
+
+@triton.jit(do_not_specialize=["count", "num_pages"])
+def logits_kernel(
+    query,  # [rows, heads, DIM]
+    ends,  # [num_pages, kv_heads, DIM]
+    pages,  # int64 [rows, count]; -1: not asked for
+    out,  # fp32 [rows, heads, count], written; -inf where not asked for
+    count, num_pages, q_row_stride, q_head_stride, page_stride, head_stride, scale,
+    ELEMENT: tl.constexpr, EXACT: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr,
+    GROUP: tl.constexpr, LINES: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(count, TILE), kv_heads * cdiv(GROUP, LINES), rows)."""
+    blocks: tl.constexpr = (GROUP + LINES - 1) // LINES
+    kv_head = tl.program_id(1) // blocks
+    row = tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1) // blocks * GROUP
+    member = tl.program_id(1) % blocks * LINES + tl.arange(0, LINES)
+    head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    page, ok = common.load_slots(pages + row * count, place, place < count, num_pages)
+    column = tl.arange(0, COLS)
+    inside = (column < DIM)[None, :]
+    q_at = query + row * q_row_stride + (head * q_head_stride)[:, None] + column[None, :]
+    q = tl.load(q_at, mask=inside, other=0.0).to(tl.float32)
+    at = ends + (page * page_stride + kv_head * head_stride)[:, None] + column[None, :]
+    end = tl.load(at, mask=ok[:, None] & inside, other=0).T
+    found = tiles.times(q, end, tl.zeros([LINES, TILE], tl.float32), ELEMENT, EXACT) * scale
+    to = out + ((row * heads + head) * count)[:, None] + place[None, :]
+    mask = (member < GROUP)[:, None] & (place < count)[None, :]
+    tl.store(to, tl.where(ok[None, :], found, float("-inf")), mask=mask)
+
+
+def constants(query: torch.Tensor, ends: torch.Tensor) -> dict[str, Any]:
+    """Compile-time arguments of :func:`logits_kernel`."""
+    cols, group = tiles.columns(query.shape[2]), query.shape[1] // ends.shape[1]
+    return dict(
+        ELEMENT=common.ELEMENT[ends.dtype],
+        EXACT=query.dtype == ends.dtype,
+        DIM=query.shape[2],
+        COLS=cols,
+        GROUP=group,
+        LINES=tiles.lines(group, cols),
+        TILE=tiles.tile(cols, ends.element_size()),
+    )
+
+
+def page_shares(
+    query: torch.Tensor, ends: torch.Tensor, pages: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Each head's softmax of ``scale * query . ends`` over a row's pages, added up over the heads.
+
+    Args:
+        query: ``[rows, heads, dim]``.
+        ends: ``[num_pages, kv_heads, dim]``.
+        pages: int64 ``[rows, count]``; -1 takes no share.
+
+    Returns:
+        fp32 ``[rows, count]``; NaN in rows without a page.
+    """
+    heads, count, found = query.shape[1], pages.shape[1], []
+    at_once = max(1, LOGITS_BYTES // max(4 * heads * count, 1))
+    fixed = constants(query, ends)
+    blocks = ends.shape[1] * triton.cdiv(fixed["GROUP"], fixed["LINES"])
+    for some, where in zip(query.split(at_once), pages.split(at_once), strict=True):
+        logits = ends.new_empty((len(some), heads, count), dtype=torch.float32)
+        if logits.numel():
+            with common.current_device(query.device):
+                logits_kernel[triton.cdiv(count, fixed["TILE"]), blocks, len(some)](
+                    *(some, ends, where, logits, count, len(ends)),
+                    *(*some.stride()[:2], *ends.stride()[:2], scale),
+                    **fixed,
+                )
+        found.append(logits.softmax(dim=2).sum(dim=1))
+    return torch.cat(found)

@@ -20,8 +20,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent.parent
@@ -31,9 +30,6 @@ _COMPILERS = ("c++", "g++", "clang++")
 # No contraction: kernels that want fused multiply-add ask for it in their source.
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
 _OPTIMISED = ("-O3", "-march=native")
-
-#: Path of a library built before, or ``!`` and why there is none: a server tells its children so.
-LIBRARY_ENV = "REASONCACHE_NATIVE_LIBRARY"
 
 
 class NativeUnavailable(RuntimeError):
@@ -55,42 +51,14 @@ def library() -> ctypes.CDLL:
     global _found
     if _found is None:
         try:
-            _found = _load()
+            _found = ctypes.CDLL(str(_build(_source_root())))
         except NativeUnavailable as error:
             _found = error
-        except (OSError, subprocess.SubprocessError) as error:
-            _found = NativeUnavailable(f"cannot build the native library: {error}")
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            _found = NativeUnavailable(f"cannot build or load the native library: {error}")
     if isinstance(_found, NativeUnavailable):
         raise _found
     return _found
-
-
-def prepare_for_children() -> ctypes.CDLL:
-    """:func:`library`; child processes load the same file, or raise the same error."""
-    try:
-        found = library()
-    except NativeUnavailable as error:
-        os.environ[LIBRARY_ENV] = f"!{error}"
-        raise
-    os.environ[LIBRARY_ENV] = found._name
-    return found
-
-
-def _load() -> ctypes.CDLL:
-    given = os.environ.get(LIBRARY_ENV, "")
-    if given.startswith("!"):
-        raise NativeUnavailable(given[1:])
-    root = _source_root()
-    path = Path(given) if given else _build(root)
-    try:
-        found = ctypes.CDLL(str(path))
-        found.reasoncache_source.restype = ctypes.c_char_p
-        source = found.reasoncache_source().decode()
-    except (OSError, AttributeError) as error:
-        raise NativeUnavailable(f"cannot load {path}: {error}") from error
-    if source != _source_hash(root):
-        raise NativeUnavailable(f"{path} was built from other sources than {root}")
-    return found
 
 
 def _build(root: Path) -> Path:
@@ -105,7 +73,9 @@ def _build(root: Path) -> Path:
         cache = Path(_private_folder().name)
     target = cache / key / _NAME
     compiler = _compiler()
-    with _locked(cache / f"{key}.lock"):
+    with (cache / f"{key}.lock").open("w") as lock:
+        # Whoever holds it ends, because a compiler that hangs is stopped.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
             _compile(root, [*compiler, *flags], target)
     return target
@@ -124,28 +94,17 @@ def _compiler() -> list[str]:
     if not given:
         names = ", ".join(_COMPILERS)
         raise NativeUnavailable(f"no C++ compiler on PATH (looked for {names}; or CXX)")
-    try:
-        command = shlex.split(given)
-    except ValueError as error:
-        raise NativeUnavailable(f"CXX {given!r} is no command: {error}") from error
-    if not command or not command[0]:
-        raise NativeUnavailable(f"CXX {given!r} is no command")
-    return command
+    return shlex.split(given)
 
 
-def _source_hash(root: Path) -> str:
-    digest = hashlib.sha256()
+def _key(root: Path, flags: Sequence[str]) -> str:
+    """Hash of all that the library depends on. Computed without a compiler, so a finished build is found
+    where there is none."""
+    digest = hashlib.sha256("\0".join((os.environ.get("CXX", ""), *flags, _cpu())).encode())
     for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.relative_to(root)}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:24]
-
-
-def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of all that the library depends on. Needs no compiler, so a finished build is found without
-    one."""
-    parts = (_source_hash(root), os.environ.get("CXX", ""), *flags, _cpu())
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _cpu() -> str:
@@ -181,29 +140,12 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="sglang-reasoncache-")
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock, or give up after ``_TIMEOUT_SECONDS`` when whoever holds it does not end."""
-    deadline = time.monotonic() + _TIMEOUT_SECONDS
-    with path.open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise NativeUnavailable(f"another process holds {path}") from None
-                time.sleep(0.1)
-        yield
-
-
 def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
     """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
     sources = map(str, sorted(root.rglob("*.cpp")))
-    source = f'-DREASONCACHE_SOURCE="{_source_hash(root)}"'
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         output = f"{scratch}/{_NAME}"
-        command = [*compiler, f"-I{root}", source, "-shared", *sources, "-o", output]
+        command = [*compiler, f"-I{root}", "-shared", *sources, "-o", output]
         done = subprocess.run(
             command, capture_output=True, errors="replace", timeout=_TIMEOUT_SECONDS
         )

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import os
 
-#: Set while a server with the flag starts, for its child processes: they load plugins before
-#: they see any argument.
-ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
-
 
 def register() -> None:
     """Entry point ``sglang.srt.plugins``, called in every SGLang process, which swallows what it
@@ -17,5 +13,5 @@ def register() -> None:
 
     flags.install()
     cpu_attention.install()
-    if os.environ.get(ENABLED_ENV) == "1":
+    if os.environ.get(flags.ENABLED_ENV) == "1":
         hooks.install()

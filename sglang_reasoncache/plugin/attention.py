@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import served, warm_up
 from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -74,22 +74,21 @@ def attention_backend(
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
     """Our backend, which writes ``cached``, where the operator's choice allows it, else the
-    ``stock`` one. ``name``: one of ``compat.CORRECTABLE_BACKENDS``. Raises ValueError where ours
+    ``stock`` one. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError where ours
     was requested and is not supported, or memory is missing."""
     backend, uncorrected = _own_backend(model_runner, config, name, cached)
     if backend is None:
         backend = stock(model_runner)
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
-        rotation = getattr(backend, "rotation", None)
-        return backend, AttentionParts(rotation, uncorrected=uncorrected)
+        return backend, AttentionParts(uncorrected=uncorrected)
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
         return backend, AttentionParts(paged.rotation, uncorrected=uncorrected)
     return backend, AttentionParts(
         rotation=paged.rotation,
         queries=_queries(paged, config),
         selection=_selection(paged, config),
-        skips_evicted=backend.skips_evicted,
+        skips_evicted=True,
         uncorrected=uncorrected,
     )
 
@@ -117,7 +116,10 @@ def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelectio
         return None
     refusals.check_selected_page(selector.name, paged.allocator.page_size)
     try:
-        return paged.select(*selector)
+        selection = paged.select(selector)
+        if paged.backend == "triton":
+            warm_up.compile_selection(paged, selection)
+        return selection
     except MemoryError as error:
         keys = f"keeps the least and largest key of each page beside the pool: {error}"
         reason = f"{keys}; lower --mem-fraction-static, or raise --page-size"
@@ -171,15 +173,13 @@ def _why_not(model_runner: ModelRunner) -> str:
     if found:
         return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
     runs = f"this server runs {model_runner.decode_attention_backend_str}"
-    return (
-        f"{_CORRECTED} needs --attention-backend {', '.join(compat.CORRECTABLE_BACKENDS)}, {runs}"
-    )
+    return f"{_CORRECTED} needs --attention-backend {', '.join(compat.OUR_BACKENDS)}, {runs}"
 
 
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
-    """None where SGLang's serves as it is; and why no keys are corrected that might have been."""
+    """Our backend, or None for SGLang's; and why keys are not corrected, if that was tried."""
     reason = ""
     if model_runner.is_draft_worker:
         return None, reason
@@ -190,9 +190,9 @@ def _own_backend(
             if config.positions == "corrected":
                 raise
             reason = str(error)
-            if error.__cause__ is not None:  # it failed, nothing refused it
+            if error.__cause__ is not None:  # a failure, not a refusal
                 logger.warning("reasoncache: %s", reason, exc_info=error)
-        # SGLang's takes the memory that a half-made one of ours had.
+        # SGLang's backend needs the memory that our half-made one had.
         gc.collect()
         torch.cuda.empty_cache()
     one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
@@ -208,16 +208,12 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
-        # Each would see only its own forwards, and the one that writes a slot writes its position.
+        # The backend that writes a slot records its position, so the other one would not know it.
         one = "needs one attention backend for prefill and decode"
         raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
     if name == compat.CPU_BACKEND:
         return cpu_attention.make(model_runner, cached)
-    if name in compat.CUDA_BACKENDS:
-        return make_cuda(model_runner, name, cached, requested_by=_CORRECTED)
-    from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend
-
-    return CorrectedTorchNativeBackend(model_runner, cached)
+    return make_cuda(model_runner, name, cached, requested_by=_CORRECTED)
 
 
 def make_cuda(
@@ -226,9 +222,9 @@ def make_cuda(
     """The backend of a scheduler process.
 
     ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None reads every key as cached.
-    ``requested_by``: the flag that does, the beginning of every message. Raises ValueError for
-    what is not supported, by name, and, with its cause, where making it fails: for want of memory
-    or of a compiler, or where SGLang could not apply a hook.
+    ``requested_by``: the flag that asks for it, the beginning of every message. Raises ValueError for
+    what is not supported, and, with a cause, if memory or a compiler is missing or SGLang could not apply
+    a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
@@ -243,8 +239,8 @@ def make_cuda(
         backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-        backend.paged.warm_up()
-        # Without the backend they do nothing.
+        warm_up.compile_attention(backend.paged)
+        # Last, because hooks cannot be taken away.
         _install_hooks(backend)
     except ValueError:
         raise

@@ -29,7 +29,7 @@ def default_backend() -> str:
     """Ours, compiled if need be, or SGLang's ``torch_native`` where C++ cannot be compiled."""
     if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
         try:
-            native.prepare_for_children()
+            native.library()
             return compat.CPU_BACKEND
         except native.NativeUnavailable as error:
             logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
@@ -48,7 +48,7 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
     compat.apply_hooks({target: (_around_last_loc, compat.HookType.AROUND)})
     try:
         return PagedCpuBackend(model_runner, cached)
-    except ValueError as error:
+    except (ValueError, native.NativeUnavailable) as error:
         # It is the default: the operator may not have named it.
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
 

@@ -14,14 +14,18 @@ from sglang_reasoncache.arguments import FLAGS, SET, flag_of
 from sglang_reasoncache.config import (
     SETTINGS,
     ReasonCacheConfig,
+    config_of,
     filter_config,
     parse_settings,
     type_of,
 )
-from sglang_reasoncache.plugin import ENABLED_ENV, refusals
+from sglang_reasoncache.plugin import refusals
 
 logger = logging.getLogger(__name__)
 
+#: Set while a server with the flag starts, for its child processes: they load plugins before
+#: they see any argument.
+ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
 _SET = _PREFIX + "set"
@@ -113,7 +117,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     if not on_gpu:
         # Compiled before the scheduler processes want them.
         try:
-            native.prepare_for_children()
+            native.library()
         except native.NativeUnavailable as error:
             logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
@@ -125,8 +129,3 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     compat.HookRegistry.apply_hooks()
     compat.check_applied(compat.HOOK_TARGETS.values())
     return server_args
-
-
-def config_of(server_args: Any) -> ReasonCacheConfig | None:
-    """The config attached to a server record, None when the flag is off."""
-    return getattr(server_args, "_reasoncache", None)

@@ -41,7 +41,7 @@ def install() -> None:
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
-    for name in compat.CORRECTABLE_BACKENDS:
+    for name in compat.OUR_BACKENDS:
         # Our own backend is registered on our CPU platform only.
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
@@ -87,7 +87,7 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
     """Replace the allocator that SGLang just built by ours."""
-    from sglang_reasoncache.plugin.flags import config_of
+    from sglang_reasoncache.config import config_of
     from sglang_reasoncache.plugin.server import ServerParts
 
     global _server
@@ -105,8 +105,8 @@ def _make_tree(context: TreeCacheBuildContext) -> Any:
 
 
 def _before_attention_default(server_args: ServerArgs, stock: Callable[[ServerArgs], None]) -> None:
+    from sglang_reasoncache.config import config_of
     from sglang_reasoncache.plugin import attention
-    from sglang_reasoncache.plugin.flags import config_of
 
     config = config_of(server_args)
     if config is not None:

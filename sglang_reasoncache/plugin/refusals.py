@@ -50,7 +50,8 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
-#: Environment variable -> the same. SGLang sets the second of them for some models.
+#: Environment variable -> why keys cannot be corrected on CUDA when it is set. SGLang sets the second one
+#: for some models.
 CORRECTED_VARIABLES: Mapping[str, str] = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
         "it replays one preparation for both variants of a decode graph"
@@ -62,7 +63,7 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
 #: Values of a field that is not set.
 _UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
 
-_ONE_BACKEND = f"use {', '.join(compat.EVICTION_BACKENDS)}, one for prefill and decode"
+_ONE_BACKEND = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
 
 
 def of_policy(policy: str, reason: str) -> ValueError:
@@ -95,8 +96,7 @@ def check_corrected(args: ServerArgs, requested_by: str) -> None:
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and variables that exclude corrected keys on CUDA, with reasons, whoever set them: SGLang
-    switches on some by itself."""
+    """Flags and variables that exclude corrected keys on CUDA, with reasons. SGLang itself sets some."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
@@ -139,7 +139,7 @@ def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
 def _other_backends(args: ServerArgs) -> list[str]:
     """Flags and names of attention that serves no policy."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
-    served = (None, *compat.EVICTION_BACKENDS)
+    served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 

@@ -37,7 +37,7 @@ _COUNTERS = {
     "shortages": "Times SGLang had fewer slots than it wanted and nothing left to evict.",
     "blocks_missed": "Blocks that were counted as shareable and could not share.",
     "blocks_shared_across": "Blocks redirected to the slots of another response to the same prompt.",
-    "slots_saved_across_total": "Slots returned to the allocator by that.",
+    "slots_saved_across_total": "Slots returned to the allocator by sharing with another response.",
     "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
     "eviction_decisions": "Times an evicting policy was asked what to evict.",
     "positions_evicted": "Positions evicted by evicting policies.",
@@ -46,7 +46,7 @@ _COUNTERS = {
 #: Field of a selection's totals -> help of ``sglang:reasoncache_selection_<field>_total``.
 _SELECTION = {
     "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
-    "positions_read": "Those that attention read.",
+    "positions_read": "Positions of these rows that attention read.",
 }
 #: Counters with a label ``reason`` -> help.
 _BY_REASON = {
@@ -54,8 +54,8 @@ _BY_REASON = {
 }
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
-    "slots_shareable_now": "Slots that come back from them when SGLang is short.",
-    "slots_saved_across_now": "Those that they do without by sharing with each other.",
+    "slots_shareable_now": "Slots the running requests can give when SGLang is short.",
+    "slots_saved_across_now": "Slots the running requests do without by sharing with each other.",
     "positions_evicted_now": "Evicted positions of the running requests.",
     "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
     "filter_given_up": "1 when the process that compares steps failed too often or was ended: no "

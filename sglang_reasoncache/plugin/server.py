@@ -57,8 +57,9 @@ class ServerParts:
     def attention_backend(
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
-        made = attention.attention_backend(model_runner, self.config, name, stock, self.cached)
-        backend, self.attention = made
+        backend, self.attention = attention.attention_backend(
+            model_runner, self.config, name, stock, self.cached
+        )
         return backend
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
@@ -67,9 +68,8 @@ class ServerParts:
         served.check_kind(context)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
-        asked, parts = self.config, self.attention
-        self.config, self.uncorrected = attention.resolve_positions(asked, parts, runner)
-        config = self.config
+        resolved = attention.resolve_positions(self.config, self.attention, runner)
+        self.config, self.uncorrected = config, _ = resolved
         attention.check_policies(config, self.attention, runner)
         if config.publish == "aliased":
             publish_aliased(params)
@@ -86,44 +86,63 @@ class ServerParts:
         return tree
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
-        config, params = self.config, context.params
-        pool, rows = self.allocator.get_kvcache(), params.req_to_token_pool
-        group = params.tp_cache_group if context.tp_size > 1 else None
-        ranks, stats = Ranks(group), SharingStats()
-        check_alike(ranks, config.positions == "corrected")
-        page = params.page_size
-        block = page if page > 1 else config.block
-        rotation = self.attention.rotation if config.positions == "corrected" else None
-        num_heads = pool.head_num * context.tp_size
-        reads = pool, rows.req_to_token, self.cached, rotation, num_heads, ranks
-        meter = BlockMeter(*reads)
-        if config.shares:
-            meter.warm_up(block)
-        worker, markers = context.tp_worker, _markers(context, config)
-        engine = None
-        if config.shares:
-            knobs = filter_config(config, block, page)
-            vocabulary = vocabulary_of(worker.tokenizer)
-            ids = None if markers is None else markers[:2]
-            engine = FilterProcess(knobs, vocabulary, ids, config.max_pending)
-        groups = config.scope == "prompt"
-        tracker = RequestTracker(engine, stats, ranks, markers, groups)
-        redirector = Redirector(self.allocator, rows, stats, ranks, config.min_age)
-        threshold = AdaptiveThreshold(config.percentile, config.warmup)
+        config, params, stats = self.config, context.params, SharingStats()
+        ranks = Ranks(params.tp_cache_group if context.tp_size > 1 else None)
+        corrects, on_gpu = config.positions == "corrected", self.cached.positions.is_cuda
+        check_alike(ranks, corrects)
+        source = KeySource(
+            pool=self.allocator.get_kvcache(),
+            rows=params.req_to_token_pool.req_to_token,
+            cached_at=self.cached,
+            rotation=self.attention.rotation if corrects else None,
+            queries=self.attention.queries,
+            stream=context.tp_worker.model_runner.forward_stream if on_gpu else None,
+        )
         use = functools.partial(_pool_use, self.allocator, tree)
+<<<<<<< HEAD
         parts = tracker, meter, redirector, threshold, block, config.min_age, config.shares_at_once
         pipeline = BlockPipeline(*parts, use)
         stream = worker.model_runner.forward_stream if self.cached.positions.is_cuda else None
         source = KeySource(*reads[:4], queries=self.attention.queries, stream=stream)
         evictors = config.policies.evictors
         eviction = EvictionController(evictors, self.allocator, rows, source, stats, ranks)
+=======
+        pipeline = self._pipeline(context, source, stats, ranks, use)
+        rows, evictors = params.req_to_token_pool, config.policies.evictors
+        eviction = EvictionController(evictors, self.allocator, rows, source, ranks)
+>>>>>>> w-package
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
-        others = metrics, self.attention.selection, self.uncorrected
-        report = Report(config, stats, pipeline, eviction, *others)
+        selection = self.attention.selection
+        report = Report(config, stats, pipeline, eviction, metrics, selection, self.uncorrected)
         told = "reasoncache: %s, block %d, page %d, distances by %s, %s"
-        begins = "on" if config.is_active else "idle"
-        logger.info(told, begins, block, page, meter.backend, config)
-        return Controller(config, stats, tracker, pipeline, eviction, report)
+        begins, backend = "on" if config.is_active else "idle", pipeline.meter.backend
+        logger.info(told, begins, pipeline.block, params.page_size, backend, config)
+        return Controller(config, stats, pipeline.tracker, pipeline, eviction, report)
+
+    def _pipeline(
+        self,
+        context: TreeCacheBuildContext,
+        source: KeySource,
+        stats: SharingStats,
+        ranks: Ranks,
+        use: Callable[[], float],
+    ) -> BlockPipeline:
+        config, params, page = self.config, context.params, context.params.page_size
+        block = page if page > 1 else config.block
+        meter = BlockMeter(*source[:4], source.pool.head_num * context.tp_size, ranks)
+        markers, process = _markers(context, config), None
+        if config.shares:
+            meter.warm_up(block)
+            knobs = filter_config(config, block, page)
+            vocabulary = vocabulary_of(context.tp_worker.tokenizer)
+            ids = None if markers is None else markers[:2]
+            process = FilterProcess(knobs, vocabulary, ids, config.max_pending)
+        tracker = RequestTracker(process, stats, ranks, markers, config.scope == "prompt")
+        rows, min_age = params.req_to_token_pool, config.min_age
+        redirector = Redirector(self.allocator, rows, stats, ranks, min_age)
+        threshold = AdaptiveThreshold(config.percentile, config.warmup)
+        at_once = config.shares_at_once
+        return BlockPipeline(tracker, meter, redirector, threshold, block, min_age, at_once, use)
 
 
 def _pool_use(allocator: Any, tree: Any) -> float:

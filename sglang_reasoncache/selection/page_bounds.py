@@ -61,34 +61,31 @@ class PageBounds:
         self.high[pages] = keys.masked_fill(beyond, float("-inf")).amax(dim=1).to(self.ends.dtype)
         self.low[pages] = keys.masked_fill(beyond, float("inf")).amin(dim=1).to(self.ends.dtype)
 
-    def shares(self, query: torch.Tensor, pages: RowPlan, scale: float) -> torch.Tensor:
-        """Each head's softmax over a row's pages, by the largest logit that a key between a
-        page's bounds can have; added up over heads.
+    def shares(self, query: torch.Tensor, pages: torch.Tensor, scale: float) -> torch.Tensor:
+        """Each head's softmax over a row's pages, by the largest logit that a key between a page's
+        bounds can have; added up over heads.
 
-        That logit is one dot product: positive dims of the query meet ``high``, negative ones
-        ``low``. The shares are the weights of decode attention to the bounds.
+        That logit is one dot product: positive dims of the query meet ``high``, negative ones ``low``.
 
         Args:
             query: ``[rows, heads, dim]``, fp32, bf16 or fp16.
-            pages: Entries are pages, none shifted. On a GPU those out of range have no share.
+            pages: int64 ``[rows, pages]``; -1 takes no share.
             scale: Of the logits.
 
         Returns:
-            fp32 ``[entries]``, those of one row after the other; zeros behind the last row.
+            fp32 ``[rows, pages]``.
         """
-        found = torch.zeros(len(pages.kv_indices), device=self.ends.device)
-        # What a GPU read is not known to the host; elsewhere weights are as many as entries.
-        weights = found if self.on_gpu else found[: int(pages.kv_indptr[-1])]
-        longest = len(found) // query.shape[0]
-        signed = torch.cat((query.clamp_min(0), query.clamp_max(0)), dim=-1)
-        decode_attention(signed, self._paged, pages, scale=scale, weights=weights, longest=longest)
+        signed, listed = torch.cat((query.clamp_min(0), query.clamp_max(0)), dim=-1), pages >= 0
+        if self.on_gpu:
+            from sglang_reasoncache.kernels import select_triton
+
+            shares = select_triton.page_shares(signed, self.ends, pages, scale)
+            return shares.masked_fill_(~listed, 0.0)
+        # The shares are the weights of decode attention to the bounds.
+        found, entries = torch.zeros(pages.shape), pages[listed].to(torch.int32)
+        indptr = torch.nn.functional.pad(listed.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
+        weights = torch.zeros(len(entries))
+        plan = RowPlan(indptr, entries, None)
+        decode_attention(signed, self._paged, plan, scale=scale, weights=weights)
+        found[listed] = weights
         return found
-
-    def largest(self, query: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """The logits of :meth:`shares`, unscaled, for a query of each page's own.
-
-        fp32 ``[pages, heads, dim]`` and int64 ``[pages]`` to fp32 ``[pages, heads]``.
-        """
-        grouped = query.unflatten(1, (self.low.shape[1], -1))
-        high, low = (side[pages].float()[:, :, None] for side in (self.high, self.low))
-        return torch.maximum(grouped * high, grouped * low).sum(dim=-1).flatten(1)

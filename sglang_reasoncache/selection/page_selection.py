@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A decode step reads some pages of each row; a selector scores them anew in every layer.
+"""A decode step reads some pages of each row, selected anew in every layer.
 
 Shapes follow the batch and its longest row, not what rows hold: on a GPU nothing waits for the
 device, and a step can be captured in a CUDA graph. Pages are the pool's own. Rows at page sizes
@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from sglang_reasoncache.cache.download import Download
-from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
-from sglang_reasoncache.selection.contract import Selector
 from sglang_reasoncache.selection.page_bounds import PageBounds
+from sglang_reasoncache.selection.quest import Quest
 
 
 class _Step(NamedTuple):
@@ -29,26 +28,20 @@ class _Step(NamedTuple):
     sizes: Tensor  # positions of each page, 0 of those that the row does not have
     counted: Tensor  # positions of each page, 0 also in rows that are read whole
     newest: Tensor  # [rows, 1]: the page that is being filled
-    named: Tensor  # number of each page in the pool
-    shift: Tensor | None  # positions by which a page is used elsewhere than cached; None: all 0
-    pages: RowPlan  # its entries are the pages that are held
-    entry: Tensor  # where a page is among those entries
+    scored: Tensor  # number in the pool of each page that is used where it is cached, else -1
 
 
 class PageSelection:
     """Chooses the pages that each layer reads. One per attention backend.
 
-    On a GPU, pages that a row uses away from their cached position are always read, beside the
-    budget: their bounds are those of keys as cached. In host memory the query is rotated back.
+    Bounds are those of keys as cached. Pages that a row uses away from their cached position are
+    always read, beside the budget.
 
     Args:
-        name: Name of the policy, for reports.
-        selector: Scores pages.
         layers: Layer -> its keys in the pool, ``[num_slots, kv_heads, dim]``.
         page: Positions of a page, above 1.
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         cached_at: int32 ``[num_slots]``, cached positions; None where keys are read as cached.
-        rotation: Rotates queries; None where shifted pages are always read.
 
     Raises:
         MemoryError: there is none for the bounds.
@@ -56,19 +49,17 @@ class PageSelection:
 
     def __init__(
         self,
-        name: str,
-        selector: Selector,
+        quest: Quest,
         layers: dict[int, Tensor],
         page: int,
         rows: Tensor,
         cached_at: Tensor | None,
-        rotation: KeyRotation | None = None,
     ) -> None:
-        self._name, self._selector, self._page = name, selector, page
-        self._rows, self._cached_at, self._rotation = rows, cached_at, rotation
+        self._quest, self._page = quest, page
+        self._rows, self._cached_at = rows, cached_at
         self._num_slots = next(iter(layers.values())).shape[0]
         self._starts = torch.arange(-(-rows.shape[1] // page), device=rows.device) * page
-        first = min(layers) + selector.whole_layers
+        first = min(layers) + quest.whole_layers
         try:
             self._bounds = {
                 layer: PageBounds(keys, page) for layer, keys in layers.items() if layer >= first
@@ -97,7 +88,7 @@ class PageSelection:
 
     def _described(self, totals: Tensor) -> dict[str, Any]:
         held, read = totals.tolist()
-        return {"name": self._name, "positions_held": held, "positions_read": read}
+        return {"name": self._quest.name, "positions_held": held, "positions_read": read}
 
     def update(self, layer: int, slots: Tensor) -> None:
         """Keys were written to ``slots``; see :meth:`PageBounds.update`."""
@@ -122,7 +113,7 @@ class PageSelection:
 
     def begin(self, rows: BatchRows) -> None:
         """A decode step."""
-        self._step = self._laid_out(rows) if rows.longest > self._selector.budget else None
+        self._step = self._laid_out(rows) if rows.longest > self._quest.budget else None
 
     def forget(self) -> None:
         """The next forward reads everything, until a decode step begins."""
@@ -138,22 +129,12 @@ class PageSelection:
         held = (first >= 0) & (first < self._num_slots) & (starts < lengths)
         first = first.masked_fill_(~held, 0)
         sizes = (lengths - starts).clamp_(max=page).masked_fill_(~held, 0)
-        named, shift = first // page, None
-        listed = named
+        scored = (first // page).masked_fill_(~held, -1)
         if plan.shift is not None and self._cached_at is not None:
-            shift = (starts - self._cached_at[first]).masked_fill_(~held, 0)
-            if self._rotation is None:
-                listed = listed.masked_fill(shift != 0, -1)
-        entry = (held.flatten().cumsum(0) - 1).view_as(held)
-        # What is not held goes to one more place at the end.
-        to = torch.where(held, entry, held.numel()).flatten()
-        entries = torch.zeros(len(to) + 1, dtype=torch.int32, device=to.device)
-        entries.scatter_(0, to, listed.flatten().to(torch.int32))
-        pages = RowPlan(_indptr(held.sum(dim=1)), entries[:-1], None)
-        counted = sizes.masked_fill(lengths <= self._selector.budget, 0)
+            scored = scored.masked_fill_(starts != self._cached_at[first], -1)
+        counted = sizes.masked_fill(lengths <= self._quest.budget, 0)
         newest = (lengths - 1).clamp_min(0) // page
-        entry = entry.clamp_min_(0)
-        return _Step(plan, held, sizes, counted, newest, named, shift, pages, entry)
+        return _Step(plan, held, sizes, counted, newest, scored)
 
     # -- a layer ----------------------------------------------------------------
 
@@ -167,37 +148,19 @@ class PageSelection:
         step = self._step
         if step is None or layer not in self._bounds:
             return None
-        keep = self._best(step, self._shares(step, self._bounds[layer], query, scale))
+        keep = self._best(step, self._bounds[layer].shares(query, step.scored, scale))
         read = step.sizes.masked_fill(~keep, 0)
         of_counted = step.counted.masked_fill(~keep, 0)
         self._totals += torch.stack((step.counted.sum(), of_counted.sum()))
         return self._entries(step, read)
 
-    def _shares(self, step: _Step, bounds: PageBounds, query: Tensor, scale: float) -> Tensor:
-        """fp32 ``[rows, pages]``, see ``Selector.scores``."""
-        found = bounds.shares(query, step.pages, scale)
-        shares = found[step.entry].masked_fill_(~step.held, 0.0)
-        if step.shift is None or self._rotation is None:
-            return shares
-        rows = step.shift.any(dim=1).nonzero()[:, 0]
-        row, page = step.held[rows].nonzero().unbind(1)
-        row = rows[row]
-        rotated = self._rotation.rotate(query[row], -step.shift[row, page])
-        logits = torch.full((*step.held.shape, query.shape[1]), float("-inf"))
-        logits[row, page] = bounds.largest(rotated, step.named[row, page]) * scale
-        shares[rows] = logits[rows].softmax(dim=1).sum(dim=2)
-        return shares
-
     def _best(self, step: _Step, shares: Tensor) -> Tensor:
         """bool ``[rows, pages]``: pages to be read."""
-        scores = self._selector.scores(shares, step.held, self._page)
-        scores = scores.masked_fill(~step.held, -math.inf).scatter(1, step.newest, math.inf)
-        count = min(math.ceil(self._selector.budget / self._page), step.held.shape[1])
-        best = scores.topk(count, dim=1).indices
+        shares = shares.masked_fill(~step.held, -math.inf).scatter(1, step.newest, math.inf)
+        count = min(math.ceil(self._quest.budget / self._page), step.held.shape[1])
+        best = shares.topk(count, dim=1).indices
         keep = torch.zeros_like(step.held).scatter_(1, best, True)
-        if step.shift is not None and self._rotation is None:
-            keep |= step.shift != 0
-        return keep & step.held
+        return (keep | (step.scored < 0)) & step.held
 
     def _entries(self, step: _Step, read: Tensor) -> RowPlan:
         """Entries of the whole plan in pages to be read; ``read``: positions of each."""

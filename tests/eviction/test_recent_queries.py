@@ -352,7 +352,7 @@ def test_no_memory_at_the_start_ends_it_by_name(monkeypatch: pytest.MonkeyPatch)
         raise MemoryError(f"no 9 MiB for {window} queries")
 
     large = SimpleNamespace(rotation=None, keep_queries=without_memory)
-    backend = SimpleNamespace(paged=large, skips_evicted=True)
+    backend = SimpleNamespace(paged=large)
     runner: Any = SimpleNamespace(
         is_draft_worker=False,
         prefill_attention_backend_str="torch_native",

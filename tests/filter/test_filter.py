@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
-from sglang_reasoncache.filter.align import AlignMode, BlockPair, align_blocks
+from sglang_reasoncache.filter.align import BlockPair, align_blocks
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import Step
-from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
+from sglang_reasoncache.filter.settings import PRESETS, AlignMode, FilterConfig
 from sglang_reasoncache.filter.structure import Limits
 from sglang_reasoncache.filter.structure.signature import same_structure, signature
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold

@@ -115,7 +115,7 @@ class Rig:
             zip(self.requests.tolist(), self.lengths.tolist(), strict=True)
         ):
             row = self.rows[request, :length].tolist()
-            home = [int(self.cached_at[slot]) for slot in row]
+            home = [int(self.cached_at[slot]) if slot >= 0 else -1 for slot in row]
             of: dict[int, int] = {}
             for at, slot in enumerate(row):
                 is_alias = slot >= 0 and home[at] != at and 0 <= home[at] < length
@@ -147,7 +147,7 @@ class Rig:
             indptr.append(len(entries))
         last_tile = indptr[-1] // TILE_ENTRIES + len(indptr) - 1
         tile_ptr += [tile_ptr[-1]] * (last_tile + 1 - len(tile_ptr))
-        indices, shift = torch.tensor(entries, dtype=torch.int32).view(-1, 2).T.contiguous()
+        indices, shift = torch.tensor(entries).view(-1, 2).T.int().contiguous()
         found_rotations = None
         if rotations:
             by, bits = torch.tensor(rotations).T.contiguous()

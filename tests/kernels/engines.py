@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: every way by which the operations run, behind the same functions. PyTorch, C++ as this
-machine and older ones run it, and Triton, on a GPU or interpreted. In the interpreter's process
-(see ``tests/triton_runs.py``) there is Triton alone."""
+"""Fixtures: every way by which the operations run, behind the same functions. C++ as this machine and
+older ones run it, and Triton, on a GPU or interpreted. In the interpreter's process (see
+``tests/triton_runs.py``) there is Triton alone. Distances also run in PyTorch."""
 
 import ctypes
 import functools
@@ -18,6 +18,7 @@ from tests.triton_runs import INTERPRETED, on_device
 OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
 NATIVE = () if INTERPRETED else ("native", *OLDER)
 HOST = () if INTERPRETED else ("torch", *NATIVE)
+ON_DEVICE = pytest.param("triton", marks=on_device)
 
 
 def _engines(*params: Any) -> Any:
@@ -29,11 +30,12 @@ def _engines(*params: Any) -> Any:
     return engine
 
 
-backend = _engines(*HOST, pytest.param("triton", marks=on_device))
-#: Those that read host memory, and refuse what is out of range.
-host_backend = _engines(*HOST)
-#: C++ alone.
+backend = _engines(*NATIVE, ON_DEVICE)
+#: C++ alone, which refuses what is out of range.
 cpu = _engines(*NATIVE)
+#: Those of distances: all, and the ones that read host memory.
+of_distances = _engines(*HOST, ON_DEVICE)
+host_of_distances = _engines(*HOST)
 
 
 def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -2,11 +2,8 @@
 """What Triton's kernels alone do, on a GPU or interpreted. ``test_attention.py`` has what attention
 shares with the other backends."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
@@ -62,64 +59,6 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @on_device
-@pytest.mark.parametrize("launch", [1, 2] if INTERPRETED else [1, 2, 100])
-def test_weights_have_limits(launch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In launches that have memory for some logits, and of entries past either limit none."""
-    rig = make(Case(lengths=(300, 19), heads=6, query_dtype=torch.float32))
-    monkeypatch.setattr(decode_triton, "LOGITS_BYTES", launch * 4 * 6 * 300)
-    spans = tuple(torch.tensor(side).int() for side in ((0, 0, 300, 7, 7), (300, 299, 319, 7, 50)))
-    query, sinks = rig.query[[0, 0, 1, 1, 0]], torch.linspace(-2, 3, 6)
-    plan = rig.plan()
-    expected = rig.expected(plan, spans, query, cap=3.0, sinks=sinks)[1]  # type: ignore[arg-type]
-
-    def weights_of(size: int, longest: int) -> torch.Tensor:
-        weights = torch.zeros(size, device=DEVICE)
-        options = dict(spans=spans, sinks=sinks, logit_cap=3.0, weights=weights, longest=longest)
-        decode(rig, "triton", plan, query=query, **options)
-        return weights.cpu()
-
-    found = weights_of(len(expected), 300)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=2e-5)
-    torch.testing.assert_close(weights_of(310, 300), found[:310])
-    narrow = weights_of(300, 20)
-    torch.testing.assert_close(narrow[:20], found[:20])
-    assert not narrow[20:].any()
-
-
-@pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
-def test_launches_begin_at_aligned_addresses() -> None:
-    """What is compiled for the first launch serves the others."""
-    for width in range(1, 600_000, 997):
-        rows = decode_triton.rows_of_a_launch(32, width)
-        assert rows % 4 == 0 or rows < 4
-        assert rows < 4 or rows * 4 * 32 * width <= decode_triton.LOGITS_BYTES
-    # As long as a context of 128k: no launch for the last of 16 requests alone.
-    assert decode_triton.rows_of_a_launch(32, (128 << 10) + 4) == 16
-    assert decode_triton.rows_of_a_launch(128, 10 << 20) == 1
-
-
-@on_device
-def test_weights_of_whole_rows_take_our_launches_only() -> None:
-    """Every layer of a decode step pays for each launch."""
-    rig = make(Case(lengths=(19, 7)))
-    plan, kv, query = placed(rig.plan(), "triton"), kv_of(rig, "triton"), there(rig.query)
-    weights = torch.zeros(26, device=DEVICE)
-    names: set[str] = set()
-
-    class Launches(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, _types: Any, args: Any = (), options: Any = None
-        ) -> Any:
-            names.add(func.overloadpacket.__name__)
-            return func(*args, **(options or {}))
-
-    with Launches():
-        decode_attention(query, kv, plan, scale=rig.scale, weights=weights, longest=19)
-    # The last two are the interpreter's own.
-    assert names <= {"empty", "new_empty", "slice", "set_", "copy_"}
-
-
-@on_device
 @pytest.mark.parametrize(
     ("name", "value"),
     [("kv_indices", n) for n in (-1, 2**31 - 1)]
@@ -134,14 +73,10 @@ def test_entries_out_of_range_count_for_nothing(name: str, value: int) -> None:
     kept[[5, 30, 89]] = False
     indptr = torch.tensor([0, 18, 87, 87], dtype=torch.int32)
     left = RowPlan(indptr, plan.kv_indices[kept], plan.shift[kept])
-    expected, expected_weights = rig.expected(left)
     getattr(plan, name)[~kept] = value
-    weights = torch.zeros(90, device=DEVICE)
-    out = decode(rig, "triton", plan, weights=weights)
-    assert_attention(out, expected)
+    out = decode(rig, "triton", plan)
+    assert_attention(out, rig.expected(left)[0])
     assert not out[2].any()
-    torch.testing.assert_close(weights.cpu()[kept].double(), expected_weights, rtol=1e-3, atol=2e-5)
-    assert not weights.cpu()[~kept].any()
     entries = placed(plan, "triton")
     for side in gather_kv(kv_of(rig, "triton"), entries.kv_indices, entries.shift, torch.float32):
         assert not side[:, ~kept].any() and side[:, kept].any(dim=2).all()
@@ -188,12 +123,11 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
     assert (expected.rotations is not None) == merge
     total = int(expected.kv_indptr[-1])
     for capacity in (2 * total, total, 100, 0):
-        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, positions=True, merge=merge)
+        buffers = plan_triton.PlanBuffers.of(9, capacity, DEVICE, merge=merge)
         own = buffers.merge or ()
         for side in (*vars(buffers).values(), *own[1:], *(own and own[0])):
             if isinstance(side, torch.Tensor):
                 side[1:] = -7  # the first of an indptr is nobody's to write
-        assert buffers.positions is not None
         tensors = map(there, (rows, requests, lengths, rig.cached_at))
         plan = plan_triton.plan_into(buffers, *tensors, num_slots=num_slots)
         if capacity == 2 * total:
@@ -203,10 +137,6 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
             found = RowPlan(plan.kv_indptr, plan.kv_indices[:total], plan.shift[:total])
             sides = expected.kv_indices[:capacity], expected.shift[:capacity]
             assert_plans(found, RowPlan(expected.kv_indptr.clamp(max=capacity), *sides))
-            positions = expected.shift + rig.cached_at[expected.kv_indices.long()]
-            written = buffers.positions.cpu()
-            assert torch.equal(written[:total], positions[:capacity])
-            assert (written[total:] == -7).all()
         if not merge or capacity > total:
             assert (buffers.kv_indptr[6:] == -7).all() and (plan.kv_indices[total:] == -7).all()
 

@@ -14,7 +14,8 @@ from sglang_reasoncache import native
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.engines import backend as backend
-from tests.kernels.engines import host_backend as host_backend
+from tests.kernels.engines import host_of_distances as host_of_distances
+from tests.kernels.engines import of_distances as of_distances
 from tests.kernels.engines import unavailable
 from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import INTERPRETED, there
@@ -132,9 +133,9 @@ FEW = [
 
 
 @pytest.mark.parametrize("case", FEW if INTERPRETED else CASES, ids=repr)
-def test_agrees_with_gathered_blocks(backend: str, case: Case) -> None:
+def test_agrees_with_gathered_blocks(of_distances: str, case: Case) -> None:
     dst, src, shift = make_entries(case)
-    sums = Sums(case, backend)
+    sums = Sums(case, of_distances)
     for by in {id(s): s for s in (None, shift)}.values():
         expected, rel = sums.expected(dst, src, by), SUM if by is None else TURNED_SUM
         torch.testing.assert_close(sums.squares(dst, src, by), expected, rtol=rel, atol=0)
@@ -142,7 +143,7 @@ def test_agrees_with_gathered_blocks(backend: str, case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_neox", [True, False])
-def test_what_is_not_finite_shows(backend: str, dtype: torch.dtype, is_neox: bool) -> None:
+def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox: bool) -> None:
     """NaN and infinities in first and last elements, where tiles begin and end."""
     sizes: dict[str, Any] = dict(heads=3, k_dim=20, rotary_dim=12, v_dim=20)
     case = Case(pairs=48, block=2, dtype=dtype, is_neox=is_neox, **sizes)
@@ -159,7 +160,7 @@ def test_what_is_not_finite_shows(backend: str, dtype: torch.dtype, is_neox: boo
     if INTERPRETED:
         dst = torch.tensor([[3, 0], [4, 1], [0, 1], [9, 9], [5, 6]])
         src, shift = torch.tensor([[1, 0], [0, 0], [7, 6], [8, 1], [2, 2]]), shift[:5]
-    sums = Sums(case, backend, layers)
+    sums = Sums(case, of_distances, layers)
     broken = torch.zeros(len(dst), 2, 2, dtype=torch.bool)
     for layer, side, slot in places:
         broken[:, layer, side] |= ((dst == slot) | (src == slot)).any(-1)
@@ -167,7 +168,7 @@ def test_what_is_not_finite_shows(backend: str, dtype: torch.dtype, is_neox: boo
         assert torch.equal(~sums.squares(dst, src, by).isfinite(), broken)
 
 
-def test_no_shift_is_as_cached(backend: str) -> None:
+def test_no_shift_is_as_cached(of_distances: str) -> None:
     """Bit for bit but by Triton, whose tiles differ."""
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
     layers = make_layers(case)
@@ -175,9 +176,9 @@ def test_no_shift_is_as_cached(backend: str) -> None:
     dst, src, shift = make_entries(case)
     assert shift is not None
     src[0, 0] = 5
-    sums = Sums(case, backend, layers)
+    sums = Sums(case, of_distances, layers)
     still, cached = sums.squares(dst, src, torch.zeros_like(shift)), sums.squares(dst, src)
-    torch.testing.assert_close(still, cached, rtol=1e-6 if backend == "triton" else 0, atol=0)
+    torch.testing.assert_close(still, cached, rtol=1e-6 if of_distances == "triton" else 0, atol=0)
     moved = sums.squares(dst, src, shift)
     assert torch.equal(still[..., 1], moved[..., 1])
     # Slots may be views.
@@ -238,23 +239,23 @@ _ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
         ([([[[1000.0] * 4], [[1000.0 + 2**-10] * 4]],) * 2], [[4 * 2.0**-20] * 2], 2 * 2.0**-9 / 2),
     ],
 )
-def test_by_hand(host_backend: str, layers: Any, squares: Any, distance: float) -> None:
+def test_by_hand(host_of_distances: str, layers: Any, squares: Any, distance: float) -> None:
     pool = [(torch.as_tensor(keys), torch.as_tensor(values)) for keys, values in layers]
     tokens, heads = len(pool[0][0]) // 2, pool[0][0].shape[1]
     dst, src = torch.arange(2 * tokens).view(2, 1, tokens)
-    found = DistanceKernel(pool, backend=host_backend).squares(dst, src)
+    found = DistanceKernel(pool, backend=host_of_distances).squares(dst, src)
     assert found.tolist() == [squares]
     assert block_distances(found, tokens, heads).tolist() == [distance]
 
 
 @pytest.mark.parametrize("split", [1, 2, 5])
-def test_sums_of_split_heads_make_the_whole(host_backend: str, split: int) -> None:
+def test_sums_of_split_heads_make_the_whole(host_of_distances: str, split: int) -> None:
     """Tensor-parallel ranks hold their own heads and add up their squares. A block is at no
     distance of itself, and as far as back."""
     layers = random_layers(6, 33)
     dst, src, _ = make_entries(Case(pairs=7, block=5))
     whole, first, second = (
-        DistanceKernel([(k[:, a:b], v[:, a:b]) for k, v in layers], backend=host_backend)
+        DistanceKernel([(k[:, a:b], v[:, a:b]) for k, v in layers], backend=host_of_distances)
         for a, b in ((0, 6), (0, split), (split, 6))
     )
     parts, found = first.squares(dst, src) + second.squares(dst, src), whole.squares(dst, src)
@@ -280,47 +281,24 @@ _LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()
         (_LONG, _LONG, _INT[:, :1], r"shift must be torch.int32 \[3, 2\]"),
     ],
 )
-def test_refused_entries(host_backend: str, dst: Any, src: Any, shift: Any, words: str) -> None:
+def test_refused_entries(
+    host_of_distances: str, dst: Any, src: Any, shift: Any, words: str
+) -> None:
     layers = random_layers(2, 8)
-    kernel = DistanceKernel(layers, make_rotation(8, True), backend=host_backend)
+    kernel = DistanceKernel(layers, make_rotation(8, True), backend=host_of_distances)
     with pytest.raises(ValueError, match=words):
         kernel.squares(dst, src, shift)
-    as_cached = DistanceKernel(layers, backend=host_backend)
+    as_cached = DistanceKernel(layers, backend=host_of_distances)
     with pytest.raises(ValueError, match="without a rotation"):
         as_cached.squares(_LONG, _LONG, _INT)
 
 
-def test_pools_that_are_refused(host_backend: str) -> None:
+def test_layers_of_two_layouts_are_refused(host_of_distances: str) -> None:
     good = torch.zeros(4, 2, 8)
     turned = good.transpose(0, 1).contiguous().transpose(0, 1)
-    for layers, words in (
-        ([], "at least one layer"),
-        ([(good.long(), good.long())], "pool dtype torch.int64"),
-        ([(good[0], good[0])], r"must be \[num_slots, heads, head_dim\]"),
-        ([(good, good[:3])], "alike in the first two"),
-        ([(good, good.half())], "V torch.float16"),
-        ([(good, good), (good, good[:, :, :4])], "V of layer 1"),
-        ([(good, good), (turned, good)], "K of layer 1"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            DistanceKernel(layers, backend=host_backend)
-    with pytest.raises(ValueError, match="rotary_dim 16 does not fit head_dim 8"):
-        DistanceKernel([(good, good)], make_rotation(16, True), backend=host_backend)
-    with pytest.raises(ValueError, match="native, triton, torch"):
-        DistanceKernel([(good, good)], backend="cuda")
-
-
-def test_pool_with_scattered_elements_is_left_to_pytorch() -> None:
-    ((keys, _),) = random_layers(8, 2, torch.float32)[:1]
-    keys = keys.transpose(1, 2)
-    dst, src, _ = make_entries(Case(pairs=3, block=4))
-    kernel = DistanceKernel([(keys, keys)])
-    assert kernel.backend == "torch"
-    whole = keys.contiguous()
-    expected = DistanceKernel([(whole, whole)], backend="torch").squares(dst, src)
-    torch.testing.assert_close(kernel.squares(dst, src), expected, rtol=SUM, atol=0)
-    with pytest.raises(ValueError, match="side by side"):
-        DistanceKernel([(keys, keys)], backend="native")
+    for other in ((good, good[:, :, :4]), (turned, good), (good.half(), good.half())):
+        with pytest.raises(ValueError, match="2 layouts"):
+            DistanceKernel([(good, good), other], backend=host_of_distances)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")

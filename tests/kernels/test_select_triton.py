@@ -21,8 +21,8 @@ from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection import page_bounds
-from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.quest import Quest
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -80,6 +80,26 @@ def test_slots_out_of_range_are_left_out() -> None:
 
 
 @on_device
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 12), (33, 1, 8), (2, 2, 130)])
+def test_shares_are_those_of_dense_logits(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In launches of two rows; a row without pages has no shares, and what is out of range none."""
+    monkeypatch.setattr(select_triton, "LOGITS_BYTES", 2 * 4 * heads * 19)
+    query, ends = torch.randn(3, heads, dim), torch.randn(30, kv_heads, dim)
+    query, ends = query.to(dtype), ends.to(dtype)
+    pages = torch.randint(-3, 34, (3, 19))
+    pages[1] = -1
+    found = select_triton.page_shares(*(there(x) for x in (query, ends, pages)), 0.4).cpu()
+    read = (pages >= 0) & (pages < 30)
+    keys = ends[pages.clamp(0, 29)].repeat_interleave(heads // kv_heads, dim=2).double()
+    logits = torch.einsum("rhd,rphd->rhp", query.double(), keys) * 0.4
+    expected = logits.masked_fill(~read[:, None], -torch.inf).softmax(dim=2).sum(dim=1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+@on_device
 @pytest.mark.parametrize("shifted", [True, False])
 def test_entries_of_pages_are_copied(shifted: bool) -> None:
     """Pages with evicted ones between them, short last ones, a row without any."""
@@ -115,7 +135,7 @@ def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     host_rows = torch.zeros(3, width, dtype=torch.int32)
     rows, keys = there(host_rows.clone()), there(torch.randn(pages * PAGE, HEADS, 16))
     rule = Quest(budget=2 * PAGE, whole_layers=0)
-    selection = PageSelection("quest", rule, {0: keys}, PAGE, rows, None)
+    selection = PageSelection(rule, {0: keys}, PAGE, rows, None)
     requests, lengths = there(torch.tensor([2, 1])), there(torch.tensor([1, 1]))
     slots, query = there(torch.zeros(2, dtype=torch.int64)), there(torch.randn(2, 2 * HEADS, 16))
     buffers = PlanBuffers.of(2, 2 * width, DEVICE)

@@ -12,7 +12,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import BatchRows
 from sglang_reasoncache.selection import page_bounds
-from sglang_reasoncache.selection.contract import Quest
+from sglang_reasoncache.selection.quest import Quest
 from tests.selection.test_page_selection import selection_on_host
 from tests.triton_runs import INTERPRETED, under_interpreter
 from tests.triton_runs import small_launches as small_launches
@@ -60,7 +60,7 @@ POLICY = Quest(budget=24, whole_layers=1)
 def noted(rig: Rig, backend: Any, policy: Any = POLICY) -> Any:
     """The backend, with bounds of what is in the pool now."""
     if backend.paged.selection is None:
-        backend.paged.select("quest", policy)
+        backend.paged.select(policy)
     backend.paged.selection.update(1, torch.arange(len(rig.pool.k_buffer[1])))
     return backend
 
@@ -162,7 +162,7 @@ def test_bounds_follow_every_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts by SGLang's kernels and by ours, then token by token, where keys are as cached."""
     rig = rig_of([30, 9, 17])
     backend = triton_backend(rig, monkeypatch, corrected=False)
-    selection = backend.paged.select("quest", POLICY)
+    selection = backend.paged.select(POLICY)
 
     def right() -> None:
         keys, ends = rig.pool.k_buffer[1], selection._bounds[1].ends

@@ -11,23 +11,22 @@ import torch
 from sglang_reasoncache import registry
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
+from sglang_reasoncache.kernels.row_plan import BatchRows
 from sglang_reasoncache.policy_options import OptionError
-from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
-from tests.kernels.pools import make_rotation
+from sglang_reasoncache.selection.quest import Quest
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 64, 4, 2, 8
 SLOTS = PAGE * PAGES
 
 
 def selection_on_host(policy: Any, keys: dict[int, torch.Tensor], page: int, rows: Any) -> Any:
-    """Read by PyTorch, whatever reads bounds elsewhere."""
-    host = PageSelection("quest", policy, keys, page, rows, None)
+    """Read by C++, whatever reads bounds elsewhere."""
+    host = PageSelection(policy, keys, page, rows, None)
     host._on_gpu = False
     for bounds in host._bounds.values():
-        bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="torch")
+        bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="native")
         bounds.on_gpu = False
     return host
 
@@ -47,11 +46,10 @@ def test_shares_are_by_the_largest_possible_logit() -> None:
         corners = torch.cartesian_prod(*ends)
         logits[i, head] = (corners @ query[0, head]).max()
         assert logits[i, head] >= (own @ query[0, head]).max()
-    found = bounds.largest(query.expand(4, -1, -1), torch.tensor(pages))
-    torch.testing.assert_close(found, logits, rtol=1e-5, atol=1e-5)
-    plan = RowPlan(torch.tensor([0, 4]).int(), torch.tensor(pages).int(), None)
     expected = (logits * 0.3).softmax(dim=0).sum(dim=1)
-    torch.testing.assert_close(bounds.shares(query, plan, 0.3), expected, rtol=1e-4, atol=1e-6)
+    found = bounds.shares(query, torch.tensor([[*pages[:2], -1, *pages[2:]]]), 0.3)
+    assert found[0, 2] == 0
+    torch.testing.assert_close(found[0, [0, 1, 3, 4]], expected, rtol=1e-4, atol=1e-6)
 
 
 class World:
@@ -59,9 +57,6 @@ class World:
 
     def __init__(self, *, shifted: bool, policy: Any = None) -> None:
         torch.manual_seed(5)
-        rotation = make_rotation(DIM, True)
-        assert rotation is not None
-        self.rotation = rotation
         self.keys = torch.randn(SLOTS, KV_HEADS, DIM) * 2
         self.values = torch.randn(SLOTS, KV_HEADS, DIM)
         self.lengths = torch.tensor([39, 9])
@@ -81,8 +76,8 @@ class World:
         self.requests = torch.tensor([2, 0])
         self.query = torch.randn(2, HEADS, DIM) * 3
         self.policy = policy or Quest(budget=16, whole_layers=0)
-        read = "quest", self.policy, {7: self.keys}, PAGE, self.rows, self.cached_at
-        self.selection = PageSelection(*read, self.rotation)
+        read = self.policy, {7: self.keys}, PAGE, self.rows, self.cached_at
+        self.selection = PageSelection(*read)
         self.selection.update(7, torch.arange(SLOTS))
         rows = self.rows, self.requests, self.lengths, self.cached_at
         self.plan = plan_rows(*rows, num_slots=SLOTS)
@@ -93,23 +88,25 @@ class World:
         return self.selection.plan(7, self.query, DIM**-0.5)
 
     def expected(self, row: int, length: int, query: torch.Tensor) -> list[int]:
-        """Positions that are read, by bounds of the keys as they lie and a query rotated back."""
+        """Positions that are read: of pages by bounds of their keys, and of shifted pages."""
         bounds: dict[int, list[float]] = {}
+        shifted = []
         for page in range(-(-length // PAGE)):
             slots = [int(s) for s in self.rows[row, page * PAGE : min(length, page * PAGE + PAGE)]]
             if slots[0] < 0:
                 continue
+            if page * PAGE != self.cached_at[slots[0]]:
+                shifted.append(page)
+                continue
             whole = self.keys[slots[0] // PAGE * PAGE :][:PAGE]
-            shift = torch.tensor([page * PAGE - int(self.cached_at[slots[0]])])
-            rotated = self.rotation.rotate(query[None], -shift)[0]
             ends = (side.repeat_interleave(2, dim=0) for side in (whole.amin(0), whole.amax(0)))
-            logits = torch.maximum(*(rotated * end for end in ends)).sum(dim=1) * DIM**-0.5
+            logits = torch.maximum(*(query * end for end in ends)).sum(dim=1) * DIM**-0.5
             bounds[page] = logits.tolist()
         newest = (length - 1) // PAGE
         softmax = torch.tensor(list(bounds.values())).softmax(dim=0).sum(dim=1)
         shares = dict(zip(bounds, softmax.tolist(), strict=True))
         best = sorted((p for p in shares if p != newest), key=lambda p: -shares[p])
-        pages = sorted([newest, *best[: math.ceil(self.policy.budget / PAGE) - 1]])
+        pages = sorted([newest, *shifted, *best[: math.ceil(self.policy.budget / PAGE) - 1]])
         return [at for p in pages for at in range(p * PAGE, min(length, p * PAGE + PAGE))]
 
 
@@ -146,18 +143,6 @@ def test_short_rows_and_first_layers_are_read_whole(options: tuple[int, int]) ->
     assert world.selection.plan(7, world.query, 1.0) is None, "a prefill came in between"
 
 
-class Absent(Quest):
-    """Likes best what a row does not have."""
-
-    def scores(self, shares: torch.Tensor, held: torch.Tensor, page: int) -> torch.Tensor:
-        return torch.where(held, -shares, math.inf)
-
-
-def test_pages_that_a_row_does_not_have_are_not_read() -> None:
-    world = World(shifted=False, policy=Absent(budget=36, whole_layers=0))
-    assert torch.equal(world.begun().kv_indices, world.plan.kv_indices)
-
-
 def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(*_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -169,7 +154,7 @@ def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_options() -> None:
     choice = registry.parse("reasoncache+quest:budget=64:whole_layers=0+keydiff:budget=9")
-    assert choice.selector == ("quest", Quest(budget=64, whole_layers=0))
+    assert choice.selector == Quest(budget=64, whole_layers=0)
     assert choice.shares and [name for name, _ in choice.evictors] == ["keydiff"]
     for options, key in (({"budget": 0}, "budget"), ({"whole_layers": -1}, "whole_layers")):
         with pytest.raises(OptionError) as error:

@@ -111,7 +111,7 @@ def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
 
 
 PAGE = 16
-QUEST: Any = parse(QUEST_POLICY).selector.policy  # type: ignore[union-attr]
+QUEST: Any = parse(QUEST_POLICY).selector
 
 
 def pages_read(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_reasoncache.attention.paged_cpu import CorrectedTorchNativeBackend, PagedCpuBackend
+from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.kernels import extend
 from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig, mark
@@ -25,8 +25,7 @@ ALL_BATCHES = pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
 DECODE_AND_EXTEND = pytest.mark.parametrize(
     "new", [BATCHES["decode"], BATCHES["with-prefix"]], ids=["decode", "extend"]
 )
-KINDS = pytest.mark.parametrize("kind", ["torch_native", "reasoncache_cpu", "cuda"])
-OURS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
+KINDS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
 class Backend(SharedSlotReads, TorchNativeAttnBackend):
@@ -34,8 +33,8 @@ class Backend(SharedSlotReads, TorchNativeAttnBackend):
 
 
 def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
-    made: Any = {"torch_native": CorrectedTorchNativeBackend, "reasoncache_cpu": PagedCpuBackend}
-    made["cuda"] = functools.partial(Backend, requested_by=REQUESTED_BY)
+    cuda = functools.partial(Backend, requested_by=REQUESTED_BY)
+    made: Any = {"reasoncache_cpu": PagedCpuBackend, "cuda": cuda}
     return made[kind](rig.runner, rig.cached_at if corrected else None)
 
 
@@ -54,7 +53,7 @@ def test_keys_are_read_where_they_are_used(
     rig.check(backend_of(kind, rig), rig.batch(new))
 
 
-@OURS
+@KINDS
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @ALL_BATCHES
 def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: str) -> None:
@@ -81,19 +80,14 @@ def test_shifted_keys_do_matter() -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("why", ["never shared", "not here", "as cached"])
 @ALL_BATCHES
-def test_rows_are_read_as_stock_reads_them(new: list[int], why: str, dtype: torch.dtype) -> None:
-    """Bit for bit by torch-native where nothing is shifted, and as cached by our kernels."""
-    as_cached = why == "as cached"
-    rig = Rig(shifted=0.5 * as_cached, dtype=dtype, notes_shifted=why == "not here")
+def test_keys_as_cached_are_read_as_stock_reads_them(new: list[int], dtype: torch.dtype) -> None:
+    rig = Rig(shifted=0.5, dtype=dtype)
     batch, cached_at = rig.batch(new), rig.cached_at.positions.clone()
-    backend = backend_of("reasoncache_cpu" if as_cached else "torch_native", rig, not as_cached)
-    ours = rig.forward(backend, batch)
+    ours = rig.forward(backend_of("reasoncache_cpu", rig, False), batch)
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
-    atol = TOLERANCE[dtype] if as_cached else 0
-    torch.testing.assert_close(ours, stock, rtol=0, atol=atol)
-    assert not as_cached or torch.equal(rig.cached_at.positions, cached_at)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=TOLERANCE[dtype])
+    assert torch.equal(rig.cached_at.positions, cached_at)
 
 
 @KINDS
@@ -127,10 +121,7 @@ def test_one_backend_serves_batches_of_every_kind(kind: str) -> None:
             mark(plain, False)
             assert torch.equal(rig.forward(backend, plain), rig.forward(stock, plain))
     rig.settle()
-    batch = rig.batch([1, 1, 1])
-    rig.check(backend, batch)
-    if kind == "torch_native":
-        assert torch.equal(rig.forward(backend, batch), rig.forward(stock, batch))
+    rig.check(backend, rig.batch([1, 1, 1]))
 
 
 @KINDS
@@ -144,13 +135,6 @@ def test_a_rank_without_a_request_needs_no_rows(kind: str) -> None:
     assert torch.equal(rig.cached_at.positions, cached_at)
 
 
-def test_sliding_window_is_refused_rather_than_ignored() -> None:
-    rig = Rig(shifted=1.0)
-    rig.layer.sliding_window_size = 8
-    with pytest.raises(RuntimeError, match="sliding-window"):
-        rig.forward(CorrectedTorchNativeBackend(rig.runner, rig.cached_at), rig.batch([1, 1, 1]))
-
-
 @pytest.mark.parametrize("new", [[1, 7, 300], [1, 19, 989]], ids=["with-prefix", "whole"])
 @pytest.mark.parametrize("block", [64, 100])
 def test_masks_come_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int, new: list[int]) -> None:
@@ -160,7 +144,7 @@ def test_masks_come_in_blocks(monkeypatch: pytest.MonkeyPatch, block: int, new: 
     rig.check(backend_of("reasoncache_cpu", rig), rig.batch(new))
 
 
-@OURS
+@KINDS
 @ALL_BATCHES
 def test_logits_are_soft_capped(new: list[int], kind: str) -> None:
     """SGLang's torch-native backend leaves the cap out; the model's own formula does not."""
@@ -171,7 +155,7 @@ def test_logits_are_soft_capped(new: list[int], kind: str) -> None:
     assert (rig.expected(batch, logit_cap=0.5) - rig.expected(batch)).abs().max() > 0.01
 
 
-@OURS
+@KINDS
 @ALL_BATCHES
 def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str) -> None:
     """As a model with fp8 scales: the pool holds K / k_scale, of another type than the model's."""
@@ -189,7 +173,7 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str
     torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=5e-4)
 
 
-@OURS
+@KINDS
 @DECODE_AND_EXTEND
 def test_sinks_take_weight(new: list[int], kind: str) -> None:
     """What our kernels do not know is refused on CUDA."""
@@ -208,7 +192,7 @@ def test_sinks_take_weight(new: list[int], kind: str) -> None:
             run(q, None, None, rig.layer, batch, sinks=None, aux_tensors=None, score_mod=len)
 
 
-@OURS
+@KINDS
 @pytest.mark.parametrize(("change", "message"), UNSUPPORTED)
 def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kind: str) -> None:
     rig = Rig(shifted=0.0)

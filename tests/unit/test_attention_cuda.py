@@ -20,8 +20,8 @@ from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.runtime_context import override_platform
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention import warm_up
 from sglang_reasoncache.attention.backend import PagedBackend
-from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -293,9 +293,9 @@ def test_auto_goes_on_where_ours_fails(
         attention, "backend_class", lambda _name: fails if at == "__init__" else make
     )
     if at == "warm_up":
-        monkeypatch.setattr(PagedAttention, at, fails)
+        monkeypatch.setattr(warm_up, "compile_attention", fails)
     else:
-        monkeypatch.setattr(PagedAttention, "warm_up", lambda _self: None)
+        monkeypatch.setattr(warm_up, "compile_attention", lambda _paged: None)
         monkeypatch.setattr(attention, "_install_hooks", fails)
     stock, warned = object(), list[str]()
     # Handlers of a test keep tracebacks.

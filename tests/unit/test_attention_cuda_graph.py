@@ -22,7 +22,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang.srt.runtime_context import get_parallel
 from transformers import Qwen3Config
 
-from sglang_reasoncache.attention import paged, paged_cuda
+from sglang_reasoncache.attention import paged, paged_cuda, warm_up
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
@@ -64,7 +64,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     )
     buffers = [*rig.pool.k_buffer, *rig.pool.v_buffer]
     before = [buffer.clone() for buffer in buffers]
-    backend.paged.warm_up()
+    warm_up.compile_attention(backend.paged)
     torch.testing.assert_close(before, buffers, rtol=0, atol=0, equal_nan=True)
     return backend
 

@@ -19,8 +19,8 @@ from sglang.srt.utils.auth import add_api_key_middleware
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.plugin import hooks
-from sglang_reasoncache.selection.contract import Quest
 from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.selection.quest import Quest
 from tests.eviction.rows import SINGLE, begun
 from tests.property.world import Eviction, World, finish
 
@@ -109,7 +109,7 @@ def test_the_admin_key_guards_single_requests(
 def test_totals_do_not_wait_for_what_is_selected(world: World) -> None:
     """They are those of the question before."""
     rows, keys = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(32, 1, 4)
-    selection = PageSelection("quest", Quest(), {0: keys}, 8, rows, None)
+    selection = PageSelection(Quest(), {0: keys}, 8, rows, None)
     # As on a GPU, where copies to the host take their time.
     selection._download = Download(selection._totals.clone())
     report = dataclasses.replace(world.controller.report, selection=selection)

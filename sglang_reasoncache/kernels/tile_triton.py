@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What attention programs do with a tile of a pool: products on tensor cores, rotated queries, logits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang_reasoncache.kernels import common_triton as common
+
+#: Lines of a program's products: a tensor core multiplies 16; more than 32, or 16 of more than 128
+#: columns, do not fit the registers.
+LINES = 16, 32
+LOG2E = tl.constexpr(1.4426950408889634)
+# Triton's interpreter multiplies the codes of bf16 instead of their values.
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def operand(raw, ELEMENT: tl.constexpr):
+    """Elements of a pool as a tensor core multiplies them, without rounding."""
+    if ELEMENT == "e4m3" or ELEMENT == "e5m2":
+        return common.fp8_to_fp16(raw, ELEMENT)
+    else:
+        return raw
+
+
+@triton.jit
+def dot(x, y, sums):
+    if _INTERPRETED:
+        return tl.dot(x.to(tl.float32), y.to(tl.float32), sums)
+    return tl.dot(x, y, sums, input_precision="ieee")
+
+
+@triton.jit
+def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
+    """``sums + x y`` for fp32 ``x``. Where operands are narrower, ``x`` is the sum of two of them, which
+    keeps 16 of its bits or more; EXACT: of one."""
+    y = operand(y, ELEMENT)
+    if ELEMENT == "fp32":
+        sums = dot(x, y, sums)
+    elif EXACT:
+        sums = dot(x.to(y.dtype), y, sums)
+    else:
+        if ELEMENT == "bf16":  # its bits are the upper half of fp32's
+            high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        else:
+            high = x.to(y.dtype).to(tl.float32)
+        sums = dot(high.to(y.dtype), y, sums)
+        sums = dot((x - high).to(y.dtype), y, sums)
+    return sums
+
+
+@triton.jit
+def next_shift(shifts):
+    """One of ``shifts`` that is not 0; 0 if all are."""
+    most = tl.max(shifts, axis=0)
+    return tl.where(most != 0, most, tl.min(shifts, axis=0))
+
+
+@triton.jit
+def turned(
+    q_at, q_mask, k, by, cosines, sines, column, zeros, ELEMENT: tl.constexpr,
+    HALF: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    """Products of a tile's keys with queries that are rotated back by ``by`` positions, a number or
+    ``[HEADS, 1]``."""
+    rotated, other, earlier, angle = common.pairing(column[None, :], HALF, NEOX)
+    cosine, sine = common.load_factors(cosines, sines, -by, rotated, earlier, angle, True, HALF)
+    # Loaded again, because a query that is kept takes registers from every tile.
+    q = tl.load(q_at + column[None, :], mask=q_mask, other=0.0)
+    there = tl.load(q_at + other, mask=q_mask, other=0.0)
+    back = q.to(tl.float32) * cosine + there.to(tl.float32) * sine
+    return times(back, k, zeros, ELEMENT, False)
+
+
+@triton.jit
+def rotations(by, bits, which, last, bit, ok, table_rows):
+    """Load rotations ``which`` of a tile: by how many positions, and bool ``[which, entries]``, whether a
+    rotation uses an entry. Rotations from ``last`` on, and beyond the rotary table, use none."""
+    back = tl.load(by + which, mask=which < last, other=0)
+    sound = (back > -table_rows) & (back < table_rows)
+    word = tl.load(bits + which, mask=(which < last) & sound, other=0)
+    seen = ((word[:, None] >> bit[None, :].to(tl.int64)) & 1) != 0
+    return tl.where(sound, back, 0), seen & ok[None, :]
+
+
+@triton.jit
+def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
+    """Base 2; -inf where a key is not ``seen``, or its product is -inf."""
+    if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
+        seen &= products != float("-inf")
+        products = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * scale * products) + 1))
+        scale = 1.0
+    return tl.where(seen, products * (scale * LOG2E), float("-inf"))
+
+
+@triton.jit
+def finite(most):
+    """The largest logit so far, to subtract from logits; 0 if there is none, as -inf - -inf is NaN."""
+    return tl.where(most == float("-inf"), 0.0, most)
+
+
+def columns(dim: int) -> int:
+    """Columns of a tile that holds heads of ``dim`` elements; tensor cores want 16."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def lines(group: int, columns: int) -> int:
+    """Lines of a program that multiplies ``group`` query heads of one KV head."""
+    return min(max(LINES[0], triton.next_power_of_2(group)), LINES[columns <= 128])
+
+
+def tile(columns: int, element_size: int) -> int:
+    """Entries that a program reads at once: up to 16 KiB of them."""
+    return max(16, min(64, 2**14 // (columns * max(2, element_size))))
