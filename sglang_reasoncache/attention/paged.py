@@ -179,13 +179,8 @@ class PagedAttention:
         if batch.forward_mode.is_decode_or_idle():
             self.queries.begin_decode(rows, positions[: len(rows)])
         elif batch.rids is not None:
-<<<<<<< HEAD
-            # SGLang's own trial runs are of no request.
-            self.queries.begin_extend(rows, positions, batch.extend_seq_lens_cpu)
-=======
             # SGLang's own trial runs have no requests.
-            self.queries.begin_extend(batch.rids, rows, positions, batch.extend_seq_lens_cpu)
->>>>>>> w-package
+            self.queries.begin_extend(rows, positions, batch.extend_seq_lens_cpu)
 
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:

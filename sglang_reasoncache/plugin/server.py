@@ -99,18 +99,9 @@ class ServerParts:
             stream=context.tp_worker.model_runner.forward_stream if on_gpu else None,
         )
         use = functools.partial(_pool_use, self.allocator, tree)
-<<<<<<< HEAD
-        parts = tracker, meter, redirector, threshold, block, config.min_age, config.shares_at_once
-        pipeline = BlockPipeline(*parts, use)
-        stream = worker.model_runner.forward_stream if self.cached.positions.is_cuda else None
-        source = KeySource(*reads[:4], queries=self.attention.queries, stream=stream)
-        evictors = config.policies.evictors
-        eviction = EvictionController(evictors, self.allocator, rows, source, stats, ranks)
-=======
         pipeline = self._pipeline(context, source, stats, ranks, use)
         rows, evictors = params.req_to_token_pool, config.policies.evictors
-        eviction = EvictionController(evictors, self.allocator, rows, source, ranks)
->>>>>>> w-package
+        eviction = EvictionController(evictors, self.allocator, rows, source, stats, ranks)
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         selection = self.attention.selection
         report = Report(config, stats, pipeline, eviction, metrics, selection, self.uncorrected)
