@@ -63,7 +63,7 @@ if [ "${1:-}" = constraints ]; then
     python=$(find_python)
     uv=$(find_uv "$python")
     pins=$("$uv" pip compile --quiet --python "$python" --python-version 3.11 \
-        --extra server --extra dev --extra real-model --no-annotate --no-header \
+        --extra server --extra dev --extra real-model --extra compiler --no-annotate --no-header \
         --no-emit-index-url --no-emit-find-links pyproject.toml)
     {
         echo "# The exact versions the tests ran with; no locations, any registry serves them."
@@ -95,8 +95,11 @@ rm -f "$stamp"
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-600}"
 # Another project's environment being active must not redirect the install.
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME || true
+extras=server,dev,real-model
+command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||
+    extras=$extras,compiler
 "$uv" venv --quiet --no-project --clear --no-python-downloads --python "$python" "$venv"
 "$uv" pip install --quiet --python "$venv/bin/python" \
-    --constraint constraints.txt --editable ".[server,dev,real-model]"
+    --constraint constraints.txt --editable ".[$extras]"
 echo "$wanted" >"$stamp"
 echo "set-up: done" >&2

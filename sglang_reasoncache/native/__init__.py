@@ -2,9 +2,10 @@
 """Builds and loads the C++ library of ``csrc/``. Calls go through ctypes, which releases the
 interpreter lock.
 
-The first use compiles the library, once for each state of the sources, compiler and CPU. Where that
-fails, callers compute in PyTorch. ``CXX`` chooses the compiler, ``REASONCACHE_CACHE_DIR`` the folder of
-the results (default: ``sglang-reasoncache`` under ``XDG_CACHE_HOME`` or ``~/.cache``).
+The first use compiles the library, once for each state of the sources, compiler and CPU. ``CXX``
+chooses the compiler; without one on PATH it is the Python package ``ziglang``, if that is installed.
+``REASONCACHE_CACHE_DIR`` is the folder of the results (default: ``sglang-reasoncache`` under
+``XDG_CACHE_HOME`` or ``~/.cache``).
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,10 +94,14 @@ def _source_root() -> Path:
 
 def _compiler() -> list[str]:
     given = os.environ.get("CXX") or next(filter(shutil.which, _COMPILERS), "")
-    if not given:
-        names = ", ".join(_COMPILERS)
-        raise NativeUnavailable(f"no C++ compiler on PATH (looked for {names}; or CXX)")
-    return shlex.split(given)
+    if given:
+        return shlex.split(given)
+    if importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "c++"]
+    names = ", ".join(_COMPILERS)
+    raise NativeUnavailable(
+        f"no C++ compiler on PATH (looked for {names}; or CXX), and no Python package ziglang"
+    )
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
