@@ -69,9 +69,9 @@ class PagedAttention:
             rotation = key_rotation(model_runner.model, context).to(self.device)
         self.pools = {
             layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
-            for layer in range(pool.start_layer, pool.start_layer + pool.layer_num)
+            for layer in compat.layer_ids(pool)
         }
-        first = self.pools[pool.start_layer]
+        first = next(iter(self.pools.values()))
         #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.
         self.backend, self.rotation = first.backend, first.rotation
         self._num_slots = first.num_slots

@@ -26,18 +26,23 @@ LAYER_ATTRIBUTES = (
     ("logit capping", "logit_capping_method", ("tanh",)),
     ("attention temperature length", "xai_temperature_len", (-1,)),
 )
-#: Rotary modules with one table of angles that are linear in the position.
+#: Rotary modules with one table of angles that are linear in the position. (Of a request without
+#: images the three positions of MRotaryEmbedding are one; requests with images do not share.)
 ROTARY_KINDS = (
     "RotaryEmbedding",
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
+    "MRotaryEmbedding",
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
 )
 #: Attention modules that scale each dim of a key by a learned weight after its rotation, where the
 #: attribute is true.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
+#: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
+#: know positions from their state layers.
+WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
 #: Head dims for which SGLang's FlashInfer backend is made; its Triton backend takes others.
 FLASHINFER_DIMS = (64, 128, 256)
 
@@ -47,6 +52,8 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
     ``requested_by``: the flag that needs such buffers, the beginning of the message.
     """
+    if type(pool) is compat.HybridLinearKVPool:
+        pool = pool.full_kv_pool  # Of the attention layers; state layers have none.
     layout = getattr(pool, "kv_cache_layout", "own layout")
     is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
     if not is_plain or layout != "nhd":
@@ -57,11 +64,11 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 
 def check_kind(context: TreeCacheBuildContext) -> None:
-    """Raises ValueError for a model that keeps other state than keys and values of all positions."""
-    if context.is_hybrid_swa or context.is_hybrid_ssm or context.is_dsa:
-        raise ValueError(
-            f"{_FLAG} supports full-attention models only (no sliding window, state space or DSA)"
-        )
+    """Raises ValueError for a model whose attention layers keep less than keys and values of all
+    positions."""
+    kinds = {"sliding-window": context.is_hybrid_swa, "sparse (DSA)": context.is_dsa}
+    for kind in (kind for kind, found in kinds.items() if found):
+        raise ValueError(f"{_FLAG} supports full attention, this model has {kind} attention layers")
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
@@ -96,6 +103,12 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
                 )
 
 
+def is_without_positions(model: torch.nn.Module) -> bool:
+    """Whether a key of ``model`` is the same at every position, so that reading it as cached is exact."""
+    owners = [type(owner).__name__ for _, owner in _owners(model)]
+    return set(owners) <= set(WITHOUT_POSITIONS) and bool(owners) and not _rotary_modules(model)
+
+
 def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
     """SGLang's attention layers of a model."""
     return [module for module in model.modules() if isinstance(module, compat.RadixAttention)]
@@ -115,7 +128,7 @@ def key_rotation(model: torch.nn.Module, max_positions: int) -> KeyRotation:
             f"{_CORRECTED} needs one plain rotary embedding per model, "
             f"found {sorted(kinds) or 'none'}; as-cached works without"
         )
-    for name, owner in model.named_modules():
+    for name, owner in _owners(model):
         _check_rotated_keys(name, owner)
     table, *others = (m._compute_cos_sin_cache().float() for m in found)
     if any(not torch.equal(other, table) for other in others):
@@ -130,12 +143,22 @@ def key_rotation(model: torch.nn.Module, max_positions: int) -> KeyRotation:
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
     """The rotary modules of a model, also those of SGLang that are no RotaryEmbedding (LongRoPE, dual
-    chunk)."""
+    chunk). Not those of the vision part, which caches no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
+    found = [child for _, owner in _owners(model) for child in owner.children()]
     return [
         module
-        for module in model.modules()
+        for module in dict.fromkeys(found or model.modules())
         if isinstance(module, compat.RotaryEmbedding) or type(module).__module__.startswith(package)
+    ]
+
+
+def _owners(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
+    """Modules that have one of SGLang's attention layers as a child, with their names."""
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(isinstance(child, compat.RadixAttention) for child in module.children())
     ]
 
 
@@ -144,8 +167,6 @@ def _check_rotated_keys(name: str, owner: torch.nn.Module) -> None:
     changed after their rotation."""
     children = list(owner.children())
     heads = {c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
-    if not heads:
-        return
     kind = type(owner).__name__
     # A rotary module made for a part of the head leaves open which dims that part is.
     sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}

@@ -80,6 +80,13 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         with self._contained():
             known = req, up_to, running
             end, leaf = self.token_to_kv_pool_allocator.once_more(self._publishable, *known)
+        if self.is_mamba_enabled and end < up_to:
+            # The state of the state layers is that of the whole length.
+            if running:
+                return
+            if not self.enable_mamba_extra_buffer:
+                # With a copy of an earlier state SGLang looks for one that is short enough itself.
+                end = 0
         self._row = self._host_row(req.kv)
         if self._aliased is not None:
             self._aliased.leaf = leaf

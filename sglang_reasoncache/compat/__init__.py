@@ -35,7 +35,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.allocator.base": ["BaseTokenToKVPoolAllocator"],
     "mem_cache.allocator.token": ["TokenToKVPoolAllocator"],
     "mem_cache.allocator.paged": ["PagedTokenToKVPoolAllocator"],
-    "mem_cache.memory_pool": ["MHATokenToKVPool", "KVWriteLoc"],
+    "mem_cache.memory_pool": ["MHATokenToKVPool", "HybridLinearKVPool", "KVWriteLoc"],
     "mem_cache.allocation": ["get_last_loc_torch"],
     "mem_cache.prefill_budget": ["PrefillBudget"],
     "mem_cache.radix_cache": ["RadixKey"],
@@ -80,6 +80,7 @@ HOOK_TARGETS: dict[str, str] = {
     "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",
+    "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
 }
 
 #: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.
@@ -121,6 +122,12 @@ def __getattr__(name: str) -> Any:
     # Once resolved, a name does not change within a process.
     value = globals()[name] = resolve(name)
     return value
+
+
+def layer_ids(pool: Any) -> Iterable[int]:
+    """The model's numbers of the attention layers whose KV ``pool`` holds. A hybrid model has others."""
+    of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
+    return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
 def installed_version() -> str:

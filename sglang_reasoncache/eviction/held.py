@@ -10,6 +10,7 @@ import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.compat import layer_ids
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -45,9 +46,7 @@ class KeySource(NamedTuple):
         if shifted and self.rotation is not None:
             shift = self.cached_at.shift(slots, positions)
         where = row, positions, slots, shift
-        first = self.pool.start_layer
-        numbers = range(first, first + self.pool.layer_num)
-        return [HeldLayer(self, number, where, written) for number in numbers]
+        return [HeldLayer(self, number, where, written) for number in layer_ids(self.pool)]
 
 
 class HeldLayer:

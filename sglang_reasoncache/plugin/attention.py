@@ -275,6 +275,8 @@ def _after_forward_batch(
 
     tree: Any = getattr(batch, "tree_cache", None)
     backend: Any = getattr(model_runner, "attn_backend", None)
+    # Of a hybrid model's two backends the one of its attention layers.
+    backend = getattr(backend, "full_attn_backend", backend)
     if not isinstance(backend, SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
     # SGLang builds a batch on the stream that its forward runs on.

@@ -37,6 +37,7 @@ def install() -> None:
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
+    hooks["hybrid_backend"] = _after_hybrid_backend
     for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
@@ -118,6 +119,14 @@ def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -
     if _server is None:
         return stock(model_runner)
     return _server.attention_backend(model_runner, name, stock)
+
+
+def _after_hybrid_backend(result: Any, _runner: Any, attention: Any) -> None:
+    """Of a hybrid model SGLang puts the ``attention`` backend behind one that also runs the state layers,
+    and asks that one whether a prefill may run in a graph: have ours answer."""
+    ours = getattr(attention, "can_run_prefill_cuda_graph", None)
+    if ours is not None and result is not attention:
+        result.can_run_prefill_cuda_graph = ours
 
 
 def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class ServerParts:
         served.check_pool(pool)
         self.config = config
         self.allocator = shared_allocator_of(stock)
-        num_slots = pool.get_key_buffer(pool.start_layer).shape[0]
+        num_slots = pool.get_key_buffer(next(iter(compat.layer_ids(pool)))).shape[0]
         self.cached = CachedPositions(num_slots, self.allocator.device)
         self.attention = attention.AttentionParts()
         self.uncorrected: str | None = None
@@ -57,6 +58,9 @@ class ServerParts:
     def attention_backend(
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
+        if served.is_without_positions(model_runner.model):
+            # No rotation is needed, so any backend serves.
+            self.config = dataclasses.replace(self.config, positions="as-cached")
         backend, self.attention = attention.attention_backend(
             model_runner, self.config, name, stock, self.cached
         )

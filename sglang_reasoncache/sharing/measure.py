@@ -11,6 +11,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.compat import layer_ids
 from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -59,8 +60,8 @@ class BlockMeter:
         num_heads: int,
         ranks: Ranks | None = None,
     ) -> None:
-        layer_ids = range(pool.start_layer, pool.start_layer + pool.layer_num)
-        self._layers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layer_ids]
+        layers = layer_ids(pool)
+        self._layers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layers]
         self._kernel = DistanceKernel(self._layers, rotation)
         self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
         self._num_heads, self._ranks = num_heads, ranks or Ranks()

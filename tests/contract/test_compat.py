@@ -51,6 +51,7 @@ HOOKS = {
     "count_uncached": "self",
     "decode_log_parts": "self",
     "internal_state": "self recv_req",
+    "hybrid_backend": "runner full_attn_backend",
     "forward_batch": "batch model_runner ...",
     "graph_variants": "hf_config",
     "last_loc": _LAST_LOC,

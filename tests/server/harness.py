@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.serving import ServerError, ServerProcess
+from tests.server import tiny_models
 from tests.server.specs import ServerSpec
 
 #: SGLang's own checks: account for every slot after each batch and when idle
@@ -34,6 +35,13 @@ class ServerPool:
         self._starts = 0
         self._alive: OrderedDict[ServerSpec, ServerProcess] = OrderedDict()
         self._unstartable: dict[ServerSpec, ServerError] = {}
+        self._models = {"": model_path}
+
+    def model(self, name: str) -> Path:
+        """The folder of a model of ``tiny_models.py``, or of the embedded reasoner."""
+        if name not in self._models:
+            self._models[name] = tiny_models.make(name, self._model_path, self._log_dir)
+        return self._models[name]
 
     def get(self, spec: ServerSpec) -> ServerProcess:
         """Return a living server for ``spec``; may end the least recently used one."""
@@ -48,7 +56,7 @@ class ServerPool:
                 raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
             self._starts += 1
             server = ServerProcess(
-                self._model_path,
+                self.model(spec.model),
                 flags=spec.flags,
                 env={**STRICT_CHECKS, **dict(spec.env)},
                 log_path=self._log_dir / f"{self._starts:02d}-{spec.name}.log",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,13 +30,16 @@ class ServerSpec:
     #: Tests of one group run in one process; empty: those of this spec alone.
     group: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
+    #: Of ``tiny_models.py``; empty: the embedded reasoner.
+    model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
         """A spec with more flags (words, or several with blanks between) and variables, called
         ``<this>-<name>``."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
-        return ServerSpec(f"{self.name}-{name}", tuple(words), env_of_both, device=self.device)
+        told = dict(name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
+        return replace(self, **told, long=False, group="")
 
     def for_long_runs(self) -> ServerSpec:
         return replace(self, long=True)
@@ -218,6 +222,44 @@ SIBLINGS_AS_CACHED = SHARED.having(
 SIBLINGS_BATCHED = SHARED.having("siblings-batched", *EAGER, SCOPE, BATCHED).for_long_runs()
 STOCK_BATCHED = STOCK.having("batched", BATCHED).beside(SIBLINGS_BATCHED).for_long_runs()
 SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", **COPY).beside(SIBLINGS_AS_CACHED).for_long_runs()
+
+#: Attention and state layers. SGLang keeps no copies of states on a CPU, so without the overlap schedule.
+STATE_LAYERS = _beside_ours("faulty", "state_layers")
+HYBRID_FLAGS = (
+    "--dtype float32 --mamba-radix-cache-strategy no_buffer --disable-overlap-schedule",
+    *arguments_of({"min_age": 32, "max_step_tokens": 64}),
+)
+_STATE_ENV = {
+    WAITS: "1",
+    "PYTHONPATH": os.pathsep.join((str(LEAN_START), STATE_LAYERS)),
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
+HYBRID_COPY = {
+    "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "state_layers", "copying")))
+}
+
+
+def _only(model: str) -> str:
+    """``SGLANG_DISABLED_MODEL_ARCHS``: SGLang imports the module of one model. All take many seconds."""
+    folder = Path(importlib.util.find_spec("sglang").origin).parent / "srt/models"
+    return ",".join(sorted({file.stem for file in folder.glob("*.py")} - {model, "__init__"}))
+
+
+def hybrid(model: str) -> ServerSpec:
+    """With room for ten requests that arrive together."""
+    at_once = (BATCHED, "--max-running-requests 10 --reasoncache-when always")
+    return replace(SHARED, name=model, model=model).having(
+        "shared", *HYBRID_FLAGS, *at_once, SGLANG_DISABLED_MODEL_ARCHS=_only(model), **_STATE_ENV
+    )
+
+
+def hybrid_short(model: str) -> ServerSpec:
+    """With memory for four responses, under forced retractions; requests arrive when they like."""
+    pool = ("--max-total-tokens 1600 --max-running-requests 12", CROWDED, "--chunked-prefill-size 64")
+    return replace(SHARED, name=model, model=model).having(
+        "short", *HYBRID_FLAGS, *pool, **_STATE_ENV, **retracting(60), SGLANG_DISABLED_MODEL_ARCHS=_only(model)
+    )
+
 
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)

@@ -257,12 +257,12 @@ def longrope() -> Any:
 
 
 SECTIONS = {"mrope_section": [8, 12, 12]}
+MULTIMODAL = {"rope_type": "default", **SECTIONS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 #: Kinds that are not linear in the position, by their class.
 KINDS: dict[str, Any] = {
     "Phi3LongRoPEScaledRotaryEmbedding": longrope,
-    "MRotaryEmbedding": lambda: rotary_of(rope_scaling={"rope_type": "default", **SECTIONS}),
     "YaRNScalingMRotaryEmbedding": lambda: rotary_of(rope_scaling={**YARN, **SECTIONS}),
     "Gemma4RotaryEmbedding": lambda: rotary_of(
         rope_scaling={"rope_type": "proportional"}, partial_rotary_factor=0.5
@@ -318,5 +318,7 @@ def test_not_refused() -> None:
         ([Attention(rotary_of()), Attention(rotary_of())], 64),
         ([hunyuan(False)], 64),
         ([Attention(rotary_of(rotary_dim=32))], 32),
+        # Qwen3.5: text positions of a model that also sees images, whose other part has a table too.
+        ([Attention(rotary_of(rope_scaling=MULTIMODAL)), rotary_of(head_size=32, rotary_dim=32)], 64),
     ):
         assert key_rotation(torch.nn.ModuleList(modules), 64).rotary_dim == rotary_dim

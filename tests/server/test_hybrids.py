@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of attention and state layers: only attention layers share. SGLang's states are what the prefix
+cache has of them; a wrong one would show in the responses that begin with a cached prefix."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from eval.serving import ServerProcess
+from sglang_reasoncache.kernels.rotation import KeyRotation
+from tests.server import specs
+from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
+from tests.server.problems import OPT_OUT, TO_THE_END, report
+
+#: Of blocks.
+_LENGTH = 8
+_WORDS = "a b c d e f g h i j k l m n o p q r s t".split()
+#: Log-probabilities in fp32 by two orders of the same sums.
+ROUNDING = 2e-3
+
+
+def _prompts(count: int, first: int = 0) -> list[str]:
+    return [" ".join(_WORDS[at:] + _WORDS[:at]) for at in range(first, first + count)]
+
+
+def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
+    """Prompts and responses in tokens, log-probabilities of the response, and what shared."""
+    wait_until_idle(server)
+    recent = {entry["rid"]: entry for entry in report(server)["recent"]}
+    found = []
+    for body in bodies:
+        meta = body["meta_info"]
+        outputs = meta["output_token_logprobs"]
+        entry = recent.get(meta["id"], {})
+        found.append(
+            {
+                "logprobs": torch.tensor([logprob for logprob, _, _ in outputs]),
+                "tokens": [token for _, token, _ in outputs],
+                "prompt": meta["prompt_tokens"],
+                "cached": meta["cached_tokens"],
+                "blocks": entry.get("blocks", []),
+                "retractions": entry.get("retractions", 0),
+            }
+        )
+    return found
+
+
+def _together(server: ServerProcess, most: int) -> list[dict[str, Any]]:
+    """Ten responses, computed in one batch from the first token to the last."""
+    server.post("/flush_cache")
+    bodies = generate(server, _prompts(10), most, return_logprob=True, **TO_THE_END)  # type: ignore[arg-type]
+    return _tell(server, bodies)
+
+
+class Loop:
+    """A Hugging Face model that reads one response at once, with the blocks redirected that a server
+    redirected while it generated the response."""
+
+    def __init__(self, servers: ServerPool, name: str) -> None:
+        from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+        AttentionInterface.register("redirecting", self._attend)
+        path = servers.model(name)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="redirecting"
+        ).eval()
+        self._slots: list[tuple[int, torch.Tensor]] = []
+        self._rotation: KeyRotation | None = None
+
+    def rotation(self) -> KeyRotation | None:
+        """None: the model has no rotary embedding."""
+        embedding = getattr(self.model.model, "rotary_emb", None)
+        embedding = embedding or getattr(self.model.model, "pos_emb", None)
+        if embedding is None:
+            return None
+        angles = torch.arange(1024)[:, None] * embedding.inv_freq.float()
+        table = torch.cat((angles.cos(), angles.sin()), dim=1)
+        return KeyRotation(table, table.shape[1], is_neox=True)
+
+    @torch.no_grad()
+    def off(
+        self, text: str, found: dict[str, Any], blocks: list[Any], rotation: KeyRotation | None
+    ) -> float:
+        """Mean distance of a server's log-probabilities from this loop's.
+
+        Args:
+            blocks: First query that reads the block's source, first positions of block and source.
+            rotation: Rotates what is read from another position.
+        """
+        tokens = self.tokenizer(text)["input_ids"] + found["tokens"]
+        assert len(tokens) == found["prompt"] + len(found["tokens"])
+        slots, self._rotation = torch.arange(len(tokens)), rotation
+        self._slots = [(0, slots)]
+        for written, dst, src in sorted(blocks, key=lambda block: block[0]):
+            slots = slots.clone()
+            for old, new in zip(slots[dst:][:_LENGTH].tolist(), slots[src:][:_LENGTH], strict=True):
+                slots[slots == old] = new.clone()
+            self._slots.append((written, slots))
+        logits = self.model(input_ids=torch.tensor([tokens])).logits[0]
+        ours = logits.log_softmax(dim=-1)[found["prompt"] - 1 : -1]
+        ours = ours.gather(1, torch.tensor(found["tokens"])[:, None])[:, 0]
+        return float((ours - found["logprobs"]).abs().mean())
+
+    def _attend(
+        self, _module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: float, **_: Any
+    ) -> tuple[torch.Tensor, None]:
+        n, out = query.shape[2], torch.empty_like(query)
+        ends = [first for first, _ in self._slots[1:]] + [n]
+        for (first, slots), end in zip(self._slots, ends, strict=True):
+            keys = key[0].transpose(0, 1)[slots]
+            if self._rotation is not None:
+                keys = self._rotation.rotate(keys, torch.arange(n) - slots)
+            read = keys.transpose(0, 1)[None], value[:, :, slots]
+            visible = torch.ones(n, n, dtype=torch.bool).tril()[first:end]
+            out[:, :, first:end] = torch.nn.functional.scaled_dot_product_attention(
+                query[:, :, first:end], *read, attn_mask=visible, scale=scaling, enable_gqa=True
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+
+HYBRIDS = [specs.hybrid(name) for name in ("qwen3_next", "lfm2", "nemotron_h")]
+HYBRIDS = [HYBRIDS[0], *(spec.for_long_runs() for spec in HYBRIDS[1:])]
+
+
+@pytest.mark.parametrize("spec", HYBRIDS)
+def test_a_hybrid_computes_what_a_loop_computes(
+    servers: ServerPool, spec: specs.ServerSpec
+) -> None:
+    """The loop redirects the same blocks in its attention layers. If it rotated no keys, or redirected
+    nothing, it would compute something else."""
+    server, loop = servers.get(spec), Loop(servers, spec.model)
+    responses = _together(server, 400)
+    seen, rotation = report(server), loop.rotation()
+    assert seen["uncorrected"] is None
+    assert seen["config"]["positions"] == ("as-cached" if rotation is None else "corrected")
+    assert sum(len(found["blocks"]) for found in responses) == seen["totals"]["blocks_shared"] >= 200
+    off = dict.fromkeys(("shared", "dense", "as cached"), 0.0)
+    for text, found in zip(_prompts(10), responses, strict=True):
+        assert found["retractions"] == 0 < len(found["blocks"])
+        off["shared"] += loop.off(text, found, found["blocks"], rotation) / 10
+        off["dense"] += loop.off(text, found, [], None) / 10
+        off["as cached"] += loop.off(text, found, found["blocks"], None) / 10
+    print(spec.model, off, seen["totals"]["blocks_shared"])
+    assert off["shared"] < ROUNDING / 10
+    assert off["dense"] > 10 * off["shared"]
+    assert rotation is None or off["as cached"] > 10 * off["shared"]
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("spec", [spec.for_long_runs() for spec in HYBRIDS])
+def test_a_hybrid_that_copies_says_the_same(servers: ServerPool, spec: specs.ServerSpec) -> None:
+    """Word for word; and if keys were not rotated, another word somewhere or other probabilities."""
+    copies = servers.get(spec.having("copy", **specs.HYBRID_COPY).for_long_runs())
+    copied = _together(copies, 400)
+    assert report(copies)["totals"]["blocks_shared"] >= 200
+    shared = _together(servers.get(spec), 400)
+    assert report(servers.get(spec))["totals"]["blocks_shared"] >= 200
+    for one, other in zip(shared, copied, strict=True):
+        assert one["tokens"] == other["tokens"] and one["blocks"] == other["blocks"]
+        assert float((one["logprobs"] - other["logprobs"]).abs().max()) < ROUNDING
+    if spec.model != "nemotron_h":
+        flag = "--reasoncache-positions as-cached"
+        unrotated = _together(servers.get(spec.having("as-cached", flag).for_long_runs()), 400)
+        off = [
+            1.0 if one["tokens"] != other["tokens"] else float((one["logprobs"] - other["logprobs"]).abs().max())
+            for one, other in zip(shared, unrotated, strict=True)
+        ]
+        assert max(off) > 10 * ROUNDING
+
+
+@pytest.mark.parametrize("spec", [specs.hybrid_short("qwen3_next")])
+def test_a_hybrid_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
+    """Requests are retracted, aborted and opted out while others share; then opted-out ones begin with
+    what all of them left in the prefix cache, and compute what the loop computes."""
+    server, loop = servers.get(spec), Loop(servers, spec.model)
+    log = server.log_size()
+
+    def ask(job: tuple[int, str]) -> Any:
+        number, text = job
+        sampling = {"ignore_eos": True, **(OPT_OUT if number % 4 == 3 else {})}
+        rid = f"hybrid-{number}"
+        if number % 4 == 2:
+            with ThreadPoolExecutor(1) as other:
+                other.submit(_abort_later, server, rid)
+                return server.post(
+                    "/generate",
+                    json={
+                        "text": text,
+                        "rid": rid,
+                        "sampling_params": {**sampling, "temperature": 0, "max_new_tokens": 800},
+                    },
+                )
+        return generate(
+            server, text, 300, rid=rid, return_logprob=True, sampling_params=sampling
+        )
+
+    todo = list(enumerate(_prompts(16)))
+    with ThreadPoolExecutor(16) as pool:
+        bodies = list(pool.map(ask, todo))
+    wait_until_idle(server)
+    seen = report(server)
+    totals = seen["totals"]
+    assert totals["blocks_shared"] > 50 and totals["shortages"] > 0 == totals["blocks_missed"]
+    assert totals["requests_opted_out"] == 4
+    assert "Retract requests" in server.log_text(log)
+    # What was published: prompts, and the whole of those that share nothing.
+    again = [text + " " + bodies[at]["text"] for at, text in todo if at % 4 != 2]
+    sampling = {"ignore_eos": True, **OPT_OUT}
+    cached = 0
+    for text in again:
+        body = generate(server, text, 24, return_logprob=True, sampling_params=sampling)
+        [found] = _tell(server, [body])
+        cached += found["cached"]
+        assert loop.off(text, found, [], None) < ROUNDING / 10
+    assert cached > 4 * 300
+    assert_whole(server, log)
+
+
+def _abort_later(server: ServerProcess, rid: str) -> None:
+    import time
+
+    time.sleep(2.0)
+    server.post("/abort_request", json={"rid": rid})

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random models of a few thousand parameters with the embedded reasoner's tokenizer, one per family that
+the embedded reasoner is not of. Greedy responses of such a model soon repeat themselves."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+#: What all have in common; 192 tokens are the embedded reasoner's.
+_COMMON: dict[str, Any] = dict(
+    vocab_size=192,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=4096,
+    pad_token_id=0,
+    eos_token_id=1,
+    bos_token_id=None,
+    tie_word_embeddings=False,
+)
+#: SGLang splits what a gated delta net projects in Triton if a key has 1, 2 or 4 values.
+_GATED_DELTA: dict[str, Any] = dict(
+    head_dim=32,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_num_key_heads=1,
+    linear_num_value_heads=3,
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=16,
+    mlp_only_layers=[0, 1, 2, 3],
+)
+_MAMBA: dict[str, Any] = dict(
+    head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
+)
+#: What a layer adds to its input.
+_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+_LINEAR, _FULL = "linear_attention", "full_attention"
+#: Name -> the configuration's class in Hugging Face's library, and its arguments.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2, **_GATED_DELTA),
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        dict(
+            num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2
+        ),
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        dict(layers_block_type=["mamba", "attention", "mlp"] * 2, **_MAMBA),
+    ),
+}
+
+
+def make(name: str, tokenizer: Path, folder: Path) -> Path:
+    """The model ``name`` in a new folder in ``folder``. ``tokenizer``: a model's folder."""
+    import torch
+    import transformers
+
+    kind, arguments = MODELS[name]
+    config = getattr(transformers, kind)(**_COMMON, initializer_range=0.25, **arguments)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # The newest token decides most of the next one, so that greedy responses run in circles.
+    with torch.no_grad():
+        for parameter, weight in model.named_parameters():
+            if parameter.endswith(_OUTPUTS):
+                weight *= 0.3
+    path = folder / name
+    model.save_pretrained(path)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(tokenizer / file, path / file)
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
+    return path
