@@ -227,10 +227,15 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
     flag = "--" + field.replace("_", "-")
     message = f"evicts positions, which {flag} torch_native would read; use reasoncache_cpu"
     with pytest.raises(ValueError, match=re.escape(f"{config.policy} {message}")):
-        refusals.check_evicting(_server_args(**{field: "torch_native"}), config)
+        _check_policies(config, **{field: "torch_native"})
     for name in ("reasoncache_cpu", "flashinfer", "triton"):
-        refusals.check_evicting(_server_args(**{field: name}), config)
-    refusals.check_evicting(_server_args(**{field: "torch_native"}), ReasonCacheConfig())
+        _check_policies(config, **{field: name})
+    _check_policies(ReasonCacheConfig(), **{field: "torch_native"})
+
+
+def _check_policies(config: ReasonCacheConfig, **options: Any) -> None:
+    args = _server_args(**options)
+    refusals.check_policies(config, args.page_size or 1, refusals.other_attention(args))
 
 
 FA3 = dict(page_size=16, attention_backend="fa3")
@@ -247,11 +252,9 @@ READS = "selects the pages that .* --attention-backend fa3 reads all; use .*flas
 def test_what_does_not_go_with_selection_is_refused_by_name(
     options: dict[str, object], message: str
 ) -> None:
-    policy = "reasoncache+quest:budget=64"
-    config = ReasonCacheConfig(policy=policy)
+    config = ReasonCacheConfig(policy="reasoncache+quest:budget=64")
     with pytest.raises(ValueError, match=message):
-        refusals.check_selector(_server_args(**options), config)
-    refusals.check_selector(_server_args(**options), ReasonCacheConfig())
+        _check_policies(config, **options)
+    _check_policies(ReasonCacheConfig(), **options)
     for name in ("flashinfer", "triton"):
-        args = _server_args(page_size=16, attention_backend=name)
-        refusals.check_selector(args, ReasonCacheConfig(policy=policy))
+        _check_policies(config, page_size=16, attention_backend=name)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ways of finding block pairs have in common."""
+"""The interface of all ways of finding block pairs, and the simplest way: at random."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_reasoncache.filter.align import AcrossPair, BlockPair
+from sglang_reasoncache.filter.align import AcrossPair, BlockPair, block_starts
 from sglang_reasoncache.filter.proposal import FilterCounters
 from sglang_reasoncache.filter.segment import Step
+from sglang_reasoncache.filter.settings import FilterConfig
 
 
 class Matcher:
@@ -36,3 +38,31 @@ class Matcher:
 
     def join(self, member: int, group: Any) -> None:
         """Join a group under the id ``member``; None: leave the group."""
+
+
+class RandomPairs(Matcher):
+    """Pairs each block, with probability ``config.random_ratio``, with a uniformly random block of an
+    earlier step. The same seed and steps give the same pairs."""
+
+    def __init__(self, config: FilterConfig, seed: int) -> None:
+        self._config = config
+        self._random = random.Random(seed)
+        # Starts of all earlier blocks; for each remembered step, how many it added.
+        self._starts: list[int] = []
+        self._per_step: list[int] = []
+
+    def propose(self, step: Step) -> list[BlockPair]:
+        config, earlier = self._config, self._starts
+        ratio = config.random_ratio or 0.0
+        starts = block_starts(step, config.block, config.page_size)
+        pairs = [
+            BlockPair(start, self._random.choice(earlier))
+            for start in starts
+            if earlier and self._random.random() < ratio
+        ]
+        earlier += starts
+        self._per_step.append(len(starts))
+        if len(self._per_step) > config.max_history_steps:
+            del earlier[: self._per_step.pop(0)]
+        self.counters = FilterCounters(candidates=len(pairs))
+        return pairs

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sglang_reasoncache.filter.aging import AgeRule
-from sglang_reasoncache.filter.matcher import Matcher
+from sglang_reasoncache.filter.matcher import Matcher, RandomPairs
 from sglang_reasoncache.filter.proposal import Proposal
-from sglang_reasoncache.filter.random_pairs import RandomPairs
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import ReasoningSpan, Segmenter, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig

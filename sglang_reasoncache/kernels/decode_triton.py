@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode attention on a GPU: chunks of a request side by side, then their merge.
 
-Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes
-one of at most ``SPLITS`` chunks and all query heads of a KV head. Where a chunk ends depends on the
-number of entries alone: a request has the same bits in any batch.
+Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes one of at
+most ``SPLITS`` chunks and all query heads of a KV head. Where a chunk ends depends on the number of entries
+alone, so a request has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
     from sglang_reasoncache.kernels.row_plan import RowPlan
 
-#: Most chunks of a query's entries.
-SPLITS = 32
+#: Most chunks of a query's entries, and most queries of one launch, for the memory of unmerged outputs.
+SPLITS, QUERIES = 32, 128
 #: Entries of a chunk are a multiple of this, which every tile divides.
 CHUNK = 256
-#: Queries of one launch: bounds the memory of unmerged outputs.
-QUERIES = 128
 #: Enough to copy the next tile's slots, K and V while a tile is read.
 NUM_STAGES = 5
 

@@ -36,7 +36,7 @@ class AttentionParts:
     rotation: KeyRotation | None = None  # None: keys cannot be corrected
     queries: RecentQueries | None = None  # None: no policy reads recent queries
     selection: PageSelection | None = None  # None: decode steps read all pages
-    skips_evicted: bool = False
+    serves_policies: bool = False
     uncorrected: str = ""  # why keys cannot be corrected, if our backend was tried
 
 
@@ -88,7 +88,7 @@ def attention_backend(
         rotation=paged.rotation,
         queries=_queries(paged, config),
         selection=_selection(paged, config),
-        skips_evicted=True,
+        serves_policies=True,
         uncorrected=uncorrected,
     )
 
@@ -114,7 +114,7 @@ def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelectio
     selector = config.policies.selector
     if selector is None:
         return None
-    refusals.check_selected_page(selector.name, paged.allocator.page_size)
+    refusals.check_policies(config, paged.allocator.page_size, others=())
     try:
         selection = paged.select(selector)
         if paged.backend == "triton":
@@ -152,12 +152,9 @@ def check_policies(
     """Raises ValueError for a policy that this server's attention does not support."""
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
-    both, policies = f"--attention-backend {names}", config.policies
-    if policies.selector is not None and parts.selection is None:
-        raise refusals.reads_everything(policies.selector.name, both)
-    if policies.evictors and not parts.skips_evicted:
-        raise refusals.reads_evicted(config.policy, both)
-    for name, policy in policies.evictors:
+    others = [] if parts.serves_policies else [f"--attention-backend {names}"]
+    refusals.check_policies(config, model_runner.token_to_kv_pool_allocator.page_size, others)
+    for name, policy in config.policies.evictors:
         if policy.unrotates and config.positions != "corrected":
             takes = f"--reasoncache-positions corrected, got {config.positions}"
             raise refusals.of_policy(name, f"needs unrotated keys, which takes {takes}")

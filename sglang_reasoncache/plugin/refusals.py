@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.arguments import flag_of
@@ -63,24 +63,10 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
 #: Values of a field that is not set.
 _UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
 
-_ONE_BACKEND = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
-
 
 def of_policy(policy: str, reason: str) -> ValueError:
     """The error that refuses a policy; ``reason`` goes on after its name."""
     return ValueError(f"{flag_of('policy')} {policy} {reason}")
-
-
-def reads_everything(selector: str, backend: str) -> ValueError:
-    """The error for a policy that selects pages, beside attention that reads all of them.
-    ``backend``: flag and name of that attention."""
-    reason = f"selects the pages that a step reads, but {backend} reads all; {_ONE_BACKEND}"
-    return of_policy(selector, reason)
-
-
-def reads_evicted(policy: str, backend: str) -> ValueError:
-    """The error for a policy that evicts, beside attention that does not skip evicted positions."""
-    return of_policy(policy, f"evicts positions, which {backend} would read; {_ONE_BACKEND}")
 
 
 def check(args: ServerArgs) -> None:
@@ -120,35 +106,29 @@ def _refuse(subject: str, found: list[str]) -> None:
         raise ValueError(f"{subject} cannot be combined with: {'; '.join(found)}")
 
 
-def check_evicting(args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Raises ValueError where a policy evicts and a flag names attention that would read what it evicted."""
-    for backend in _other_backends(args) if config.policies.evictors else ():
-        raise reads_evicted(config.policy, backend)
-
-
-def check_selector(args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Raises ValueError where a policy selects pages and a flag excludes that."""
-    selector = config.policies.selector
-    if selector is None:
-        return
-    check_selected_page(selector.name, args.page_size or 1)
-    for backend in _other_backends(args):
-        raise reads_everything(selector.name, backend)
-
-
-def _other_backends(args: ServerArgs) -> list[str]:
+def other_attention(args: ServerArgs) -> list[str]:
     """Flags and names of attention that serves no policy."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
-def check_selected_page(policy: str, page_size: int) -> None:
-    """Raises ValueError where a page is one position. ``page_size``: of the flag, or the one that SGLang
-    chose."""
-    if page_size < 2:
+def check_policies(config: ReasonCacheConfig, page_size: int, others: Sequence[str]) -> None:
+    """Raises ValueError where a policy selects pages or evicts positions and the page is one position, or
+    ``others`` is not empty: flags and names of attention that reads everything."""
+    selector, use = (
+        config.policies.selector,
+        f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode",
+    )
+    if selector is not None and page_size < 2:
         must = f"--page-size must be at least 2 (the paper has 16), got {page_size}"
-        raise of_policy(policy, f"selects whole pages: {must}")
+        raise of_policy(selector.name, f"selects whole pages: {must}")
+    for other in others:
+        if selector is not None:
+            reason = f"selects the pages that a step reads, but {other} reads all; {use}"
+            raise of_policy(selector.name, reason)
+        if config.policies.evictors:
+            raise of_policy(config.policy, f"evicts positions, which {other} would read; {use}")
 
 
 def check_page_size(page_size: int) -> None:
