@@ -66,8 +66,8 @@ class SharingBudget(compat.PrefillBudget):
         return (True, chunk_limit) if self._reclaim(chunk) else self._refuse()
 
     def _refuse(self) -> tuple[bool, None]:
-        if self.allocator.refused is not None:
-            self.allocator.refused()
+        if self.allocator.request_waits is not None:
+            self.allocator.request_waits()
         return False, None
 
     def can_allocate_prefill(

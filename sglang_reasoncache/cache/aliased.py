@@ -23,24 +23,24 @@ class Leaf(NamedTuple):
     """What the plugin notes of a node, or of the part of a row that becomes a node.
 
     Attributes:
-        names: What the host knows of its slots, int64 ``[positions]``; None: the node shares none.
+        known: What the host knows of its slots, int64 ``[positions]``; None: the node shares none.
         aliases: Offsets whose slot is counted at another entry of the path, ascending.
         inexact: First offset with approximate KV, as at and behind a shared position; None: there is
             none.
     """
 
-    names: np.ndarray | None = None
+    known: np.ndarray | None = None
     aliases: tuple[int, ...] = ()
     inexact: int | None = None
 
     def split(self, at: int) -> tuple[Leaf, Leaf]:
-        names = (None, None) if self.names is None else (self.names[:at], self.names[at:])
+        known = (None, None) if self.known is None else (self.known[:at], self.known[at:])
         above = tuple(offset for offset in self.aliases if offset < at)
         below = tuple(offset - at for offset in self.aliases if offset >= at)
         if self.inexact is None:
-            return Leaf(names[0], above), Leaf(names[1], below)
+            return Leaf(known[0], above), Leaf(known[1], below)
         first = self.inexact if self.inexact < at else None
-        return Leaf(names[0], above, first), Leaf(names[1], below, max(self.inexact - at, 0))
+        return Leaf(known[0], above, first), Leaf(known[1], below, max(self.inexact - at, 0))
 
 
 PLAIN = Leaf()
@@ -74,13 +74,13 @@ class AliasedComponent(compat.FullComponent):
         super().commit_insert_component_data(node, is_new_leaf, params, result, cache_actions)
         if not is_new_leaf:
             return
-        names, aliases, inexact = self.leaf
+        known, aliases, inexact = self.leaf
         if leaf_of(node.parent).inexact is not None:
             inexact = 0
         elif inexact is not None:
             inexact = inexact if inexact < len(node.key) else None
-        leaf = Leaf(names, aliases, inexact)
-        if names is not None or inexact is not None:
+        leaf = Leaf(known, aliases, inexact)
+        if known is not None or inexact is not None:
             node.component_data[self.component_type].metadata[_KEY] = leaf
             self.aliased += len(aliases)
             self.tree_core.adjust_component_size(node.id, self.component_type, -len(aliases))
@@ -100,10 +100,10 @@ class AliasedComponent(compat.FullComponent):
         leaf, value = leaf_of(node), ours.value
         freed: tuple[int, int] = super().evict_component(node, device_frees, *rest, **named)
         frees = device_frees[self.component_type]
-        if leaf.names is not None and frees and frees[-1] is value:
+        if leaf.known is not None and frees and frees[-1] is value:
             # We free the slots, because the notes tell which of them other entries name.
             frees.pop()
-            self.cache.token_to_kv_pool_allocator.free_named(value, leaf.names)
+            self.cache.token_to_kv_pool_allocator.free_known(value, leaf.known)
         ours.metadata.pop(_KEY, None)
         self.aliased -= len(leaf.aliases)
         return freed

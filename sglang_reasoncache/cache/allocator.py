@@ -77,7 +77,7 @@ class Change(NamedTuple):
     freed: torch.Tensor
 
 
-class _Shared(compat.BaseTokenToKVPoolAllocator):
+class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     """What both allocators add to SGLang's. At page size 1 a page is a slot."""
 
     page_size: int
@@ -92,7 +92,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     #: Set by the prefix tree. Takes entries of a row or node, and the position of the first one.
     #: Returns for each its slot if that may be shared, ``EVICTED``, or 0: an entry that shares nothing.
     #: int64 ``[entries]``.
-    names_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
+    known_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
     #: Set by the prefix tree: how many entries of its nodes name a slot that is counted at another entry
     #: of their path.
     aliases_of_tree: Callable[[], int] | None = None
@@ -102,7 +102,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     #: Has the running requests give so many slots, as far as they can.
     reclaim: Callable[[int], None] | None = None
     #: Is called when a request must wait for slots.
-    refused: Callable[[], None] | None = None
+    request_waits: Callable[[], None] | None = None
     #: Returns the share of future output, 0 to 1, that admission counts as shared.
     credit_source: Callable[[], float] | None = None
     #: Calls a function that changes nothing yet. The plugin sets :meth:`Containment.once_more`, which
@@ -128,15 +128,15 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         counts, freed = self.references.changed(gained, lost)
         return Change(counts, upload(freed, self.device))
 
-    def prepare_named(self, slots: torch.Tensor, names: np.ndarray) -> Change:
+    def prepare_known(self, slots: torch.Tensor, known: np.ndarray) -> Change:
         """Prepare one reference less for consecutive entries of a row or node. Nothing changes yet, and
         nothing waits for the device.
 
         Args:
             slots: The entries, int ``[entries]`` on the device: whole pages, but for the last one.
-            names: What the host knows of them, see :attr:`names_of`.
+            known: What the host knows of them, see :attr:`known_of`.
         """
-        page, first = self.page_size, names[:: self.page_size]
+        page, first = self.page_size, known[:: self.page_size]
         pages = slots[::page] // page if page > 1 else slots
         named = np.flatnonzero(first)
         if not len(named):
@@ -170,14 +170,14 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages, but for
         the last one."""
-        if self.names_of is None or not (self.references or self.has_evicted):
+        if self.known_of is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
-            self.free_named(free_index, self.once_more(self.names_of, free_index, start_pos))
+            self.free_known(free_index, self.once_more(self.known_of, free_index, start_pos))
 
-    def free_named(self, slots: torch.Tensor, names: np.ndarray) -> None:
-        """Free slots of a row or node. ``names``: what the host knows of them, see :attr:`names_of`."""
-        self.commit(self.once_more(self.prepare_named, slots, names))
+    def free_known(self, slots: torch.Tensor, known: np.ndarray) -> None:
+        """Free slots of a row or node. ``known``: what the host knows of them, see :attr:`known_of`."""
+        self.commit(self.once_more(self.prepare_known, slots, known))
 
     def free_group_end(self) -> None:
         super().free_group_end()
@@ -222,7 +222,7 @@ class _Shared(compat.BaseTokenToKVPoolAllocator):
         return SharingBudget(self, tree_cache, shareable=shareable, credit=credit, **mixed)
 
 
-class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
+class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
     """Page size 1: slot ids are page ids."""
 
     def free(self, free_index: torch.Tensor) -> None:
@@ -236,7 +236,7 @@ class SharedTokenAllocator(_Shared, compat.TokenToKVPoolAllocator):
         super().free(pages)
 
 
-class SharedPagedAllocator(_Shared, compat.PagedTokenToKVPoolAllocator):
+class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator):
     """Page size above 1: pages are shared whole."""
 
     def free(self, free_index: torch.Tensor) -> None:

@@ -24,21 +24,21 @@ class HostRow:
 
     Attributes:
         number: Unique in this process. After a retraction the request gets a row with a new number.
-        shared: Slots saved inside this row: positions minus distinct slots that they name.
-        foreign: Slots of other requests that this row names.
+        saved: Slots saved inside this row: positions minus distinct slots that they name.
+        borrowed: Slots of other requests that this row names.
         first_shared: The lowest position that was ever redirected; None: none was.
-        lent: Slots of this row that another request's row names, or has named. Positions that name
+        in_other_rows: Slots of this row that another request's row names, or has named. Positions that name
             such a slot are not redirected again, because that might free no slot.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.shared = self.foreign = 0
+        self.saved = self.borrowed = 0
         self.first_shared: int | None = None
-        self.lent: set[int] = set()
+        self.in_other_rows: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
         # Slot -> the positions of this row that name it. Only slots that several positions name, and
-        # lent slots, have an entry.
+        # slots in other rows, have an entry.
         self._readers: dict[int, list[int]] = {}
 
     def reserve(self, end: int) -> None:
@@ -79,10 +79,11 @@ class HostRow:
         _, first, label = np.unique(labels, return_index=True, return_inverse=True)
         return positions[first][label]
 
-    def first_lent(self, end: int) -> int:
-        """The lowest position below ``end`` whose slot is lent, or ``end`` if there is none."""
+    def first_in_other_rows(self, end: int) -> int:
+        """The lowest position below ``end`` whose slot another row names too, or ``end`` if there is none."""
         return min(
-            (at for slot in self.lent for at in self._readers[slot] if at < end), default=end
+            (at for slot in self.in_other_rows for at in self._readers[slot] if at < end),
+            default=end,
         )
 
     def read(self, dst: int, src: int, length: int, lender: HostRow, moves: list[Moved]) -> None:
@@ -96,10 +97,10 @@ class HostRow:
             slot = int(lender._slots[source])
             if lender is not self:
                 lender._readers.setdefault(slot, [source])
-                lender.lent.add(slot)
+                lender.in_other_rows.add(slot)
             moves.append(self._redirect(at, slot, [source] if lender is self else []))
             if lender is not self:
-                self.lent.add(slot)
+                self.in_other_rows.add(slot)
 
     def _redirect(self, position: int, slot: int, sources: list[int]) -> Moved:
         """Move all positions that name the slot of ``position`` to ``slot``. ``sources``: positions of
@@ -107,13 +108,13 @@ class HostRow:
         old = int(self._slots[position])
         assert old > UNKNOWN and slot > UNKNOWN, "a slot that is shared was located"
         positions = [] if old == slot else self._readers.get(old, [position])
-        foreign = bool(positions) and not sources and slot not in self._readers
-        moved = Moved(self, positions, old, slot, foreign, self.first_shared)
+        borrowed = bool(positions) and not sources and slot not in self._readers
+        moved = Moved(self, positions, old, slot, borrowed, self.first_shared)
         if positions:
             self._readers.pop(old, None)
             there = self._readers.setdefault(slot, sources)
-            self.shared += not foreign
-            self.foreign += foreign
+            self.saved += not borrowed
+            self.borrowed += borrowed
             there += positions
             self._slots[positions] = slot
             first = min(positions)
@@ -127,24 +128,24 @@ class HostRow:
             there = self._readers.get(slot)
             if there is not None:
                 there.remove(position)
-                self.shared -= bool(there)
+                self.saved -= bool(there)
                 if not there:
                     del self._readers[slot]
-                    self.lent.discard(slot)
+                    self.in_other_rows.discard(slot)
         self._slots[positions] = EVICTED
 
 
 class Moved(NamedTuple):
     """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
 
-    ``positions`` is empty if both were the same slot. ``foreign``: ``new`` belongs to another request,
+    ``positions`` is empty if both were the same slot. ``borrowed``: ``new`` belongs to another request,
     and this row did not name it before. ``first``: ``first_shared`` of the row before the change."""
 
     row: HostRow
     positions: list[int]
     old: int
     new: int
-    foreign: bool
+    borrowed: bool
     first: int | None
 
     def undo(self) -> None:
@@ -154,11 +155,11 @@ class Moved(NamedTuple):
             return
         there = row._readers[self.new]
         del there[len(there) - len(self.positions) :]
-        row.shared -= not self.foreign
-        row.foreign -= self.foreign
-        if self.foreign:
+        row.saved -= not self.borrowed
+        row.borrowed -= self.borrowed
+        if self.borrowed:
             del row._readers[self.new]
-            row.lent.discard(self.new)
+            row.in_other_rows.discard(self.new)
         row._readers[self.old] = self.positions
         row._slots[self.positions] = self.old
         row.first_shared = self.first

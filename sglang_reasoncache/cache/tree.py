@@ -43,7 +43,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         super().__init__(params)
         found = self.components[compat.ComponentType.FULL]
         self._aliased = found if isinstance(found, AliasedComponent) else None
-        self.token_to_kv_pool_allocator.names_of = self._names_of
+        self.token_to_kv_pool_allocator.known_of = self._known_of
         self.token_to_kv_pool_allocator.aliases_of_tree = self.count_aliases
 
     def reset(self) -> None:
@@ -107,8 +107,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if state is not None and state.evicted.first is not None:
             # KV of later positions was computed without the evicted one.
             up_to = min(up_to, state.evicted.first)
-        # The tree would count a lent slot as evictable, but evicting it frees nothing.
-        up_to = row.first_lent(up_to)
+        # The tree would count a slot that another row names as evictable, but evicting it frees nothing.
+        up_to = row.first_in_other_rows(up_to)
         if first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
             if self._aliased is None:
@@ -120,10 +120,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         key = _key(req, up_to).page_aligned(self.page_size)
         matched = sum(found for _, _, found in self._path(key))
         inexact = None if first_shared is None else max(first_shared - matched, 0)
-        names = row.between(0, up_to)
-        of_leaf, aliases = names[matched : len(key)], list[int]()
+        known = row.between(0, up_to)
+        of_leaf, aliases = known[matched : len(key)], list[int]()
         # Entries before ``protected`` belong to the tree; up to ``matched`` it has its own copy.
-        seen = set(names[:protected].tolist())
+        seen = set(known[:protected].tolist())
         for offset in np.flatnonzero(of_leaf).tolist():
             slot = int(of_leaf[offset])
             if slot in seen:
@@ -148,8 +148,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _host_row(self, kv: Any) -> HostRow:
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 
-    def _names_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
-        """See ``names_of`` of the allocator. While a row is inserted, the tree frees the slots of
+    def _known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
+        """See ``known_of`` of the allocator. While a row is inserted, the tree frees the slots of
         tokens that it has already. They are views of the inserted tensor, which begins at position 0,
         so the place in memory tells the position (``tests/contract``)."""
         if self._inserted is not None:

@@ -134,7 +134,7 @@ class EvictionController:
         None: the slack is not used up, or fewer than ``slack`` positions were written since the policy
         was asked last. More than the budget may have to stay, so there may be nothing to give.
         """
-        slots = written - state.evicted.count - self._row(req).shared
+        slots = written - state.evicted.count - self._row(req).saved
         if slots - policy.allowed(written) <= policy.slack or written < state.next_eviction.get(
             name, 0
         ):
@@ -225,7 +225,7 @@ class EvictionController:
         gone = torch.full_like(slots, -1)
         known = self._row(req)
         known.reserve(int(positions[-1]) + 1)
-        change = self._allocator.prepare_named(slots, known.at(positions))
+        change = self._allocator.prepare_known(slots, known.at(positions))
         state.evicted.reserve(written)
         # All ranks are prepared: nothing after this can fail.
         self._ranks.agree()

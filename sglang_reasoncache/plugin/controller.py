@@ -107,7 +107,7 @@ class Controller:
             self._running.pop(id(req), None)
             if state is not None:
                 state.forget_row()
-        if (row.shared or evicted or row.lent) and not self.saved_positions:
+        if (row.saved or evicted or row.in_other_rows) and not self.saved_positions:
             self.report.publish()
 
     def _on_end(
@@ -123,8 +123,8 @@ class Controller:
                 self.stats.request_finished(0, positions)
         elif ended and state is not None and state.takes_part:
             of_output = state.evicted.count_from(len(req.origin_input_ids))
-            self.forecast.observe(row.shared + expected + of_output, len(req.output_ids))
-            self.report.request_finished(req, state, row.shared + row.foreign, evicted)
+            self.forecast.observe(row.saved + expected + of_output, len(req.output_ids))
+            self.report.request_finished(req, state, row.saved + row.borrowed, evicted)
         if state is not None and state.followed is not None:
             state.followed.close()
 

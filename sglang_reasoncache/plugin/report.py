@@ -158,10 +158,12 @@ class Report:
         """Count and remember a finished request. ``shared``, ``evicted``: positions of its row."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
-        blocks = [(b.written, b.dst_start, b.src_start) for b in state.shared if b.source is None]
+        blocks = [
+            (b.shared_at, b.dst_start, b.src_start) for b in state.redirected if b.source is None
+        ]
         across = [
-            (b.written, b.dst_start, b.src_start, b.source_rid)
-            for b in state.shared
+            (b.shared_at, b.dst_start, b.src_start, b.source_rid)
+            for b in state.redirected
             if b.source is not None
         ]
         self.recent.append(

@@ -84,7 +84,7 @@ class ServerParts:
         self.allocator.once_more = controller.containment.once_more
         self.allocator.shareable = controller.shareable
         self.allocator.reclaim = controller.reclaim
-        self.allocator.refused = controller.pipeline.refused
+        self.allocator.request_waits = controller.pipeline.request_waits
         if config.admission_credit > 0:
             self.allocator.credit_source = lambda: controller.forecast.credit
         return tree

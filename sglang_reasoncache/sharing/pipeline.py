@@ -35,7 +35,7 @@ MAX_READERS = 16
 #: not be short soon.
 _MEASURED_FROM = 0.5
 #: Blocks are also measured for this many polls after a request had to wait for slots.
-_AFTER_REFUSAL = 256
+_POLLS_AFTER_WAIT = 256
 #: Least slots that one shortage takes back, because a shortage returns with every decode step.
 _LEAST_RECLAIMED = 64
 
@@ -72,7 +72,7 @@ class BlockPipeline:
     ) -> None:
         self.threshold, self.meter, self.block = threshold, meter, block
         self.ledger, self.redirector, self.at_once = Ledger(), redirector, at_once
-        self._use, self._refused, self._measures = use, 0, False
+        self._use, self._polls_to_measure, self._measures = use, 0, False
         self.tracker, self._stats, self._ranks = tracker, tracker.stats, tracker.ranks
         self._min_age, self._page = min_age, redirector.page
         self._waiting: collections.deque[Batch] = collections.deque()
@@ -110,8 +110,8 @@ class BlockPipeline:
         One batch at a time is measured. Meanwhile steps wait in the filter, which sheds new ones when
         too many wait.
         """
-        self._refused = max(self._refused - 1, 0)
-        self._measures = self.at_once or self._refused > 0 or self._use() > _MEASURED_FROM
+        self._polls_to_measure = max(self._polls_to_measure - 1, 0)
+        self._measures = self.at_once or self._polls_to_measure > 0 or self._use() > _MEASURED_FROM
         done = 0
         while done < _MAX_BATCH:
             if self._in_flight is not None:
@@ -129,9 +129,9 @@ class BlockPipeline:
         if self.at_once:
             self._share(math.inf)
 
-    def refused(self) -> None:
+    def request_waits(self) -> None:
         """SGLang had no slots for a request: measure blocks during the next polls."""
-        self._refused = _AFTER_REFUSAL
+        self._polls_to_measure = _POLLS_AFTER_WAIT
 
     def reclaim(self, wanted: int) -> int:
         """Let blocks share, the smallest distance first, until ``wanted`` slots came back or the ledger
@@ -164,7 +164,7 @@ class BlockPipeline:
     def returning(self) -> set[int]:
         """``id`` of the requests that wait for a block to be judged which shared before a retraction."""
         batches = [*self._waiting, self._in_flight[0] if self._in_flight else []]
-        return {id(block.req) for batch in batches for block in batch if block.candidate.written}
+        return {id(block.req) for batch in batches for block in batch if block.candidate.shared_at}
 
     def forget(self, req: Request) -> None:
         """The row of ``req`` is gone. Blocks of other requests that would have read it become pending

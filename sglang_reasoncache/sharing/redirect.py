@@ -21,7 +21,7 @@ from sglang_reasoncache.sharing.stats import SharingStats
 _MAX_BATCH = 256
 
 
-class Shared(NamedTuple):
+class Redirected(NamedTuple):
     """A block that is being redirected. ``row``: index of its row in ``req_to_token``."""
 
     block: BlockProposal
@@ -60,7 +60,7 @@ class Redirector:
     @property
     def within(self) -> int:
         """Those of :attr:`saved` that rows save by naming one slot at several of their positions."""
-        return sum(row.shared for row in self._allocator.rows.values())
+        return sum(row.saved for row in self._allocator.rows.values())
 
     def row_of(self, req: Request) -> HostRow:
         """The row of ``req``, which must hold one."""
@@ -70,7 +70,7 @@ class Redirector:
         """Take blocks from ``ledger``, the smallest distance first, and redirect them, until ``wanted``
         slots came back or ``_MAX_BATCH`` is reached. Returns the taken blocks that cannot share any
         more, and why. If this raises, no row or count has changed."""
-        done, refused = list[Shared](), list[tuple[BlockProposal, Refusal]]()
+        done, refused = list[Redirected](), list[tuple[BlockProposal, Refusal]]()
         freed = moved = 0
         try:
             while freed < wanted and moved < _MAX_BATCH:
@@ -82,7 +82,7 @@ class Redirector:
                 if refusal is not None:
                     refused.append((entry.block, refusal))
                     continue
-                done.append(Shared(entry.block, entry.block.req.kv.req_pool_idx, []))
+                done.append(Redirected(entry.block, entry.block.req.kv.req_pool_idx, []))
                 self._read(done[-1])
                 freed += done[-1].freed
                 moved += (
@@ -112,13 +112,13 @@ class Redirector:
         slots = row.between(block.dst_start, block.dst_end).tolist()
         if slots == lender.between(block.src_start, block.src_end).tolist():
             return Refusal.SAME_SLOTS
-        return None if row.lent.isdisjoint(slots) else Refusal.ACROSS
+        return None if row.in_other_rows.isdisjoint(slots) else Refusal.ACROSS
 
-    def _read(self, shared: Shared) -> None:
+    def _read(self, shared: Redirected) -> None:
         block, (row, lender) = shared.block, _rows_of(shared.block)
         row.read(block.dst_start, block.src_start, block.length, lender, shared.moves)
 
-    def prepare(self, done: Sequence[Shared]) -> Callable[[], None]:
+    def prepare(self, done: Sequence[Redirected]) -> Callable[[], None]:
         """Do all of the change that can fail. The returned function then writes the rows and moves the
         references."""
         # A position may move twice: it gets its last slot, or after a failure its first one again.
@@ -150,18 +150,18 @@ class Redirector:
 
         return commit
 
-    def _count(self, shared: Shared) -> None:
+    def _count(self, shared: Redirected) -> None:
         block, candidate, stats = shared.block, shared.block.candidate, self._stats
         state = state_of(block.req)
         assert state is not None, "a block shares in a row that is followed"
-        fresh = not candidate.written
-        candidate.written = written_positions(block.req)
-        state.shared.append(candidate)
+        fresh = not candidate.shared_at
+        candidate.shared_at = written_positions(block.req)
+        state.redirected.append(candidate)
         stats.blocks_reapplied += not fresh
         stats.blocks_shared += fresh
         stats.blocks_shared_across += block.source is not None and fresh
         stats.slots_saved_total += shared.freed
-        stats.slots_saved_across_total += sum(move.foreign for move in shared.moves)
+        stats.slots_saved_across_total += sum(move.borrowed for move in shared.moves)
 
 
 def _rows_of(block: BlockProposal) -> tuple[HostRow, HostRow]:

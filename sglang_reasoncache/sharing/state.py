@@ -32,7 +32,7 @@ class Candidate:
         source: The request whose block is the source; None: the same request.
         source_rid: SGLang's id of that request.
         accepted: The distance was accepted. It is not judged again after a retraction.
-        written: Written positions of the request when the block last began to share; 0: it never did.
+        shared_at: Written positions of the request when the block last began to share; 0: it never did.
     """
 
     dst_start: int
@@ -40,7 +40,7 @@ class Candidate:
     source: ref[Request] | None = None
     source_rid: str = ""
     accepted: bool = False
-    written: int = 0
+    shared_at: int = 0
 
 
 class PromptGroup:
@@ -61,38 +61,38 @@ class Followed:
     it. ``__del__`` cannot do that, because the garbage collector may run in any thread.
     """
 
-    _engine: FilterProcess | None = None
+    _process: FilterProcess | None = None
 
     def __init__(
         self,
-        engine: FilterProcess,
+        process: FilterProcess,
         start_position: int,
         inside: bool,
         orphans: deque[int],
         group: PromptGroup | None = None,
     ) -> None:
         self._orphans, self.group = orphans, group
-        self.id = engine.open(start_position, inside)
-        self._engine = engine
+        self.id = process.open(start_position, inside)
+        self._process = process
         self.join(True)
 
     def join(self, yes: bool) -> None:
         """Join the group, as the row is complete; with False leave it, as the row is gone."""
-        if self.group is not None and self._engine is not None:
-            self._engine.join(self.id, self.group.number if yes else -1)
+        if self.group is not None and self._process is not None:
+            self._process.join(self.id, self.group.number if yes else -1)
 
     def close(self) -> None:
         """Have the filter forget the request. Only the thread that feeds the filter calls this."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close(self.id)
+        process, self._process = self._process, None
+        if process is not None:
+            process.close(self.id)
 
     def abandon(self) -> None:
         """The filter process ended and knows the request no more: there is nothing to close."""
-        self._engine = None
+        self._process = None
 
     def __del__(self) -> None:
-        if self._engine is not None:
+        if self._process is not None:
             self._orphans.append(self.id)
 
 
@@ -111,7 +111,7 @@ class RequestState(RowState):
         candidates: Blocks that may share, or do, by ``dst_start``. They outlive a retraction.
         pending: Candidates that wait to be measured: for the row, for the source's row, or until SGLang
             may be short of slots.
-        shared: Candidates that share in this row, in the order in which they began.
+        redirected: Candidates that share in this row, in the order in which they began.
         merges: Sets of the positions of the group's rows, or of the request's row if it has no group.
     """
 
@@ -121,7 +121,7 @@ class RequestState(RowState):
     row: HostRow | None = None
     candidates: dict[int, Candidate] = field(default_factory=dict)
     pending: list[Candidate] = field(default_factory=list)
-    shared: list[Candidate] = field(default_factory=list)
+    redirected: list[Candidate] = field(default_factory=list)
     merges: Merges = field(default_factory=Merges)
 
     def claim(self, candidate: Candidate, length: int) -> bool:
@@ -137,7 +137,7 @@ class RequestState(RowState):
         # What cannot fail comes first.
         self.row = None
         super().forget_row()
-        self.shared = []
+        self.redirected = []
         self.pending = list(self.candidates.values())
 
 

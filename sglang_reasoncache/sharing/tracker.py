@@ -42,7 +42,7 @@ class RequestTracker:
     """Hands tokens to the filter and takes its results. One per scheduler; the same on all ranks.
 
     Args:
-        engine: The scheduler's side of the filter. None: nothing is shared and no request is followed.
+        process: The scheduler's side of the filter. None: nothing is shared and no request is followed.
         ranks: All ranks take the same results at the same poll.
         markers: Tokens around the reasoning part. None: all output may share.
         groups: Requests with the same prompt share with each other.
@@ -53,13 +53,13 @@ class RequestTracker:
 
     def __init__(
         self,
-        engine: FilterProcess | None,
+        process: FilterProcess | None,
         stats: SharingStats,
         ranks: Ranks,
         markers: ReasoningMarkers | None = None,
         groups: bool = False,
     ) -> None:
-        self._engine, self.stats, self.ranks = engine, stats, ranks
+        self._process, self.stats, self.ranks = process, stats, ranks
         self._markers, self.in_groups, self._num_groups = markers, groups, 0
         self._groups: weakref.WeakValueDictionary[GroupKey, PromptGroup]
         self._groups = weakref.WeakValueDictionary()
@@ -75,12 +75,12 @@ class RequestTracker:
         if state is not None:
             return state
         state = attach(req, RequestState(takes_part=self.count(req)))
-        engine = self._engine
-        if state.takes_part and engine is not None and not engine.given_up:
+        process = self._process
+        if state.takes_part and process is not None and not process.given_up:
             prompt = req.origin_input_ids
             inside = self._markers is None or self._markers.inside_after(prompt)
             group = self._group_of(req)
-            state.followed = Followed(engine, len(prompt), inside, self._orphans, group)
+            state.followed = Followed(process, len(prompt), inside, self._orphans, group)
             if group is not None:
                 state.merges = group.merges
             self._requests[state.followed.id] = req
@@ -117,8 +117,8 @@ class RequestTracker:
             {
                 "prompt_tokens": len(group[0][0].origin_input_ids),
                 "requests": len(group),
-                "slots_saved_within_now": sum(row.shared for _, row in group),
-                "slots_read_across": sum(row.foreign for _, row in group),
+                "slots_saved_within_now": sum(row.saved for _, row in group),
+                "slots_read_across": sum(row.borrowed for _, row in group),
             }
             for group in members.values()
             if len(group) > 1
@@ -134,10 +134,10 @@ class RequestTracker:
 
     def feed(self, reqs: Iterable[Request]) -> None:
         """Hand the new tokens of followed requests to the filter."""
-        if self._engine is None:
+        if self._process is None:
             return
         while self._orphans:
-            self._engine.close(self._orphans.popleft())
+            self._process.close(self._orphans.popleft())
         ids, counts, tokens = array("q"), array("q"), array("q")
         for req in reqs:
             state = self.follow(req)
@@ -151,19 +151,19 @@ class RequestTracker:
                 tokens.extend(req.output_ids[state.fed : ready])
                 state.fed = ready
         if ids:
-            self._engine.feed(ids, counts, tokens)
-        self._count(self._engine)
+            self._process.feed(ids, counts, tokens)
+        self._count(self._process)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
         """Results of up to ``limit`` replies that the filters of all ranks have given; stops at
         ``max_pairs`` pairs. The request is None if SGLang dropped it."""
-        if self._engine is None or not self._engine.outstanding:
+        if self._process is None or not self._process.outstanding:
             return []
-        ready = self.ranks.least(self._engine.ready())
+        ready = self.ranks.least(self._process.ready())
         if ready < 0:
-            self._lose(self._engine)
+            self._lose(self._process)
             return []
-        results = self._engine.take(min(ready, limit), max_pairs)
+        results = self._process.take(min(ready, limit), max_pairs)
         for result in results:
             seen = result.counters
             self.stats.steps_seen += 1
@@ -173,7 +173,7 @@ class RequestTracker:
             self.stats.over_bound_steps += seen.over_bound
         return [(self._requests.get(result.request), result) for result in results]
 
-    def _lose(self, engine: FilterProcess) -> None:
+    def _lose(self, process: FilterProcess) -> None:
         """The filter process of some rank failed: all ranks restart theirs, or give up, at this poll.
 
         The new process does not know the running requests, so they are not followed any more.
@@ -185,23 +185,23 @@ class RequestTracker:
                 state.followed = None
         self._requests.clear()
         self._orphans.clear()
-        engine.restart()
+        process.restart()
 
     def stop(self) -> None:
         """End the filter process. Nothing is fed or taken any more."""
         self._requests.clear()
         self._orphans.clear()
-        if self._engine is not None:
-            self._engine.shut_down()
-            self._count(self._engine)
+        if self._process is not None:
+            self._process.shut_down()
+            self._count(self._process)
 
-    def _count(self, engine: FilterProcess) -> None:
-        self.stats.steps_shed = engine.steps_shed - self._shed_before
-        self.stats.filter_restarts = engine.restarts
-        self.stats.filter_given_up = int(engine.given_up)
+    def _count(self, process: FilterProcess) -> None:
+        self.stats.steps_shed = process.steps_shed - self._shed_before
+        self.stats.filter_restarts = process.restarts
+        self.stats.filter_given_up = int(process.given_up)
 
     def reset(self) -> None:
         """The cache was flushed and the counts are 0. Restarts of the filter process still count."""
-        if self._engine is not None:
-            self._shed_before = self._engine.steps_shed
-            self._count(self._engine)
+        if self._process is not None:
+            self._shed_before = self._process.steps_shed
+            self._count(self._process)

@@ -164,7 +164,7 @@ class GroupMachine(RuleBasedStateMachine):
     def end(self, pick: int, how: str) -> None:
         # Those that read across are the interesting ones.
         row_of = self.world.allocator.row_of
-        sharing = [req for req in self.running if row_of(req.kv.req_pool_idx).lent]
+        sharing = [req for req in self.running if row_of(req.kv.req_pool_idx).in_other_rows]
         req = (sharing or self.running)[pick % len(sharing or self.running)]
         if how == "retract":
             return self._retract(req)
@@ -217,7 +217,7 @@ class GroupMachine(RuleBasedStateMachine):
             path = set((row[:protected:page] // page).tolist())
             assert set(mine) & set(in_tree) <= path
             state = world.controller.state_of(req)
-            lent = world.allocator.row_of(req.kv.req_pool_idx).lent
+            lent = world.allocator.row_of(req.kv.req_pool_idx).in_other_rows
             assert state is None or state.takes_part or not lent
         free = world.free_pages()
         assert len(set(free)) == len(free) and set(free.tolist()).isdisjoint(uses)

@@ -204,7 +204,7 @@ class MemoryMachine(RuleBasedStateMachine):
             # The first poll applies what came late, then evicts; the second one all other blocks.
             # While some of them are to be applied again, policies are asked after that only.
             self._share(track, [], late)
-            shared = any(block.written for block in state.candidates.values()) if state else False
+            shared = any(block.shared_at for block in state.candidates.values()) if state else False
             waits = bool(again) and shared
             self._evict(track, [] if waits else evictions)
             self._share(track, again, fresh)

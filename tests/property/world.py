@@ -272,7 +272,7 @@ class World:
         self.allocator.once_more = self.controller.containment.once_more
         self.allocator.shareable = self.controller.shareable
         self.allocator.reclaim = self.controller.reclaim
-        self.allocator.refused = pipeline.refused
+        self.allocator.request_waits = pipeline.request_waits
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)

@@ -47,9 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": (
         "Lfm2Config",
-        dict(
-            num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2
-        ),
+        dict(num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2),
     ),
     "nemotron_h": (
         "NemotronHConfig",

@@ -229,7 +229,7 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     assert (world.row(reader)[12:16] == world.row(source)[20:24]).all()
     balance(world)
     state: Any = world.controller.state_of(reader)
-    assert not state.pending and len(state.shared) == 1
+    assert not state.pending and len(state.redirected) == 1
 
 
 @pytest.mark.parametrize("how", ENDS)
@@ -251,10 +251,10 @@ def test_what_is_queued_again_and_comes_too_late_waits_once_more(how: str, who: 
         one = source if who == "source" else reader
         come_back(world, one)
         freed += sum(world.controller.after_decode([reader, source]) for _ in range(4))
-        assert freed == 8 and len(state.shared) == 2
+        assert freed == 8 and len(state.redirected) == 2
         balance(world)
     elif who == "source":
-        assert len(state.shared) == 1 and not state.pending
+        assert len(state.redirected) == 1 and not state.pending
 
 
 def test_nothing_waits_for_a_source_that_has_left() -> None:

@@ -65,7 +65,7 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
     row = either.alloc(2 * page)
     with Refused():
         for some in (row[:page], row[page:]):
-            change = either.prepare_named(some, np.zeros(page, dtype=np.int64))
+            change = either.prepare_known(some, np.zeros(page, dtype=np.int64))
             assert either.commit(change, evicts=True) == page
         # A row's own entries tell which of them are evicted positions.
         with pytest.raises(WouldWait):

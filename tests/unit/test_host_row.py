@@ -34,10 +34,10 @@ def test_rows_name_what_they_read(steps: list[tuple[int, int, int, int, bool] | 
             )
             distinct = {slots[at] for at in held}
             assert row.between(0, LENGTH).tolist() == slots
-            assert row.shared == len(held) - len(distinct)
+            assert row.saved == len(held) - len(distinct)
             assert row.first_readers(held).tolist() == [slots.index(slots[at]) for at in held]
             own = range(1 + number * LENGTH, 1 + (number + 1) * LENGTH)
-            assert row.lent >= {slot for slot in distinct if slot not in own}
+            assert row.in_other_rows >= {slot for slot in distinct if slot not in own}
 
 
 def _read(
@@ -45,14 +45,14 @@ def _read(
 ) -> None:
     going, there = plain[to][dst : dst + BLOCK], plain[of][src : src + BLOCK]
     overlaps = to == of and abs(dst - src) < BLOCK
-    if overlaps or EVICTED in (*going, *there) or not rows[to].lent.isdisjoint(going):
+    if overlaps or EVICTED in (*going, *there) or not rows[to].in_other_rows.isdisjoint(going):
         return
-    before = (rows[to].first_shared, rows[to].shared, rows[to].foreign)
+    before = (rows[to].first_shared, rows[to].saved, rows[to].borrowed)
     moves: list[Moved] = []
     rows[to].read(dst, src, BLOCK, rows[of], moves)
     if undone:
         undo(moves)
-        assert before == (rows[to].first_shared, rows[to].shared, rows[to].foreign)
+        assert before == (rows[to].first_shared, rows[to].saved, rows[to].borrowed)
         return
     for offset in range(BLOCK):
         old, new = plain[to][dst + offset], plain[of][src + offset]

@@ -46,7 +46,7 @@ def ledger(world: World) -> Any:
 
 def pairs_of(world: World, req: Req) -> list[tuple[int, int]]:
     state: Any = world.controller.state_of(req)
-    return [(block.dst_start, block.src_start) for block in state.shared]
+    return [(block.dst_start, block.src_start) for block in state.redirected]
 
 
 @ALL_SETUPS
@@ -111,7 +111,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     for _ in range(2):
         world.controller.after_decode([req])
     assert stats.blocks_compared == 1 and ledger(world).slots == 4 and not state.pending
-    pipeline._refused, use[0] = 0, 0.6
+    pipeline._polls_to_measure, use[0] = 0, 0.6
     find(world, req, Pair(12, 20))
     assert ledger(world).slots == expects([state]) == 8
 

@@ -118,7 +118,7 @@ def shared(world: World, name: str = "r", first: int = 100) -> Any:
     req = start(world, name, first)
     propose(world, req, Pair(20, 8), Pair(16, 12))
     steps(world, req)
-    assert world.allocator.row_of(req.kv.req_pool_idx).shared == 8
+    assert world.allocator.row_of(req.kv.req_pool_idx).saved == 8
     return req
 
 

@@ -69,7 +69,7 @@ def state(world: World, req: Req) -> Any:
 
 def pairs_of(world: World, req: Req) -> list[tuple[int, int]]:
     """Blocks that share."""
-    return [(block.dst_start, block.src_start) for block in state(world, req).shared]
+    return [(block.dst_start, block.src_start) for block in state(world, req).redirected]
 
 
 def used(world: World) -> int:

@@ -10,7 +10,7 @@ def register() -> None:
     from sglang_reasoncache.cache.upload import upload
     from sglang_reasoncache.kernels.paged import read_keys
     from sglang_reasoncache.sharing.measure import BlockMeter
-    from sglang_reasoncache.sharing.redirect import Redirector, Shared
+    from sglang_reasoncache.sharing.redirect import Redirected, Redirector
 
     meters: list[Any] = []
     made = BlockMeter.__init__
@@ -19,7 +19,7 @@ def register() -> None:
         made(meter, *arguments, **named)
         meters.append(meter)
 
-    def copying(_redirector: Redirector, done: Sequence[Shared]) -> Callable[[], None]:
+    def copying(_redirector: Redirector, done: Sequence[Redirected]) -> Callable[[], None]:
         reads = {
             (shared.row, position): move.new
             for shared in done

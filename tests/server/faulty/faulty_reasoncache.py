@@ -27,7 +27,7 @@ def register() -> None:
     prepare, allocators = SharedTokenAllocator.prepare, list[Any]()
     names = "plan_rows", "decode_attention", "extend_attention"
     vital: list[tuple[Any, str]] = [(paged, name) for name in names]
-    vital += [(SharedTokenAllocator, "prepare_named"), (SharedRadixCache, "_publishable")]
+    vital += [(SharedTokenAllocator, "prepare_known"), (SharedRadixCache, "_publishable")]
     due = set[str]()
 
     def failing(name: str, work: Any) -> Any:
