@@ -109,11 +109,9 @@ class Batch:
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
-    def check(
-        self, name: str, found: torch.Tensor, rows: torch.Tensor, as_cached: bool = False
-    ) -> None:
+    def check(self, name: str, found: torch.Tensor, rows: torch.Tensor) -> None:
         """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
-        query, plan = self.query[self.checked].float(), self.plan_of(rows[self.checked], as_cached)
+        query, plan = self.query[self.checked].float(), self.plan_of(rows[self.checked])
         expected = decode_attention(query, self.reference, plan, scale=self.scale)
         self.judge(name, found[self.checked], expected)
 
@@ -125,11 +123,10 @@ class Batch:
         if not error <= self.tolerance:  # NaN is not
             raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 
-    def plan_of(self, rows: torch.Tensor, as_cached: bool = False) -> RowPlan:
-        """What whole rows read, an entry for every position; ``as_cached`` without rotating keys."""
+    def plan_of(self, rows: torch.Tensor) -> RowPlan:
+        """What whole rows read, an entry for every position."""
         count, tokens = rows.shape
         indptr = torch.arange(count + 1, dtype=torch.int32, device=self.device) * tokens
         at = torch.arange(tokens, dtype=torch.int32, device=self.device)
         shift = (at - self.cached_at[rows.long()]).flatten()
-        rotates = not as_cached and bool(shift.any())
-        return RowPlan(indptr, rows.flatten(), shift if rotates else None)
+        return RowPlan(indptr, rows.flatten(), shift if bool(shift.any()) else None)
