@@ -69,17 +69,17 @@ def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None
         sys.exit(f"{module_of(kind)}: error: {error}")
 
 
-def parser_of(*kinds: type, **how: Any) -> argparse.ArgumentParser:
-    """A parser with the options of some classes. Program and description are those of the module that
-    defines the first, unless ``how``, keywords of :class:`argparse.ArgumentParser`, has others."""
+def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the options of some classes. Description and, unless ``prog`` is given, program
+    are those of the module that defines the first."""
     text = (sys.modules[kinds[0].__module__].__doc__ or "").split("\n\n")[0]
-    about = {"prog": f"python -m {module_of(kinds[0])}", "description": text, **how}
-    parser = argparse.ArgumentParser(allow_abbrev=False, **about)
+    prog = prog or f"python -m {module_of(kinds[0])}"
+    parser = argparse.ArgumentParser(prog=prog, description=text, allow_abbrev=False)
     for kind in kinds:
         hints = get_type_hints(kind)
         for field in dataclasses.fields(kind):
             if field.metadata:
-                _add(parser, field, hints[field.name], "argument_default" in how)
+                _add(parser, field, hints[field.name])
     return parser
 
 
@@ -112,9 +112,7 @@ def module_of(kind: type) -> str:
     return (spec.name if spec else kind.__module__).removesuffix(".__main__")
 
 
-def _add(
-    parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint: Any, bare: bool
-) -> None:
+def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint: Any) -> None:
     about, kind = field.metadata, hint
     if get_origin(hint) is UnionType:
         (kind,) = (one for one in get_args(hint) if one is not NoneType)
@@ -130,10 +128,10 @@ def _add(
     if field.default is dataclasses.MISSING:
         parser.add_argument(field.name, **argument)
         return
-    if not bare:
-        argument["default"] = field.default
-        if field.default not in (None, False, ()):
-            argument["help"] += " (default %(default)s)"
+    # A pair's default is a list to which argparse appends.
+    argument["default"] = [] if get_origin(kind) is Mapping else field.default
+    if field.default not in (None, False, ()):
+        argument["help"] += " (default %(default)s)"
     name = argument.pop("flag", "--" + field.name.replace("_", "-"))
     parser.add_argument(name, dest=field.name, **argument)
 

@@ -3,8 +3,6 @@
 
 Writes ``demo.json``, prints a table and one response with its shared steps marked."""
 
-import dataclasses
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +17,10 @@ from tokenizers import Tokenizer
 from eval import command
 from eval.command import flags_of, option
 from eval.measures.figures import of_cells
-from eval.methods import find_methods
-from eval.runs.folder import Cell, Response, write_whole
+from eval.runs.folder import Cell, Response, write_json
 from eval.runs.options import RunOptions
 from eval.runs.work import run
-from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
+from eval.tiny_reasoner import CHECKPOINT
 
 _TASK, _SEED = "tiny_reasoner", 20_261
 #: Row of the table -> field and format.
@@ -62,19 +59,18 @@ class Options:
 
 
 def measure(options: Options) -> dict[str, Cell]:
-    """Run both arms; their cells by name."""
+    """Run both arms; their cells by name. Raises RunError: one could not be measured."""
     asked, folder = options.run, options.logs / "run"
     # What was measured with other code or on another day does not count.
     shutil.rmtree(folder, ignore_errors=True)
-    dense, ours = find_methods(asked.methods, EMBEDDED_SETTINGS)
-    ours = dataclasses.replace(ours, more=options.shared)
-    run(asked, folder, [dense, ours])
-    names = {"stock": dense.name, "reasoncache": ours.name}
-    return {arm: Cell(folder, _TASK, name, _SEED) for arm, name in names.items()}
+    dense, ours = asked.methods
+    run(asked, folder, {ours: options.shared})
+    names = {"stock": dense, "reasoncache": ours}
+    return {arm: Cell(folder, _TASK, name, _SEED).whole() for arm, name in names.items()}
 
 
 def arm_of(cell: Cell) -> dict[str, Any]:
-    seen, results, (leg,) = of_cells([cell]), cell.results(), cell.legs()
+    seen, results, served = of_cells([cell]), cell.results(), cell.served()
 
     def share(group: str = "") -> float:
         chosen = [row.correct for row in results if group in ("", row.group)]
@@ -84,7 +80,7 @@ def arm_of(cell: Cell) -> dict[str, Any]:
     return {
         **{"problems": len(results), "failed_requests": seen.failed},
         **{"accuracy": share(), "accuracy_clean": share("clean"), "accuracy_error": share("error")},
-        **{name: getattr(leg, name) for name in told},
+        **{name: getattr(served, name) for name in told},
         "output_tokens_per_s": seen.tokens_per_s or 0.0,
         "peak_slots": seen.peak_slots or 0,
         "mean_slots": seen.mean_slots or 0.0,
@@ -130,10 +126,11 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> Te
 def work(options: Options) -> None:
     cells = measure(options)
     result = {arm: arm_of(cell) for arm, cell in cells.items()}
-    write_whole(options.output, json.dumps(result, indent=2) + "\n")
+    write_json(options.output, result)
     print_table(result)
     ours = cells["reasoncache"]
-    Console().print(marked_response(ours.legs()[0].report, ours.responses()))
+    (report,) = ours.served().reports
+    Console().print(marked_response(report, ours.responses()))
     Console().print(f"wrote {options.output}; logs and records in {options.logs}")
 
 

@@ -2,64 +2,45 @@
 """Lines of JSONL files that anybody may have written."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 _Row = TypeVar("_Row")
-MAX_LINE_BYTES = 16 << 20
-
-
-def read_lines(path: Path, max_bytes: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Numbers and bytes of the lines that are not blank, one in memory at a time; of one that is
-    too long for :func:`read_object` only the beginning."""
-    with path.open("rb") as file:
-        number = 0
-        while line := file.readline(max_bytes + 1):
-            number += 1
-            if line.strip():
-                yield number, line
-            while line and not line.endswith(b"\n"):
-                line = file.readline(1 << 20)
-
-
-def read_object(line: bytes, max_bytes: int = MAX_LINE_BYTES) -> dict[str, Any]:
-    """The object that one line holds. Raises ValueError: says what is wrong with the line; who
-    calls knows its file and number."""
-    if len(line.removesuffix(b"\n")) > max_bytes:
-        raise ValueError(f"longer than {max_bytes} bytes")
-    try:
-        content = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from error
-    except (ValueError, RecursionError) as error:
-        # A number of thousands of digits, brackets nested thousands deep.
-        raise ValueError(f"not JSON that can be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"not an object but {kind_of(content)}")
-    return content
 
 
 def read_rows(
     path: Path,
     made: Callable[[dict[str, Any]], _Row],
-    max_bytes: int = MAX_LINE_BYTES,
     complain: Callable[[str, str], None] | None = None,
 ) -> Iterator[tuple[int, _Row]]:
-    """Numbers of lines and what ``made`` makes of their objects. Where a line cannot be read, or
-    ``made`` raises ValueError, ``complain`` is called with ``file:line`` and the fault. Raises
-    OSError; without ``complain`` ValueError, which names file and line."""
-    for number, line in read_lines(path, max_bytes):
-        try:
-            row = made(read_object(line, max_bytes))
-        except ValueError as error:
-            if complain is None:
-                raise ValueError(f"{path}:{number}: {error}") from error
-            complain(f"{path}:{number}", str(error))
-        else:
-            yield number, row
+    """Numbers of the lines that are not blank, and what ``made`` makes of their objects. Where a line
+    cannot be read, or ``made`` raises ValueError, ``complain`` is called with ``file:line`` and the
+    fault. Raises OSError; without ``complain`` ValueError, which names file and line."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = made(_object(line))
+            except ValueError as error:
+                if complain is None:
+                    raise ValueError(f"{path}:{number}: {error}") from error
+                complain(f"{path}:{number}", str(error))
+            else:
+                yield number, row
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        content = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        # Also a number of thousands of digits, brackets nested thousands deep.
+        raise ValueError(f"not JSON: {one_line(str(error), 200)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"not an object but {type(content).__name__}")
+    return content
 
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:
@@ -68,10 +49,8 @@ def text_of(row: Mapping[str, Any], *names: str) -> str:
     name = next((name for name in names if row.get(name) is not None), names[0])
     if name not in row:
         raise ValueError(f"no field {name!r}")
-    if not isinstance(row[name], str):
-        raise ValueError(f"field {name!r} is no text but {kind_of(row[name])}")
-    if not row[name].strip():
-        raise ValueError(f"field {name!r} is no text: it is empty")
+    if not isinstance(row[name], str) or not row[name].strip():
+        raise ValueError(f"field {name!r} is no text, or empty")
     return valid_text(row[name])
 
 
@@ -85,9 +64,10 @@ def texts_of(paths: Iterable[Path]) -> list[str]:
     return found
 
 
-def kind_of(value: Any) -> str:
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
-    return "null" if value is None else kinds.get(type(value), "a number")
+def cut_unfinished(path: Path) -> None:
+    """Cut a last line without its end off a file, if there is one: its writer was killed."""
+    if path.is_file():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def one_line(text: str, most: int) -> str:

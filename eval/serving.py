@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -178,21 +178,6 @@ class ServerProcess:
         http = openai.DefaultHttpxClient(trust_env=False)
         defaults = {"base_url": f"{self.url}/v1", "api_key": "unused", "http_client": http}
         return openai.OpenAI(**{**defaults, "timeout": 600.0, "max_retries": 0, **options})
-
-
-@contextlib.contextmanager
-def several(
-    model_path: str | Path, flags: Mapping[str, Sequence[str]], logs: Path, **how: Any
-) -> Iterator[dict[str, ServerProcess]]:
-    """Servers of one model by name, all up; each has a log in ``logs``. ``how`` is for
-    :class:`ServerProcess`."""
-    with contextlib.ExitStack() as up:
-        servers = {}
-        for name, words in flags.items():
-            log = logs / f"{name.replace(':', '-')}.log"
-            server = ServerProcess(model_path, flags=words, log_path=log, **how)
-            servers[name] = up.enter_context(server)
-        yield servers
 
 
 def free_port() -> int:

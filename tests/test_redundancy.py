@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from eval import command
-from eval.redundancy.__main__ import Options, work
+from eval.redundancy import Options, work
 from tests.eval.rows import write_rows
 
 STEP = "so we take the first of the numbers and add the second one to it"
@@ -27,23 +27,23 @@ def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, 
 def test_counts_by_hand(tmp_path: Path) -> None:
     """Five steps: new, new, copy of the first, half as long again, copy of the second."""
     response = "\n\n".join([STEP, OTHER, STEP, f"{STEP} {STEP}", OTHER])
-    # The same words with another number are no candidate.
-    other = "\n\n".join(f"{STEP} which makes it {n} in the end" for n in (7, 8))
-    rows = [{"dataset": "made", "response": response}, {"dataset": "numbers", "response": other}]
-    groups = run(tmp_path, *rows)["groups"]
-    found, structure = groups["made"], groups["numbers"]["shareable_tokens"]
+    found = run(tmp_path, {"dataset": "made", "response": response})["groups"]["made"]
     assert (found["responses"], found["steps"], found["later_steps"]) == (1, 5, 4)
     # Twice the same words have cosine 1 and half the length.
-    assert found["similar_steps"]["with_length_factor"] == {"0.8": 0.5, "0.9": 0.5}
-    assert found["similar_steps"]["plain_cosine"] == {"0.8": 0.75, "0.9": 0.75}
-    assert found["steps_with_candidate"] == 0.5
+    assert found["similar_steps"] == found["steps_with_candidate"] == 0.5
     # With the two newlines behind it the first copy has 17 tokens; the second one has 5.
-    shareable, tokens = found["shareable_tokens"]["candidate"], found["tokens"]
-    for block, shared in {"4": 4 * 4 + 4, "8": 2 * 8, "16": 16}.items():
-        assert shareable[block]["at_the_end"] == pytest.approx(shared / tokens)
-    assert 0 < shareable["4"]["over_decode_steps"] < shareable["4"]["at_the_end"]
-    assert structure["candidate"]["4"]["at_the_end"] > 0
-    assert structure["structure"]["4"]["at_the_end"] == 0
+    shareable, tokens = found["shareable_tokens"], found["tokens"]
+    for rule, shared in {"d=4": 4 * 4 + 4, "d=8": 2 * 8, "d=16": 16}.items():
+        assert shareable[rule]["at_the_end"] == pytest.approx(shared / tokens)
+    assert 0 < shareable["d=4"]["over_decode_steps"] < shareable["d=4"]["at_the_end"]
+    # No block is old enough.
+    assert shareable["default"] == {"at_the_end": 0, "over_decode_steps": 0}
+
+
+def test_the_default_rule_shares_what_is_old(tmp_path: Path) -> None:
+    response = "\n\n".join([STEP] * 30)
+    found = run(tmp_path, {"dataset": "made", "response": response})["groups"]["made"]
+    assert found["shareable_tokens"]["default"]["at_the_end"] > 0.3
 
 
 def test_groups(tmp_path: Path) -> None:
@@ -59,12 +59,10 @@ def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "[" * 100_000: "not JSON",
         '{"response": ' + "9" * 10_000 + "}": "not JSON",
         "{}": "no field 'response'",
-        '{"response": 3}': "no text but a number",
-        '{"response": " \\n "}': "is empty",
-        '{"response": "' + "x" * 200_000 + '"}': "longer than 200000 bytes",
+        '{"response": 3}': "is no text",
+        '{"response": " \\n "}': "is no text, or empty",
     }
-    row, bound = {"response": STEP, "dataset": ["odd"]}, ("--max-line-bytes", "200000")
-    content = run(tmp_path, *faults, row, options=bound)
+    content = run(tmp_path, *faults, {"response": STEP, "dataset": ["odd"]})
     assert content["lines_left_out"] == len(faults)
     told = capsys.readouterr().err
     for number, fault in enumerate(faults.values(), 1):

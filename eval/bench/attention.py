@@ -2,16 +2,16 @@
 """``python -m eval.bench.attention``: decode attention, ours against SGLang's and FlashInfer's.
 
 On one pool, in turn, beside the memory bandwidth; ``--server`` adds two servers of the embedded model.
-Writes ``build/bench/kernels.json``."""
+Writes ``build/bench/kernels.json``, a part for each device."""
 
 import argparse
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,12 @@ import torch
 
 from eval import command
 from eval.bench.attention_batch import SHARES, Shape
-from eval.bench.idle import compare
 from eval.bench.turns import Yardstick, as_text, spread, take_turns
 from eval.command import option
+from eval.measures.figures import of_cells
+from eval.methods import DENSE
 from eval.runs.config import describe_machine, describe_versions
-from eval.runs.folder import write_whole
+from eval.runs.folder import Cell, write_json
 from sglang_reasoncache.platform import PLATFORM_NAME
 
 if TYPE_CHECKING:
@@ -81,24 +82,52 @@ def _shape(name: str) -> Shape:
 class Options:
     shapes: tuple[Shape, ...] = option(SHAPES["cpu"], "on the CPU", type=_shape)
     rounds: int = option(7, "of a setting", least=1)
-    devices: tuple[str, ...] = option((), "default: all there are", choices=tuple(SHAPES))
-    server: bool = option(False, "also compare two servers")
-    server_rounds: int = option(4, "of two servers", least=1)
+    device: str = option(
+        "cuda" if torch.cuda.is_available() else "cpu", choices=tuple(SHAPES), flag="--devices"
+    )
+    server: bool = option(False, "on the CPU also compare two servers")
+    server_rounds: int = option(2, "of two servers", least=1)
     output: Path = option(Path("build/bench/kernels.json"), "file of the figures")
 
 
 def record(path: Path, device: str, figures: dict[str, Any]) -> None:
-    """Add to the results on disk."""
-    found = json.loads(path.read_text())
+    """Add to the results of a device on disk; those of another device stay."""
+    found = json.loads(path.read_text()) if path.is_file() else {}
     found.setdefault(device, {}).update(figures)
-    write_whole(path, json.dumps(found, indent=1) + "\n")
+    write_json(path, found)
 
 
-def measure_device(device: str, options: Options) -> None:
-    """Table and servers of one device, as far as they are asked for."""
-    put = functools.partial(record, options.output, device)
+def serve(rounds: int, logs: Path) -> dict[str, Any]:
+    """Output tokens/s of two stock servers that differ in the attention backend alone."""
+    # lm-eval takes seconds to load, which no other part of this needs.
+    from eval.bench.sides import fresh
+    from eval.runs.options import RunOptions
+    from eval.runs.work import run
+    from sglang_reasoncache import compat
+
+    native, ours = names = ("torch_native", compat.CPU_BACKEND)
+    out, speeds = fresh(logs, "attention"), defaultdict(list)
+    for number in range(rounds):
+        for name in names[:: -1 if number % 2 else 1]:
+            flags = ("--attention-backend", name)
+            asked: dict[str, Any] = {"tasks": ("noise",), "methods": (DENSE,), "seeds": (number,)}
+            folder = out / f"{name}-{number}"
+            run(RunOptions(**asked, limit=32, device="cpu", server_flags=flags), folder)
+            cell = Cell(folder, "noise", DENSE, number).whole()
+            speeds[name].append(of_cells([cell]).tokens_per_s or 0.0)
+    ratios = [one / other for one, other in zip(speeds[ours], speeds[native], strict=True)]
+    return {
+        "server_tokens_per_s_ratio": spread(ratios)["median"],
+        "server_tokens_per_s": dict(speeds),
+    }
+
+
+def work(options: Options) -> None:
+    """Table and servers of one device. Raises ValueError: its memory is too small."""
+    put = functools.partial(record, options.output, options.device)
+    put({"machine": describe_machine(), "versions": describe_versions(), "rounds": options.rounds})
     prepared: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if device == "cpu":
+    if options.device == "cpu":
         # Before SGLang is imported: the platform our backend serves on.
         os.environ |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
         from eval.bench.attention_cpu import CpuBatch as kind
@@ -111,52 +140,18 @@ def measure_device(device: str, options: Options) -> None:
         from eval.bench.distance import of_copy
 
         put({"device": torch.cuda.get_device_name()})
-        put({"distance_fraction_of_copy": of_copy()})
+        put({"distance_fraction_of_copy": of_copy("cuda")})
     torch.manual_seed(5)
     with prepared, torch.inference_mode():
-        shapes = options.shapes if device == "cpu" else SHAPES[device]
+        shapes = options.shapes if options.device == "cpu" else SHAPES["cuda"]
         rows = measure(kind, shapes, options.rounds)
         if not rows:
-            raise SystemExit(f"the memory of {device} is too small for the table")
+            raise ValueError(f"the memory of {options.device} is too small for the table")
         put({**kind.key_figures(rows), "rows": rows})
-    if options.server and device == "cpu":
+    if options.server and options.device == "cpu":
         put(serve(options.server_rounds, options.output.parent))
-
-
-def serve(rounds: int, logs: Path) -> dict[str, Any]:
-    """Output tokens/s of two stock servers that differ in the attention backend alone."""
-    from sglang_reasoncache import compat
-
-    body = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 512}
-    native, ours = names = ("torch_native", compat.CPU_BACKEND)
-    flags = ["--max-total-tokens", "40000", "--attention-backend"]
-    found, _ = compare({name: [*flags, name] for name in names}, body, rounds, logs / "attention")
-    speeds = found["throughput"]
-    return {
-        "server_tokens_per_s_ratio": spread(speeds[ours] / speeds[native])["median"],
-        "server_tokens_per_s": {name: speeds[name].tolist() for name in names},
-    }
-
-
-def work(options: Options) -> None:
-    """Run one process per device. Exits with status 1 if one of them failed."""
-    about = {"machine": describe_machine(), "versions": describe_versions()}
-    write_whole(options.output, json.dumps({**about, "rounds": options.rounds}))
-    failed = []
-    found = ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-    for device in options.devices or found:
-        spawn = multiprocessing.get_context("spawn")
-        part = spawn.Process(target=measure_device, args=(device, options))
-        part.start()
-        part.join()
-        if part.exitcode:
-            failed.append(device)
-    if failed:
-        sys.exit(f"the part of {', '.join(failed)} failed, see above")
     print(f"\nwrote {options.output}")
 
 
 if __name__ == "__main__":
-    # Asks the driver's library whether there is a GPU, and leaves CUDA alone in this process.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     command.run(Options, work)

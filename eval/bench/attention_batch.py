@@ -109,23 +109,19 @@ class Batch:
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
-    def check(
-        self, name: str, found: torch.Tensor, rows: torch.Tensor, as_cached: bool = False
-    ) -> None:
+    def check(self, name: str, found: torch.Tensor, rows: torch.Tensor) -> None:
         """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
         query = self.query[self.checked, :, None].float()
-        sides = (side.transpose(1, 2) for side in self.read(rows[self.checked], as_cached))
+        sides = (side.transpose(1, 2) for side in self.read(rows[self.checked]))
         expected = F.scaled_dot_product_attention(query, *sides, scale=self.scale, enable_gqa=True)
         self.judge(name, found[self.checked], expected)
 
-    def read(
-        self, rows: torch.Tensor, as_cached: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 keys and values of whole rows, ``[rows, tokens, kv_heads, head_dim]``."""
         slots = rows.long()
         at = torch.arange(slots.shape[1], dtype=torch.int32, device=self.device)
-        shift = None if as_cached else at - self.cached_at[slots]
         keys, values = self.pool
+        shift = at - self.cached_at[slots]
         return read_keys(keys, slots, shift, self.rotation), read_rows(values, slots)
 
     def judge(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -136,11 +132,10 @@ class Batch:
         if not error <= self.tolerance:  # NaN is not
             raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 
-    def plan_of(self, rows: torch.Tensor, as_cached: bool = False) -> RowPlan:
-        """What whole rows read, an entry for every position; ``as_cached`` without rotating keys."""
+    def plan_of(self, rows: torch.Tensor) -> RowPlan:
+        """What whole rows read, an entry for every position."""
         count, tokens = rows.shape
         indptr = torch.arange(count + 1, dtype=torch.int32, device=self.device) * tokens
         at = torch.arange(tokens, dtype=torch.int32, device=self.device)
         shift = (at - self.cached_at[rows.long()]).flatten()
-        rotates = not as_cached and bool(shift.any())
-        return RowPlan(indptr, rows.flatten(), shift if rotates else None)
+        return RowPlan(indptr, rows.flatten(), shift if bool(shift.any()) else None)

@@ -19,7 +19,6 @@ from eval.bench.turns import Side, by_round, spread
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.kernels.row_plan import RowPlan
 
 
 def outside_a_server() -> AbstractContextManager[object]:
@@ -113,25 +112,20 @@ class CpuBatch(Batch):
         self.check(f"{percent}% shared, ours", found.view(self.query.shape), self.rows)
 
     def sides(self) -> dict[str, Side]:
-        """SGLang's with one thread and with all: PyTorch's threads wait for each other at every
-        small operator, which on a busy machine takes longer than the work."""
-        threads = torch.get_num_threads()
-        native = {
-            f"native {n}": functools.partial(self._step, self._native, n) for n in (1, threads)
-        }
-        ours = functools.partial(self._step, self._ours, threads)
+        ours = functools.partial(self._step, self._ours)
         # As many positions of the same pool, none of them shared.
         own = functools.partial(ours, self._batch_of(1 + self.shape.requests))
-        each = functools.partial(ours, plan=self.plan_of(self.rows))
-        return {"ours": ours, "unshared": own, "each": each, **native}
+        return {
+            "ours": ours,
+            "unshared": own,
+            "native": functools.partial(self._step, self._native),
+        }
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
-        """GB/s counts every entry's K and V once; SGLang's side is the faster of its thread counts
-        and reads shared entries as cached; ``each_ms`` reads each position by itself; ``speedup`` and
-        ``of_unshared`` are of steps of the same round."""
+        """GB/s counts every entry's K and V once; SGLang's side reads shared entries as cached;
+        ``speedup`` and ``of_unshared`` are of steps of the same round."""
         steps = by_round(samples, "step_ms")
-        best = str(steps.drop(columns=["ours", "unshared", "each"]).median().idxmin())
-        ours, native, each = (samples[samples["side"] == s] for s in ("ours", best, "each"))
+        ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])
         rate = self.shape.layer_bytes / decode["median"] / 1e6
         return {
@@ -140,29 +134,20 @@ class CpuBatch(Batch):
             "plan_of_step": float((ours["plan_us"] / ours["step_ms"]).median()) / 1e3,
             "decode_ms": decode,
             "native_ms": spread(native["layer_ms"]),
-            "each_ms": spread(each["layer_ms"]),
-            "native_threads": int(best.split()[1]),
-            "speedup": spread(steps[best] / steps["ours"]),
+            "speedup": spread(steps["native"] / steps["ours"]),
             "of_unshared": spread(steps["ours"] / steps["unshared"]),
             "gb_per_s": rate,
             "of_read": rate / float(samples["bandwidth"].median()),
         }
 
-    def _step(
-        self, backend: Any, threads: int, batch: Any = None, plan: RowPlan | None = None
-    ) -> list[dict[str, float]]:
+    def _step(self, backend: Any, batch: Any = None) -> list[dict[str, float]]:
         batch = self._batch if batch is None else batch
-        everyone = torch.get_num_threads()
-        torch.set_num_threads(threads)
         start = time.perf_counter()
         backend.init_forward_metadata(batch)
         planned = time.perf_counter()
-        if plan is not None:
-            backend.paged.rows = plan
         for layer in self._layers:
             self._forward(backend, layer, batch)
         end = time.perf_counter()
-        torch.set_num_threads(everyone)
         layer_ms = (end - planned) / self.num_layers * 1e3
         plan_us, step_ms = (planned - start) * 1e6, (end - start) * 1e3
         return [{"plan_us": plan_us, "layer_ms": layer_ms, "step_ms": step_ms}]

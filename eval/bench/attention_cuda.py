@@ -97,10 +97,9 @@ class CudaBatch(Batch):
         args = (self._buffers, self.rows, self.requests, self.lengths, self.cached_at)
         return plan_into(*args, num_slots=self.shape.slots)
 
-    def decode(self, plan: RowPlan | None = None) -> torch.Tensor:
-        """By the plan as for a step, or another one."""
-        plan = self._plan if plan is None else plan
-        return decode_attention(self.query, self._kv, plan, scale=self.scale)
+    def decode(self) -> torch.Tensor:
+        """By the plan as for a step."""
+        return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
 
     def planning(self) -> Callable[[], object]:
         """A plan as a decode graph makes it; without CUDA launch by launch."""
@@ -117,16 +116,15 @@ class CudaBatch(Batch):
         """What is timed without FlashInfer."""
         return {
             "ours": self.decode,
-            "each": functools.partial(self.decode, self._flat),
             "plan": self.planning(),
             "gather": functools.partial(_gather, self._kv, self._flat),
         }
 
-    def flashinfer(self, as_cached: bool) -> Callable[[], torch.Tensor]:
-        """Planned; of the rows as they are, or of each request's own slots."""
+    def flashinfer(self) -> Callable[[], torch.Tensor]:
+        """Planned; of each request's own slots."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        shape, rows = self.shape, self.rows if as_cached else self.own_rows
+        shape, rows = self.shape, self.own_rows
         ones = torch.ones(shape.requests, dtype=torch.int32, device=self.device)
         indptr = torch.arange(shape.requests + 1, dtype=torch.int32, device=self.device)
         workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
@@ -141,27 +139,22 @@ class CudaBatch(Batch):
         wrapper.plan(*pages, *heads, page_size, sm_scale=self.scale, **kinds)
         pool = (self.pool[0][:, None], self.pool[1][:, None])
         run = functools.partial(wrapper.run, self.query, pool, out=torch.empty_like(self.query))
-        self.check("FlashInfer", run(), rows, as_cached=True)
+        self.check("FlashInfer", run(), rows)
         return run
 
     def sides(self) -> dict[str, Side]:
-        calls = self.alone() | {"flashinfer": self.flashinfer(as_cached=False)}
-        if self._flat.shift is not None:
-            calls["as cached"] = self.flashinfer(as_cached=True)
+        calls = self.alone() | {"flashinfer": self.flashinfer()}
         return {name: functools.partial(_bench, call) for name, call in calls.items()}
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """Times in ms; GB/s counts every entry's K and V once, of ``gather`` read and written.
-        ``each_ms`` reads each position by itself, ``flashinfer`` each request's own slots,
-        ``flashinfer_as_cached`` the shared rows."""
+        ``flashinfer`` reads each request's own slots."""
         ms = {str(side): spread(group["ms"]) for side, group in samples.groupby("side")}
         ours, plan, gather = (ms[side]["median"] for side in ("ours", "plan", "gather"))
         size = self.shape.layer_bytes / 1e6
         return {
             "ours": ms["ours"],
-            "each_ms": ms["each"],
             "flashinfer": ms["flashinfer"],
-            "flashinfer_as_cached": ms.get("as cached"),
             "decode_gb_per_s": size / ours,
             "decode_of_copy": size / ours / float(samples["bandwidth"].median()),
             "plan": ms["plan"],
@@ -193,7 +186,7 @@ def measured_alone(
         batch.share(percent, run)
         calls = batch.alone().items()
         ms = {name: spread(sample["ms"] for sample in bench(call)) for name, call in calls}
-        of_copy = {name: size / ms[name]["median"] / copy_gb_per_s for name in ("ours", "each")}
+        of_copy = {"ours": size / ms["ours"]["median"] / copy_gb_per_s}
         yield {"shared_percent": percent, "run": run, "ms": ms, "of_copy": of_copy}
 
 

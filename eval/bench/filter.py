@@ -15,12 +15,13 @@ from typing import Any
 
 import pandas as pd
 import psutil
+import torch
 
 from eval import command
 from eval.bench import distance, idle
 from eval.command import option
 from eval.jsonl import texts_of
-from eval.runs.folder import write_whole
+from eval.runs.folder import write_json
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
@@ -53,7 +54,7 @@ def wait_for(step_filter: FilterProcess) -> None:
 
 def step_times(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
     """CPU time of each step in the filter's process, one response after the other."""
-    lines = []
+    steps: list[tuple[float, int]] = []
     for tokens in streams:
         request = step_filter.open(0, True)
         for at in range(0, len(tokens), _INTERVAL):
@@ -62,18 +63,12 @@ def step_times(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> 
         step_filter.close(request)
         wait_for(step_filter)
         results = step_filter.take(step_filter.outstanding, 1 << 60)
-        lines += [(number, one.seconds * 1e3, len(one.pairs)) for number, one in enumerate(results)]
-    steps = pd.DataFrame(lines, columns=["earlier steps", "ms", "pairs"])
-    ages = pd.cut(steps["earlier steps"], (0, 50, 100, 200, 400, 800, 1600), right=False)
-    groups = steps.groupby(lambda _: "any"), steps.groupby(ages, observed=True)
-    table = pd.concat([group["ms"].agg(["size", "median", p99, "max"]) for group in groups])
-    heads = ["earlier steps", "steps", "median ms", "p99 ms", "max ms"]
-    digits = ("", ".0f", ".3f", ".3f", ".2f")
-    print("\n" + table.to_markdown(headers=heads, floatfmt=digits))
-    times = steps["ms"].agg(["median", "mean", p99, "max"]).add_prefix("step_ms_")
+        steps += [(one.seconds * 1e3, len(one.pairs)) for one in results]
+    found = pd.DataFrame(steps, columns=["ms", "pairs"])
+    times = found["ms"].agg(["median", "mean", p99, "max"]).add_prefix("step_ms_")
     return {
-        "steps": len(steps),
-        "pairs": int(steps["pairs"].sum()),
+        "steps": len(found),
+        "pairs": int(found["pairs"].sum()),
         "tokens": sum(map(len, streams)),
         **times.to_dict(),
         "process_mb": psutil.Process(step_filter.pid).memory_info().rss / 1e6,
@@ -97,10 +92,7 @@ def poll_times(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> 
         times.append((time.thread_time() - start) / _INTERVAL * 1e6)
         time.sleep(_PAUSE_SECONDS)
     found = pd.Series(times).agg(["mean", "median", p99]).add_prefix("scheduler_us_").to_dict()
-    print(
-        f"\nof a decode step of {_REQUESTS} requests: {found}; {step_filter.steps_shed} steps shed\n"
-    )
-    return found
+    return {**found, "steps_shed": step_filter.steps_shed}
 
 
 def p99(times: pd.Series) -> float:
@@ -124,10 +116,12 @@ def work(options: Options) -> None:
         step_filter = FilterProcess(FilterConfig(block=16), vocabulary, max_pending=max_pending)
         results |= measure(step_filter, streams)
         step_filter.shut_down()
-    results |= distance.summary()
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        results[f"distance_{device}_fraction_of_copy"] = distance.of_copy(device)
     if options.rounds:
         results |= idle.summary(options.rounds)
-    write_whole(options.output, json.dumps(results, indent=1) + "\n")
+    write_json(options.output, results)
+    print(json.dumps(results, indent=1))
     print(f"\nwrote {options.output}")
 
 

@@ -7,17 +7,15 @@ scheduling are real. The reference, stock SGLang, stays up beside one other side
 ``gpu.json`` after every run. Needs no lm-eval."""
 
 import argparse
-import asyncio
 import json
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pandas as pd
 from transformers import Qwen3Config
 
@@ -26,13 +24,14 @@ from eval.bench import AIME
 from eval.bench.turns import as_text, spread
 from eval.command import option
 from eval.jsonl import texts_of
-from eval.measures.figures import matched_step_ms
-from eval.replay.forcing import forced_request
+from eval.measures.figures import speeds_of
+from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import VOCABULARY_SIZE, build
-from eval.runs.cells import moments, retractions
+from eval.runs import cells
+from eval.runs.client import Request
 from eval.runs.config import describe_machine, describe_versions
-from eval.runs.folder import Moment, write_whole
-from eval.serving import ServerProcess, several
+from eval.runs.folder import Cell, Moment, write_json
+from eval.runs.servers import Server, Servers
 from eval.tokenizers import load_tokenizer
 
 SHARING = ("--enable-reasoncache",)
@@ -45,9 +44,11 @@ SIDES = {
 }
 _OTHERS = ("ours", "stock:flashinfer", "nothing-shared:flashinfer")
 #: The same pool, admission and log on every side.
+_LOG_INTERVAL = 20
 _COMMON = (
-    "--max-running-requests 96 --enable-custom-logit-processor --decode-log-interval 20 "
-    "--schedule-conservativeness 0.3 --load-format dummy --sleep-on-idle"
+    f"--max-running-requests 96 --enable-custom-logit-processor --stream-interval 16 "
+    f"--decode-log-interval {_LOG_INTERVAL} --schedule-conservativeness 0.3 --load-format dummy "
+    "--sleep-on-idle"
 )
 #: Decode graphs alone: those of prefills take minutes to capture, and these loads hardly prefill.
 _ON_CUDA = [
@@ -57,10 +58,6 @@ _ON_CUDA = [
     "96",
     "--disable-prefill-cuda-graph",
 ]
-#: Token ids of a request's prompt and of its response.
-Pair = tuple[list[int], list[int]]
-#: JSON of one workload on one side, and what the server's log says of its decode steps.
-Run = tuple[dict[str, Any], list[Moment]]
 
 
 def _side(text: str) -> str:
@@ -101,10 +98,10 @@ class Options:
             told = f"--sides: {self.reference} is the reference, which others are compared with"
             raise ValueError(told)
 
-    def workloads(self, responses: Sequence[list[int]]) -> dict[str, list[Pair]]:
-        """``loops``: pieces of looping responses; ``finished``: whole ones, three times under other
-        prompts; ``together``: as many loops as run at once on either side. No prompt is the
-        beginning of another. Raises ValueError: a workload has no request."""
+    def workloads(self, responses: Sequence[list[int]]) -> dict[str, list[list[int]]]:
+        """``loops``: pieces of looping responses; ``finished``: whole ones, three times;
+        ``together``: as many loops as run at once on either side. Raises ValueError: a workload has
+        no request."""
         loops = [
             ids[at : at + self.piece]
             for ids in responses
@@ -117,10 +114,7 @@ class Options:
         for name, found in chosen.items():
             if not found:
                 raise ValueError(f"{name}: no response of the traces is long or short enough")
-        return {
-            name: [([100 + n] * 3 + ids[:60], ids) for n, ids in enumerate(found[: self.requests])]
-            for name, found in chosen.items()
-        }
+        return {name: found[: self.requests] for name, found in chosen.items()}
 
     def flags(self, side: str) -> list[str]:
         name, _, backend = side.partition(":")
@@ -142,36 +136,33 @@ def shape(device: str) -> Any:
     return config(**sizes, **heads, **tokens, **more, architectures=["Qwen3ForCausalLM"])
 
 
-async def _send(url: str, pairs: Sequence[Pair]) -> list[list[int]]:
-    """All at once; token ids of the answers."""
-    limits = httpx.Limits(max_connections=None)
-
-    async def one(prompt: list[int], ids: list[int]) -> list[int]:
-        body = forced_request(ids)
-        processor = body.pop("custom_logit_processor")
-        sampling = {**body, "max_new_tokens": len(ids)}
-        ask = dict(input_ids=prompt, sampling_params=sampling, custom_logit_processor=processor)
-        answer = await client.post("/generate", json=ask)
-        found: list[int] = answer.raise_for_status().json()["output_ids"]
-        return found
-
-    how: Any = dict(base_url=url, timeout=3600, trust_env=False, limits=limits)
-    async with httpx.AsyncClient(**how) as client:
-        return await asyncio.gather(*(one(*pair) for pair in pairs))
+def requests_of(responses: Sequence[list[int]], tokenizer: Any) -> list[Request]:
+    """Requests whose responses are these tokens. No prompt is the beginning of another."""
+    return [
+        Request(
+            str(number),
+            f"{number}. {tokenizer.decode(ids[:60])}",
+            {**forced_request(ids), "max_tokens": len(ids)},
+        )
+        for number, ids in enumerate(responses)
+    ]
 
 
-def measure(server: ServerProcess, pairs: Sequence[Pair]) -> Run:
-    """On an empty cache. ``exact``: responses as recorded; ``waiting``: means of the log's lines while
-    requests waited for memory."""
-    server.post("/flush_cache", params={"timeout": 60}).raise_for_status()
-    begin, started = server.log_size(), time.perf_counter()
-    answers = asyncio.run(_send(server.url, pairs))
-    seconds, log = time.perf_counter() - started, server.log_text(begin)
-    timeline, tokens = moments(log, 0), sum(map(len, answers))
-    told: dict[str, Any] = {"requests": len(pairs), "tokens": tokens, "seconds": seconds}
-    told["exact"] = sum(ids == pair[1] for ids, pair in zip(answers, pairs, strict=True))
-    told |= {"retractions": retractions(log), "tokens_per_s": tokens / seconds}
-    return {**told, "waiting": waiting(timeline)}, timeline
+def measure(
+    server: Server, cell: Cell, requests: Sequence[Request], tokenizer: Any
+) -> dict[str, Any]:
+    """A cell on an empty cache. ``exact``: responses as recorded; ``waiting``: means of the log's
+    lines while requests waited for memory."""
+    how: Any = dict(log_interval=_LOG_INTERVAL, timeout_s=3600.0)
+    served, answers = cells.measure(cell, requests, server, lambda: None, **how), cell.answered()
+    recorded = {
+        request.problem_id: tokenizer.decode(request.body["custom_params"][FORCED])
+        for request in requests
+    }
+    told: dict[str, Any] = {"requests": len(requests), "tokens": served.output_tokens}
+    told["exact"] = sum(one.text.strip() == recorded[name].strip() for name, one in answers.items())
+    told |= {"seconds": served.seconds, "tokens_per_s": served.output_tokens / served.seconds}
+    return {**told, "retractions": served.retractions, "waiting": waiting(cell.timeline())}
 
 
 def waiting(timeline: Sequence[Moment]) -> dict[str, float]:
@@ -183,18 +174,17 @@ def waiting(timeline: Sequence[Moment]) -> dict[str, float]:
     return {str(name): float(value) for name, value in means.items()}
 
 
-def compare(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, Any]:
-    """Two sides of one workload, round by round; ``step_ms``: ours and theirs at equal running
-    requests."""
-    pairs = zip(ours, theirs, strict=True)
-    ratios = [mine["tokens_per_s"] / other["tokens_per_s"] for (mine, _), (other, _) in pairs]
-    lines = [[moment for _, timeline in runs for moment in timeline] for runs in (ours, theirs)]
-    exact, asked = (sum(told[name] for told, _ in ours) for name in ("exact", "requests"))
+def compare(runs: Mapping[str, Sequence[dict[str, Any]]], cells: Mapping[str, list[Cell]]) -> Any:
+    """The second of two sides beside the first, in one workload, round by round; ``step_ms``: ours
+    and theirs at equal running requests."""
+    reference, side = cells
+    speeds = speeds_of(cells[side], cells[reference])
+    exact, asked = (sum(told[name] for told in runs[side]) for name in ("exact", "requests"))
     return {
-        "throughput_ratio": spread(ratios),
-        "running": [runs[-1][0]["waiting"].get("running") for runs in (ours, theirs)],
+        "throughput_ratio": spread(speeds["throughput_ratios"]),
+        "running": [runs[name][-1]["waiting"].get("running") for name in (side, reference)],
         "exact": f"{exact} of {asked}",
-        "step_ms": matched_step_ms(*lines) or [None, None],
+        "step_ms": [speeds["step_ms"], speeds["dense_step_ms"]],
     }
 
 
@@ -221,8 +211,8 @@ def work(options: Options) -> None:
     tokenizer = load_tokenizer(str(model))
     responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     workloads = options.workloads(responses)
-    for name, pairs in workloads.items():
-        print(f"{name}: {len(pairs)} requests, {sum(len(ids) for _, ids in pairs):,} tokens")
+    for name, chosen in workloads.items():
+        print(f"{name}: {len(chosen)} requests, {sum(map(len, chosen)):,} tokens")
     if options.plan:
         for side in (options.reference, *options.sides):
             print(f"{side}: {shlex.join(options.flags(side))}")
@@ -231,36 +221,43 @@ def work(options: Options) -> None:
     found: dict[str, Any] = {"load": {name: getattr(options, name) for name in sizes}}
     found |= {"machine": describe_machine(), "versions": describe_versions(), "sides": {}}
     found["reference"] = options.reference
-    how: dict[str, Any] = {"logs": options.out / "gpu", "device": options.device}
-    reference = {options.reference: options.flags(options.reference)}
-    with several(model, reference, **how) as stock:
+    asked = {name: requests_of(chosen, tokenizer) for name, chosen in workloads.items()}
+    home = options.out / "gpu" / time.strftime("%Y%m%d-%H%M%S")
+    with Servers(home, model, options.device, keep=2) as servers:
         for side in options.sides:
-            with several(model, {side: options.flags(side)}, **how) as other:
-                for row in rows_of({**stock, **other}, workloads, options.rounds):
-                    found["sides"][side] = row
-                    write_whole(options.out / "gpu.json", json.dumps(found, indent=1) + "\n")
+            for row in rows_of(options, side, servers, asked, tokenizer, home):
+                found["sides"][side] = row
+                write_json(options.out / "gpu.json", found)
     print(table(found["sides"], options.reference))
 
 
 def rows_of(
-    servers: dict[str, ServerProcess], workloads: dict[str, list[Pair]], rounds: int
-) -> Any:
-    """The second server beside the first, after every run."""
-    reference, side = servers
-    attention = servers[side].get("/server_info").json()["attention_backend"]
-    row: dict[str, Any] = {"attention_backend": attention, "runs": [], "compared": {}}
+    options: Options,
+    side: str,
+    servers: Servers,
+    asked: Mapping[str, list[Request]],
+    tokenizer: Any,
+    home: Path,
+) -> Iterator[dict[str, Any]]:
+    """A side beside the reference, after every run."""
+    pair = (options.reference, side)
+    up = {name: servers.get(name.replace(":", "-"), options.flags(name)) for name in pair}
+    row: dict[str, Any] = {"attention_backend": up[side].attention(), "runs": [], "compared": {}}
     # The first forwards of a kind compile kernels.
-    for server in servers.values():
-        measure(server, [pair for pairs in workloads.values() for pair in pairs[:1]])
-    for workload, pairs in workloads.items():
-        runs: dict[str, list[Run]] = {name: [] for name in servers}
-        for number in range(rounds):
-            for name in list(servers)[:: -1 if number % 2 else 1]:
-                runs[name].append(measure(servers[name], pairs))
-                row["runs"].append({"side": name, "workload": workload, **runs[name][-1][0]})
+    for server in up.values():
+        cells.warm_up(server, [one for requests in asked.values() for one in requests[:1]], 3600.0)
+    for workload, requests in asked.items():
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in pair}
+        places: dict[str, list[Cell]] = {name: [] for name in pair}
+        for number in range(options.rounds):
+            for name in pair[:: -1 if number % 2 else 1]:
+                cell = Cell(home / side.replace(":", "-"), workload, name, number)
+                places[name].append(cell)
+                runs[name].append(measure(up[name], cell, requests, tokenizer))
+                row["runs"].append({"side": name, "workload": workload, **runs[name][-1]})
                 print(json.dumps(row["runs"][-1]), flush=True)
                 yield row
-        row["compared"][workload] = compare(runs[side], runs[reference])
+        row["compared"][workload] = compare(runs, places)
         yield row
 
 

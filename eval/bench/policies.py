@@ -1,339 +1,246 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-policies``: cache policies in the same server, at equal saving.
 
-Writes ``policies.json``, ``.md`` and ``.png`` (docs/evaluation.md). Run folders beside them keep
-all that was measured: the same command goes on after a stop."""
+Writes ``policies.json``, ``.md`` and ``.png`` (docs/evaluation.md). A run folder beside them keeps what
+was measured: the same command goes on after a stop."""
 
 import argparse
-import functools
-import hashlib
-import itertools
-import re
-import shutil
-import signal
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import seaborn as sns
 
 from eval import command
-from eval.bench import AIME, policies_points, sides
-from eval.bench.policies_points import (
-    CONTROLS,
-    POLICIES,
-    RANDOM_SHARING,
-    SELECTOR,
-    Point,
-    flags_of,
-    installed,
-    parts,
-)
+from eval.bench import AIME, sides
 from eval.bench.serve import pieces_of
 from eval.command import commas, option
 from eval.jsonl import texts_of
-from eval.measures.accuracy import accuracy, keyed
-from eval.measures.figures import of_cells
 from eval.methods import DENSE
 from eval.replay.__main__ import MODELS
 from eval.replay.model import build
-from eval.report.style import GREY, LABEL_SIZE, figure, light_grid, save, text
-from eval.runs.folder import Cell, write_whole
-from eval.runs.options import RunOptions
-from eval.runs.work import run
+from eval.report.style import LABEL_SIZE, figure, light_grid, save
+from eval.runs.config import digest_of
+from eval.runs.folder import Cell, write_json, write_whole
+from sglang_reasoncache import registry
 
-#: Accuracy on the embedded reasoner: answers that nothing garbled have 751 tokens at most. There is
-#: room for all in flight, so that memory does not decide what is answered.
+SHARING, SELECTOR = "reasoncache", "quest"
+#: Say what is lost without any rule: random blocks are redirected, or random positions evicted.
+RANDOM_SHARING, RANDOM_EVICTION = "random", "random_eviction"
+#: In the order of tables.
+POLICIES = (
+    SHARING, "streamingllm", "h2o", "snapkv", "keydiff", "rkv", "l2norm", SELECTOR, RANDOM_SHARING,
+    RANDOM_EVICTION, "reasoncache+rkv",
+)  # fmt: skip
+
+#: The embedded reasoner: answers that nothing garbled have 751 tokens at most. There is room for
+#: all in flight, so that memory does not decide what is answered.
 _ANSWERS: dict[str, Any] = {"in_flight": 48, "max_tokens": 1000, "kv_budget": 56_000}
-#: Flags for its tasks: KeyDiff's blocks of a long prompt are prefill chunks.
-_TASK_FLAGS = {"tiny_reasoner": (), "tiny_reasoner_long": ("--chunked-prefill-size", "128")}
-SHORT, LONG = _TASK_FLAGS
 #: Evicted positions need attention that skips them; dense gets the same.
 _ATTENTION = ("--attention-backend", "reasoncache_cpu")
-
-REPLAY = "aime24_replay"
+TASK, REPLAY = "tiny_reasoner", "aime24_replay"
 #: Tokens of the pieces of responses: of unlike lengths, so that requests do not run in waves.
-PIECES = (1000, 1300, 1600)
+_PIECES = (1000, 1300, 1600)
 #: Memory decides how many run, of a stock server two or three; a line of the log every 4 steps, for
-#: batches last some hundred.
-_REPLAYS: dict[str, Any] = {"limit": 8, "kv_budget": 2700, "decode_log_interval": 4}
-#: Beside a stock server: each holds up to 3 GB.
-_TOGETHER = 3
-_TIMED = (
-    "throughput_ratio", "throughput_ratios", "step_ms", "dense_step_ms", "scheduler_ms",
-    "throughput_saved", "running", "dense_running", "reproduced",
-)  # fmt: skip
+#: batches last some hundred. Each server holds up to 3 GB.
+_REPLAYS: dict[str, Any] = {"limit": 8, "kv_budget": 2700, "decode_log_interval": 4, "warm_up": 2}
+_TOGETHER = 4
 _SHOWN = [
     "aim", "policy", "saved", "saved_at_the_end", "accuracy", "accuracy_difference",
     "accuracy_error", "length_ratio", "throughput_ratio", "step_ms", "dense_step_ms",
     "scheduler_ms", "reads_saved",
 ]  # fmt: skip
-# By place in POLICIES; the last are those of all others.
-_COLOURS = [*sns.color_palette("colorblind").as_hex(), "#332288"]
-_MARKERS = "s^v<oD>PxXh"
 
-#: What replays say of a policy at a saving; none for those that were not replayed.
-Timings = Mapping[tuple[str, float], Mapping[str, Any]]
-say = functools.partial(print, flush=True)
+#: What sharing saves on the embedded reasoner's responses, over decode steps, by percentile:
+#: 22% is the most that its steps allow (docs/benchmarks.md).
+_PERCENTILES = {0.1: 30, 0.2: 80}
+#: Blocks of the shortest steps stay whole, so more of the others are redirected than is aimed at.
+_RANDOM_RATIO = 1.2
+#: The most that a policy can save: what repeats allows; SnapKV gives up nothing but prompt.
+_MOST = {SHARING: max(_PERCENTILES), "snapkv": 0.1}
+#: Quest reads whole pages. Its paper reads the first two layers of 32 whole; here it is one of 4.
+_SELECTOR_FLAGS, _SELECTOR_OPTIONS = ("--page-size", "16"), "whole_layers=1"
 
 
-def _below(most: float, kind: type[int] | type[float]) -> Callable[[str], tuple[Any, ...]]:
-    def numbers(given: str) -> tuple[Any, ...]:
-        found = commas(kind)(given)
-        if not all(0 < one < most for one in found):
-            raise argparse.ArgumentTypeError(f"must be above 0 and below {most}, got {given}")
-        return found
+class Load(NamedTuple):
+    """Positions of a request when it begins and when it ends, how many are too many before a
+    policy acts, and settings of the filter: small enough for the steps of recorded responses."""
 
-    return numbers
+    start: int
+    end: int
+    slack: int
+    sharing: str
+
+
+EMBEDDED, REPLAYED = Load(45, 580, 8, ""), Load(150, 1500, 32, ",block=8,warmup=32")
+
+
+class Point(NamedTuple):
+    """A policy at one setting: ``aim`` is the share of the slots that it is to save, ``method`` as
+    in ``eval.run``."""
+
+    policy: str
+    aim: float
+    method: str
+
+
+def points(policies: Sequence[str], savings: Sequence[float], load: Load) -> list[Point]:
+    """Every policy at every saving that it can reach."""
+    each = ((policy, aim, method_of(policy, aim, load)) for aim in savings for policy in policies)
+    return [Point(policy, aim, method) for policy, aim, method in each if method is not None]
+
+
+def method_of(policy: str, saving: float, load: Load) -> str | None:
+    """The method that aims at a saving; None where the policy cannot reach it."""
+    shares = policy.startswith(f"{SHARING}+")
+    evictor = policy.removeprefix(f"{SHARING}+")
+    if saving > _MOST.get(evictor, 1.0):
+        return None
+    if policy == SHARING:
+        nearest = min(_PERCENTILES, key=lambda known: abs(known - saving))
+        return f"reasoncache:percentile={_PERCENTILES[nearest]}{load.sharing}"
+    if policy == RANDOM_SHARING:
+        return f"random:random_ratio={min(1.0, _RANDOM_RATIO * saving):g}{load.sharing}"
+    # Leaves out that share of the positions of a growing request, averaged over its steps. A pair
+    # has its evictor's, so that the two can be compared at it.
+    budget = round(load.end - math.sqrt(saving * (load.end**2 - load.start**2)))
+    options = f"budget={budget}:slack={load.slack}"
+    if evictor == "snapkv":
+        options = "share=0.5"
+    elif evictor == SELECTOR:
+        options = f"budget={budget}:{_SELECTOR_OPTIONS}"
+    name = "random" if evictor == RANDOM_EVICTION else evictor
+    if shares:
+        return f"reasoncache:policy={SHARING}+{name}:{options}{load.sharing}"
+    return f"reasoncache:policy={name}:{options}"
 
 
 def _policies(given: str) -> tuple[str, ...]:
     found = commas()(given)
-    for unknown in filter(None, map(policies_points.missing, found)):
-        known = ", ".join(installed())
-        raise argparse.ArgumentTypeError(f"no policy {unknown!r}; there are {known}, pairs with +")
+    for policy in found:
+        evictor = policy.removeprefix(f"{SHARING}+")
+        if policy not in POLICIES and evictor not in registry.BUILT_IN:
+            known = ", ".join(POLICIES)
+            raise argparse.ArgumentTypeError(f"no policy {policy!r}; there are {known}")
     return found
-
-
-_SHARES = _below(1, float)
 
 
 @dataclass(frozen=True)
 class Options:
     traces: Path = option(text="folder of recorded responses, JSONL")
     out: Path = option(Path("build/bench"), "folder of results")
-    policies: tuple[str, ...] = option((), "default: all there are", read=_policies, metavar="A,B")
-    saved: tuple[float, ...] = option(policies_points.SAVINGS, "shares to aim at", read=_SHARES)
-    problems: int = option(60, "of each policy and saving", least=2)
-    budgets: tuple[int, ...] = option(
-        (), "on long prompts: 384,256,128", read=_below(policies_points.PROMPT_LENGTH, int)
+    policies: tuple[str, ...] = option(POLICIES, "names, pairs with +", read=_policies)
+    saved: tuple[float, ...] = option(
+        (0.1, 0.2, 0.4, 0.6), "shares to aim at", read=commas(float), least=0.01, most=0.99
     )
+    problems: int = option(60, "of each policy and saving", least=2)
     rounds: int = option(2, "on replays, 0 for none", least=0)
-    timed_saved: tuple[float, ...] = option((0.2,), "shares that replays aim at", read=_SHARES)
+    timed_saved: tuple[float, ...] = option(
+        (0.2,), "shares that replays aim at", read=commas(float), least=0.01, most=0.99
+    )
     plan: bool = option(False, "say what would be done")
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "policies", self.policies or tuple(installed()))
-
-    @functools.cached_property
-    def points(self) -> list[Point]:
+    @property
+    def answered(self) -> list[Point]:
         """Settings for the embedded reasoner."""
-        return policies_points.points(self.policies, self.saved)[0]
+        return points(self.policies, self.saved, EMBEDDED)
 
-    @functools.cached_property
-    def left_out(self) -> list[str]:
-        return policies_points.points(self.policies, self.saved)[1]
-
-    @functools.cached_property
-    def prompts(self) -> list[Point]:
-        """Settings for its long prompts."""
-        return policies_points.prompt_points(self.policies, self.budgets)
-
-    @functools.cached_property
-    def timed(self) -> dict[float, list[Point]]:
-        """Settings for replays, by aim."""
-        aims = self.timed_saved if self.rounds else ()
-        return policies_points.timed_points(self.policies, aims)
-
-    def cell(self, method: str, task: str = SHORT) -> Cell:
-        """The run of a method alone, in a folder whose name a file system takes."""
-        digest = hashlib.sha256(method.encode()).hexdigest()[:8]
-        home = "prompts" if task == LONG else "accuracy"
-        name = f"{re.sub('[^A-Za-z0-9.+=]+', '-', method)[:60]}-{digest}"
-        return Cell(self.out / "policies" / f"{home}-{self.problems}" / name, task, method, 0)
+    @property
+    def timed(self) -> list[Point]:
+        """Settings for replays."""
+        return points(self.policies, self.timed_saved if self.rounds else (), REPLAYED)
 
 
-def work(options: Options) -> None:
-    """Measure what is not there yet and write the results, anew after each part; exits with status 1
-    where something could not be measured."""
-    answers = {SHORT: options.points, LONG: options.prompts}
-    # Methods once each: two savings may lie nearest to the same setting.
-    asked = {
-        options.cell(method, task): None
-        for task, points in answers.items()
-        for method in (DENSE, *(point.method for point in points))
-        if points
-    }
-    replayed = [point for chosen in options.timed.values() for point in chosen]
-    say(f"{len(asked)} runs of {options.problems} problems; {len(replayed)} policies on replays")
-    for sentence in options.left_out:
-        say(f"left out: {sentence}")
-    if options.plan:
-        for point in [*options.points, *options.prompts, *replayed]:
-            say(f"{point.policy} at {point.aim:.0%}: {point.method}")
-        return
-    failed = [cell.method for cell in asked if not answered(cell, options.problems)]
-    timings: dict[tuple[str, float], Mapping[str, Any]] = {}
-    write(options, timings)
-    for (policy, aim), found in replays(options):
-        timings[policy, aim] = found
-        write(options, timings)
-    failed += [p.method for p in replayed if (p.policy, p.aim) not in timings]
-    say((options.out / "policies.md").read_text(encoding="utf-8"))
-    if failed:
-        sys.exit(f"not measured: {', '.join(failed)}")
+def measure(
+    task: str, chosen: Sequence[Point], rounds: int, home: Path, **asked: Any
+) -> dict[str, list[Cell]]:
+    """The cells of dense and of some points by method, in a folder named after them."""
+    # Two savings may lie nearest to the same setting.
+    methods = list(dict.fromkeys([DENSE, *(point.method for point in chosen)]))
+    selecting = [name for name in methods if f"policy={SELECTOR}" in name or f"+{SELECTOR}" in name]
+    more = dict.fromkeys(selecting, _SELECTOR_FLAGS)
+    out = home / f"{task}-{digest_of([methods, rounds, asked])}"
+    together = min(_TOGETHER, len(methods))
+    return sides.in_turns(task, methods, rounds, out, more=more, keep_servers=together, **asked)
 
 
-def answered(cell: Cell, problems: int) -> bool:
-    """Ask and grade what is missing of a cell; whether it is whole then."""
-
-    def whole() -> bool:
-        return min(len(cell.answered()), len(cell.results())) >= problems
-
-    if not whole():
-        flags = (*_ATTENTION, *_TASK_FLAGS[cell.task], *flags_of(cell.method))
-        what: dict[str, Any] = {"tasks": (cell.task,), "methods": (cell.method,), "device": "cpu"}
-        run(RunOptions(**what, limit=problems, server_flags=flags, **_ANSWERS), cell.run)
-    return whole()
-
-
-def replays(options: Options) -> Any:
-    """Pairs of policy with aim, and what :func:`timing` says, of all that could be measured."""
-    if not options.timed:
-        return
+def replays(options: Options, home: Path) -> dict[str, list[Cell]]:
+    """The cells of replays, which are short of memory."""
     traces = options.traces / AIME
     model = str(build(MODELS, texts_of([traces])))
-    home = options.out / "policies"
     path = home / f"{REPLAY}.jsonl"
-    pieces_of(traces, model, PIECES, _REPLAYS["limit"], _REPLAYS["kv_budget"], path)
+    pieces_of(traces, model, _PIECES, path)
+    flags = (*_ATTENTION, *sides.SERVER_FLAGS)
     asked = {**_REPLAYS, "model": model, "data": {REPLAY: str(path)}, "temperature": 0.0}
-    for aim, chosen in options.timed.items():
-        for group in groups(chosen):
-            methods = [DENSE, *(point.method for point in group)]
-            folder = home / f"replay-{options.rounds}-{aim:g}"
-            folder /= ",".join(point.policy for point in group)
-            for method, seed in itertools.product(methods, range(options.rounds)):
-                forget_half(Cell(folder, REPLAY, method, seed))
-            flags = (*_ATTENTION, *sides.SERVER_FLAGS, *flags_of(group[0].method))
-            how = {**asked, "warm_up": 2, "server_flags": flags}
-            cells = sides.in_turns(REPLAY, methods, options.rounds, folder, **how)
-            for point in group:
-                found = timing(cells[point.method], cells[DENSE])
-                if found["throughput_ratios"]:
-                    yield (point.policy, point.aim), found
+    return measure(REPLAY, options.timed, options.rounds, home, server_flags=flags, **asked)
 
 
-def groups(points: Sequence[Point]) -> list[list[Point]]:
-    """Points that take turns with one stock server: few at a time, and of the same flags."""
-    alike: dict[tuple[str, ...], list[Point]] = {}
-    for point in sorted(points, key=lambda point: flags_of(point.method)):
-        alike.setdefault(flags_of(point.method), []).append(point)
-    return [g[at : at + _TOGETHER] for g in alike.values() for at in range(0, len(g), _TOGETHER)]
-
-
-def timing(cells: Sequence[Cell], stock: Sequence[Cell]) -> dict[str, Any]:
-    """``reproduced``: the share of responses that are the record, word for word."""
-    graded = [row.correct for cell in cells for row in cell.results()]
-    same = sum(graded) / len(graded) if graded else None
-    saved = of_cells(cells).saving
-    return {**sides.speeds_of(cells, stock), "throughput_saved": saved, "reproduced": same}
-
-
-def forget_half(cell: Cell) -> None:
-    """Delete a cell that was stopped half-way; gone on with it would have no throughput."""
-    known = of_cells([cell]).tokens_per_s is not None
-    if cell.folder.is_dir() and (len(cell.answered()) < _REPLAYS["limit"] or not known):
-        shutil.rmtree(cell.folder)
-
-
-def rows(
-    points: Sequence[Point], options: Options, timings: Timings, task: str = SHORT
-) -> list[dict[str, Any]]:
-    """A row (docs/evaluation.md has its fields) for each point that has answers; None: not measured."""
+def rows_of(chosen: Sequence[Point], cells: Mapping[str, list[Cell]]) -> list[dict[str, Any]]:
+    """A row of :func:`sides.row_of` for each point, and what selection did not read."""
     found = []
-    for point in sorted(points, key=lambda point: (point.aim, _rank(point.policy))):
-        cell, dense = options.cell(point.method, task), options.cell(DENSE, task)
-        if cell.results():
-            row = {**point._asdict(), **sides.answers_of([cell], [dense])}
-            row["reads_saved"] = _reads_saved(cell, point.policy)
-            timed = timings.get((point.policy, point.aim), {})
-            found.append({**row, **{name: timed.get(name) for name in _TIMED}})
+    for point in chosen:
+        row = sides.row_of(cells[point.method], cells[DENSE])
+        row["reads_saved"] = _reads_saved(cells[point.method])
+        found.append({**point._asdict(), **row})
     return found
 
 
-def dense_row(cell: Cell) -> dict[str, Any]:
-    """What the rows are held against."""
-    scored = accuracy(keyed({0: cell.results()}))
-    value, count = (scored.value, scored.n) if scored else (None, 0)
-    return {"accuracy": value, "accuracy_error": sides.half(scored), "problems": count}
-
-
-def _reads_saved(cell: Cell, policy: str) -> float | None:
+def _reads_saved(cells: Sequence[Cell]) -> float | None:
     """The share of positions that attention did not read; None of policies that do not select."""
-    if SELECTOR not in policy.split("+"):
-        return None
-    counts = [leg.report.get("selection") or {} for leg in cell.legs()]
+    reports = [report for cell in cells for report in cell.served().reports]
+    counts = [report["selection"] for report in reports if report.get("selection")]
     held, read = (sum(one.get(f"positions_{k}", 0) for one in counts) for k in ("held", "read"))
     return 1 - read / held if held else None
 
 
-def _rank(policy: str) -> int:
-    return POLICIES.index(policy) if policy in POLICIES else len(POLICIES)
-
-
-def write(options: Options, timings: Timings) -> None:
-    """``policies.json``, table and picture of what has been measured so far."""
-    dense, long_dense = (dense_row(options.cell(DENSE, task)) for task in (SHORT, LONG))
-    found = rows(options.points, options, timings)
-    long = rows(options.prompts, options, {}, LONG)
-    asked = dict(problems=options.problems, rounds=options.rounds, timed_aims=[*options.timed])
-    result = {
-        "rows": found,
-        "dense": dense,
-        "prompt_rows": long,
-        "prompt_dense": long_dense,
-        "replays": [{"policy": n, "aim": aim, **one} for (n, aim), one in timings.items()],
-        "left_out": options.left_out,
-        "settings": {**asked, "answers": _ANSWERS, "replays": _REPLAYS},
-    }
-    sides.keep(options.out / "policies.json", result)
-    parts = [table(found, dense, "Policies at equal saving")]
-    if long:
-        parts.append(table(long, long_dense, "Long prompts under a budget"))
-    parts += [f"Left out: {sentence}.\n" for sentence in options.left_out]
-    write_whole(options.out / "policies.md", "\n".join(parts))
-    picture(found, dense, options.out / "policies.png")
-
-
-def table(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], title: str) -> str:
+def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
     """The papers' Table II in shape, as Markdown; columns are fields of a row."""
-    frame = pd.DataFrame([{"policy": DENSE, **dense}, *rows]).reindex(columns=_SHOWN)
+    frame = pd.DataFrame(rows).reindex(columns=_SHOWN)
     shown = frame.astype(object).where(frame.notna(), None)
-    lines = shown.to_markdown(index=False, floatfmt=".3f", missingval="-")
-    return f"### {title}\n\n{lines}\n"
+    return f"### {title}\n\n{shown.to_markdown(index=False, floatfmt='.3f', missingval='-')}\n"
 
 
-def picture(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], path: Path) -> None:
+def picture(rows: Sequence[Mapping[str, Any]], dense: float, path: Path) -> None:
     """Accuracy against slots actually freed, a line a policy."""
     made, axes = figure(7.6, 4.8)
     one = axes[0, 0]
-    if dense["accuracy"] is not None:
-        one.axhline(dense["accuracy"], color=GREY, linestyle="--", linewidth=1, label="dense")
-    columns = ["policy", "saved", "accuracy", "accuracy_error"]
-    shown = pd.DataFrame(rows, columns=columns).dropna(subset=["saved", "accuracy"])
-    for policy, points in shown.groupby("policy", sort=False):
-        # A pair has its evictor's colour.
-        shares, evictor = parts(str(policy))
-        look = min(_rank(evictor), len(_COLOURS) - 1)
-        points = points.sort_values("saved")
-        style: dict[str, Any] = dict(color=_COLOURS[look], linewidth=1.3, elinewidth=0.8)
-        style["linestyle"] = "--" if shares else ":" if policy in CONTROLS else "-"
-        style |= dict(marker="*" if shares else _MARKERS[look], markersize=6)
-        label = text("random sharing" if policy == RANDOM_SHARING else str(policy))
-        error = points["accuracy_error"].astype(float).fillna(0)
-        one.errorbar(100 * points["saved"], points["accuracy"], error, **style, label=label)
+    one.axhline(dense, color="#555555", linestyle="--", linewidth=1, label="dense")
+    shown = pd.DataFrame(rows)
+    shown["saved"] = 100 * shown["saved"].astype(float)
+    looks: dict[str, Any] = {"hue": "policy", "style": "policy", "markers": True, "dashes": False}
+    sns.lineplot(shown, x="saved", y="accuracy", errorbar=None, ax=one, **looks)
     at = "KV slots freed, % of what dense holds, over decode steps"
-    one.set(xlabel=at, ylabel="accuracy (± as of the difference from dense)", ylim=(-0.03, 1.06))
+    one.set(xlabel=at, ylabel="accuracy", ylim=(-0.03, 1.06))
     light_grid(one, "both")
-    if one.get_legend_handles_labels()[0]:
-        one.legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    one.legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
     save(made, path)
 
 
+def work(options: Options) -> None:
+    """Measure what is not there yet and write the results. Raises RunError: a cell could not be
+    measured."""
+    if options.plan:
+        for point in [*options.answered, *options.timed]:
+            print(f"{point.policy} at {point.aim:.0%}: {point.method}")
+        return
+    home, parts = options.out / "policies", []
+    asked = {**_ANSWERS, "limit": options.problems, "server_flags": _ATTENTION}
+    cells = measure(TASK, options.answered, 1, home, **asked)
+    dense = sides.row_of(cells[DENSE], cells[DENSE])
+    result: dict[str, Any] = {"dense": dense, "rows": rows_of(options.answered, cells)}
+    stock = {"policy": DENSE, **dense}
+    parts.append(table([stock, *result["rows"]], "Policies at equal saving"))
+    picture(result["rows"], dense["accuracy"], options.out / "policies.png")
+    if options.timed:
+        result["replays"] = rows_of(options.timed, replays(options, home))
+        parts.append(table(result["replays"], "Replays, short of memory"))
+    write_json(options.out / "policies.json", result)
+    write_whole(options.out / "policies.md", "\n".join(parts))
+    print("\n".join(parts))
+
+
 if __name__ == "__main__":
-    # Unwind, so that servers are closed and records completed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     command.run(Options, work)

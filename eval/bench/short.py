@@ -15,7 +15,7 @@ from eval import command
 from eval.bench import sides
 from eval.command import option
 from eval.methods import DENSE
-from eval.runs.folder import Cell
+from eval.runs.folder import Cell, write_json
 from eval.small_reasoner import MODEL
 
 #: Side of a row -> its method.
@@ -78,7 +78,7 @@ def work(options: Options) -> None:
     for task in options.workloads:
         for pool in options.pools or WORKLOADS[task].pools:
             rows += measure(task, pool, options)
-            sides.keep(options.out / "short.json", {"rows": rows})
+            write_json(options.out / "short.json", {"rows": rows})
     print(json.dumps({"rows": rows}, indent=2))
 
 

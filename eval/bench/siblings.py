@@ -16,7 +16,7 @@ from eval import command
 from eval.bench import sides
 from eval.command import option
 from eval.methods import DENSE
-from eval.runs.folder import Cell, Result
+from eval.runs.folder import Cell, Result, write_json
 from eval.small_reasoner import MODEL
 
 WITHIN, ACROSS = "newest", "newest:scope=prompt"
@@ -50,7 +50,7 @@ def majority(results: Iterable[Result]) -> float:
 def row_of(cells: Sequence[Cell], stock: Sequence[Cell]) -> dict[str, Any]:
     """``saved_across``: slots that another response to the prompt lends, over positions. Majorities
     are over the samples of a problem in all rounds."""
-    totals = filter(None, sides.totals_of(cells))
+    totals = [one for cell in cells for one in cell.served().totals()]
     across = [one["memory_saving_ratio"] * one["across_ratio"] for one in totals]
     ours, dense = (
         majority(row for cell in side for row in cell.results()) for side in (cells, stock)
@@ -73,7 +73,7 @@ def work(options: Options) -> None:
         methods = DENSE, WITHIN, ACROSS
         cells = sides.in_turns(task, methods, options.rounds, out, limit=limit, **asked)
         found[str(count)] = {name: row_of(cells[name], cells[DENSE]) for name in methods[1:]}
-        sides.keep(options.out / "siblings.json", found)
+        write_json(options.out / "siblings.json", found)
     print(json.dumps(found, indent=2))
 
 

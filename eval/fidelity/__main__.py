@@ -21,8 +21,7 @@ from eval.fidelity import summary
 from eval.fidelity.arms import Arm, default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay
-from eval.jsonl import read_rows, valid_text
-from eval.runs.folder import cut_unfinished
+from eval.jsonl import cut_unfinished, read_rows, valid_text
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
@@ -209,7 +208,6 @@ def work(options: Options) -> None:
         summed = summary.rows(records)
         result = {"rows": summed, "default": default_name(), "settings": settings}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    summary.draw(summed, options.out.with_suffix(".png"))
     print(f"{summary.table(summed)}\n\nwrote {options.out}")
 
 

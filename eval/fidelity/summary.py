@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of responses summed up: means with bootstrap intervals, a table and a picture."""
+"""Scores of responses summed up: means with bootstrap intervals, and a table."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
-
 _RESAMPLES = 2000
 _FORMS = dict(saved="{:.1%}", across="{:.1%}", kl="{:.4f}", kl_per_saved="{:.4f}")
 _FORMS |= dict(nll="{:+.2%}", top1="{:.1%}")
 _MEANS = ["saved", "across", "kl", "nll", "top1", "dense"]
-_MARKERS = "osD^vP*X<>ph"
 
 
 def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -58,25 +54,3 @@ def table(summed: Sequence[Mapping[str, Any]]) -> str:
             line[name] += "" if ends is None else f" ({' to '.join(map(form.format, ends))})"
         lines.append(line)
     return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True))
-
-
-def draw(summed: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Damage (KL) against slots saved, a panel for each group."""
-    groups = list(dict.fromkeys(row["group"] for row in summed))
-    arms = list(dict.fromkeys(row["arm"] for row in summed))
-    made, axes = figure(5.2 * len(groups), 4.6, 1, len(groups))
-    for row in (row for row in summed if row["kl"] > 0):
-        number, panel = arms.index(row["arm"]), axes[0][groups.index(row["group"])]
-        bars = {
-            f"{axis}err": np.abs(np.array(ends)[:, None] - row[name])
-            for axis, name in (("x", "saved"), ("y", "kl"))
-            if (ends := row[f"{name}_95"]) is not None
-        }
-        look = dict(color=f"C{number % 10}", marker=_MARKERS[number % len(_MARKERS)])
-        panel.errorbar(row["saved"], row["kl"], **bars, **look, label=text(row["arm"]))
-    for panel, group in zip(axes[0], groups, strict=True):
-        panel.set(yscale="log", title=group, xlabel="slots saved at the end, share of the response")
-        light_grid(panel, "both")
-    axes[0][0].set_ylabel("KL(dense || arm) a token, nats")
-    axes[0][-1].legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    save(made, path)

@@ -12,12 +12,12 @@ from eval.command import option
 from eval.report import tables
 from eval.report.pictures import draw
 from eval.report.tables import Data, load, words
-from eval.runs.folder import RunError, write_whole
+from eval.runs.folder import RunError, write_json, write_whole
 
 
 @dataclass(frozen=True)
 class Options:
-    runs: tuple[Path, ...] = option(text="folders of runs; those of other --kv-budget make a sweep")
+    runs: tuple[Path, ...] = option(text="folders of runs")
     out: Path | None = option(None, "default: report/ in the first run")
 
 
@@ -39,7 +39,7 @@ def write(data: Data, out: Path) -> None:
     parts += [f"![{caption}]({file})" for file, caption in draw(data, out).items()]
     cells = json.loads(data.cells.to_json(orient="records"))
     summary = {"cells": cells, "tables": {table.name: table.rows for table in made}}
-    write_whole(out / "summary.json", json.dumps(summary, indent=2) + "\n")
+    write_json(out / "summary.json", summary)
     write_whole(out / "REPORT.md", "\n\n".join(parts) + "\n")
 
 
@@ -48,14 +48,12 @@ def _source(run: str, config: Mapping[str, Any]) -> str:
     machine, versions = config.get("machine", {}), config.get("versions", {})
     gpus = machine.get("gpus") or []
     cpu = f"{machine.get('cpu')}, {machine.get('cores')} cores"
-    resumed = len(config.get("resumed", []))
     facts = [
         f"model {config.get('model')}",
         f"commit {str(versions.get('commit'))[:12]}",
         f"SGLang {versions.get('sglang')}",
         f"{len(gpus)} GPU {gpus[0]}" if gpus else cpu,
         str(config.get("date")),
-        *([f"resumed {resumed} times"] if resumed else []),
     ]
     command = str(config.get("command_line", "")).replace("`", "'").replace("\n", " ")
     return f"{words(run)}: {words(', '.join(facts))}.\n`{command or ' '}`"

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The look of all figures: colour-blind-safe, quiet axes, names that stay text."""
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from matplotlib.figure import Figure
 
 from eval.jsonl import one_line
 
-_METHODS = ("newest", "cosine", "memshare", "random", "embedding", "reasoncache", "p20")
 _COLOURS = sns.color_palette("colorblind").as_hex()
-_MARKERS = "s^vD<>ophX"
-GREY = "#555555"
+_MARKERS = "os^vD<>phX"
 LABEL_SIZE = 8.5
 _MAX_CHARS = 34
 
@@ -36,22 +33,10 @@ def save(made: Figure, path: Path) -> None:
     made.savefig(path, dpi=150)
 
 
-def colour(method: str) -> str:
-    """The same for a method in every figure; dense is grey."""
-    return GREY if method == "dense" else str(_COLOURS[_number(method) % len(_COLOURS)])
-
-
-def marker(method: str) -> str:
-    """The same, so that colour is not needed to tell methods apart."""
-    return "o" if method == "dense" else _MARKERS[_number(method) % len(_MARKERS)]
-
-
-def _number(method: str) -> int:
-    name = method.partition(":")[0]
-    # Random sharing always comes with its share as an option.
-    if name in _METHODS and (name == method or name == "random"):
-        return _METHODS.index(name)
-    return len(_METHODS) + zlib.crc32(method.encode(errors="replace")) % 3
+def look(number: int) -> dict[str, str]:
+    """Colour and marker of the ``number``-th method; colour is not needed to tell methods apart."""
+    marker = _MARKERS[number % len(_MARKERS)]
+    return {"color": str(_COLOURS[number % len(_COLOURS)]), "marker": marker}
 
 
 def text(name: str) -> str:

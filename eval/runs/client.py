@@ -3,13 +3,11 @@
 
 import asyncio
 import contextlib
-import os
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
@@ -42,14 +40,12 @@ def connect(url: str, timeout_s: float) -> AsyncOpenAI:
     timeout = httpx.Timeout(timeout_s, connect=60.0)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     # A proxy from the environment must not see loopback traffic.
-    http = DefaultAsyncHttpxClient(trust_env=not is_local(url), limits=limits, timeout=timeout)
-    base, key = f"{url.rstrip('/')}/v1", api_key()
-    return AsyncOpenAI(base_url=base, api_key=key, max_retries=0, timeout=timeout, http_client=http)
+    http = DefaultAsyncHttpxClient(trust_env=False, limits=limits, timeout=timeout)
+    how: dict[str, Any] = {"api_key": "unused", "max_retries": 0, "http_client": http}
+    return AsyncOpenAI(base_url=f"{url}/v1", timeout=timeout, **how)
 
 
-async def send(
-    client: AsyncOpenAI, model: str, request: Request, leg: int, began: float
-) -> Response:
+async def send(client: AsyncOpenAI, model: str, request: Request, began: float) -> Response:
     """A chat completion. What goes wrong is in the record, not raised. Times are since ``began``."""
     started = time.monotonic() - began
     first: float | None = None
@@ -89,7 +85,6 @@ async def send(
         error = "the server aborted it" if reason else "the stream ended without a finish reason"
     return Response(
         problem_id=request.problem_id,
-        leg=leg,
         request_id=request_id,
         text=f"<think>{thoughts}</think>{text}" if thoughts else text,
         prompt_tokens=prompt_tokens,
@@ -106,7 +101,6 @@ async def send_all(
     url: str,
     model: str,
     requests: Sequence[Request],
-    leg: int,
     ended: Ended,
     timeout_s: float,
     in_flight: int | None = None,
@@ -119,7 +113,7 @@ async def send_all(
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
         async with gate:
             for _ in range(attempts):
-                response = await send(client, model, request, leg, began)
+                response = await send(client, model, request, began)
                 ended(response)
                 if response.error is None:
                     return
@@ -139,24 +133,6 @@ def ask_all(
 ) -> list[Response]:
     """Responses to requests sent all at once, in their order; none is retried."""
     ended: list[Response] = []
-    asyncio.run(send_all(url, model, requests, 0, ended.append, timeout_s))
+    asyncio.run(send_all(url, model, requests, ended.append, timeout_s))
     found = {response.problem_id: response for response in ended}
     return [found[request.problem_id] for request in requests]
-
-
-def tokens_per_s(answers: Sequence[Response]) -> float:
-    """Output tokens/s of requests that were sent together. Raises RuntimeError: a request failed."""
-    failed = [answer.error for answer in answers if answer.error]
-    if failed:
-        raise RuntimeError(f"{len(failed)} requests failed, the first with: {failed[0]}")
-    seconds = max(a.ended for a in answers) - min(a.started for a in answers)
-    return sum(a.output_tokens for a in answers) / seconds
-
-
-def is_local(url: str) -> bool:
-    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
-
-
-def api_key() -> str:
-    """The operator's key; servers of our own ask for none."""
-    return os.environ.get("OPENAI_API_KEY") or "unused"

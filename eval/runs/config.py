@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from eval.methods import Method
-from eval.runs.folder import CONFIG, RunError, read_config, write_config
+from eval.runs.folder import CONFIG, RunError, read_config, write_json
 
 if TYPE_CHECKING:
     # It imports what only tasks need.
@@ -28,18 +28,13 @@ if TYPE_CHECKING:
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("sglang", "torch", "transformers", "openai", "lm_eval", "sglang-reasoncache")
 #: What may differ when a run goes on; all else decides what is measured.
-_MAY_DIFFER = ("machine", "versions", "date", "command_line", "resumed", "random_ratios")
+_MAY_DIFFER = ("machine", "versions", "date", "command_line")
 
 
 def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
     """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
     options = plan.options
-    details = {
-        method.name: dict(
-            title=method.title, flags=method.flags, match=method.match, url=options.urls.get(spec)
-        )
-        for method, spec in zip(methods, options.methods, strict=True)
-    }
+    details = {method.name: method.flags for method in methods}
     data = {
         task: {"path": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
         for task, path in options.data.items()
@@ -48,36 +43,18 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
         f"{task}/{seed}": {"count": len(one.problems), "sha256": _digest(one.problems)}
         for (task, seed), one in plan.tasks.items()
     }
-    names = {"methods": [method.name for method in methods], "method_specs": list(options.methods)}
-    asked: dict[str, Any] = {"method_details": details, "sampling": dict(plan.body), "data": data}
-    asked |= {"opens_thinking": opens_thinking, "problems": problems, "random_ratios": {}}
-    return {**options.to_dict(), **names, **asked, **_circumstances(), "resumed": []}
+    asked: dict[str, Any] = {"method_flags": details, "sampling": dict(plan.body), "data": data}
+    asked |= {"opens_thinking": opens_thinking, "problems": problems}
+    return {**options.to_dict(), **asked, **_circumstances()}
 
 
-def settle_config(run: Path, config: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Write the configuration of a new run, or check that the one there is its; RunError if not.
-    Returns the folder's, and what has changed on the machine since."""
+def settle_config(run: Path, config: dict[str, Any]) -> None:
+    """Write the configuration of a new run, or check that the one there asks for the same. Raises
+    RunError: names the first field in which they differ."""
     if not (run / CONFIG).exists():
-        write_config(run, config)
-        return config, []
-    there = read_config(run)
-    check_same(run, there, config)
-    now = _circumstances()
-    last = there["resumed"][-1] if there.get("resumed") else there
-    changed = [
-        f"{group}.{name} was {last[group].get(name)!r}, is {value!r}"
-        for group in ("machine", "versions")
-        for name, value in now[group].items()
-        if last.get(group, {}).get(name) != value
-    ]
-    there.setdefault("resumed", []).append(now)
-    write_config(run, there)
-    return there, changed
-
-
-def check_same(run: Path, there: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raises RunError naming the first field in which two configurations differ."""
-    wanted = json.loads(json.dumps(config))
+        write_json(run / CONFIG, config)
+        return
+    there, wanted = read_config(run), json.loads(json.dumps(config))
     for name in dict.fromkeys((*wanted, *there)):
         if name not in _MAY_DIFFER and there.get(name) != wanted.get(name):
             was, now = (json.dumps(one.get(name))[:200] for one in (there, wanted))
@@ -88,9 +65,13 @@ def check_same(run: Path, there: Mapping[str, Any], config: Mapping[str, Any]) -
 def default_folder(config: Mapping[str, Any]) -> Path:
     """A folder named after the configuration: the same command finds the same one."""
     kept = {name: value for name, value in config.items() if name not in _MAY_DIFFER}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config["model"]).rstrip("/").rpartition("/")[2])
-    return Path("out") / f"{model}-{'+'.join(config['tasks'])[:80]}-{digest}"
+    return Path("out") / f"{model}-{'+'.join(config['tasks'])[:80]}-{digest_of(kept)}"
+
+
+def digest_of(asked: Any) -> str:
+    """Eight characters that stand for some JSON."""
+    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _digest(problems: Sequence[Any]) -> str:

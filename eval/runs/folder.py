@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder, as docs/evaluation.md lists it: configuration first, then what each cell left.
-
-A process may be killed at any byte: a last line without its end is cut off when it goes on."""
+"""A run's folder, as docs/evaluation.md lists it: the configuration, and what each cell left."""
 
 import contextlib
 import fcntl
@@ -9,17 +7,16 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 
 @dataclass(frozen=True)
 class Response:
-    """One answered (or failed) request."""
+    """One answered (or failed) request. Times are seconds since the cell's first request."""
 
     problem_id: str
-    leg: int  # server session of the cell; a resumed run adds legs
     request_id: str
     text: str  # all that was streamed; reasoning that a server sends apart first, in <think> tags
     prompt_tokens: int  # counted by the server, as output_tokens
@@ -48,8 +45,7 @@ class Result:
 class Moment:
     """The server during a decode step, as its own log tells."""
 
-    leg: int
-    step: int  # number of the logged line within the leg
+    step: int  # number of the logged line within the cell
     running: int  # requests in the batch
     queued: int  # requests that wait
     used: int  # KV slots in use
@@ -58,28 +54,27 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Leg:
-    """One server session of a cell."""
+class Served:
+    """What a cell's server did, from the first request sent to the last response ended."""
 
-    leg: int
-    seconds: float  # from the first request sent to the last response ended
+    seconds: float
     output_tokens: int  # of complete responses
     responses: int  # complete ones
     decode_steps: int  # decode forwards, from the log's lines times their interval
     retractions: int  # requests that were thrown out of a batch and recomputed
-    report: dict[str, Any]  # the scheduler's entry of GET /reasoncache, {} for a stock server
-    leaked_slots: int | None  # slots in use after the last response and a flush
-    command: list[str]  # the server's command line, [] for one that was only given as URL
-    # Whether its last request ended with the server alive; one that was stopped has requests whose
-    # time counts and whose tokens are lost.
-    ended: bool = True
-    kv_slots: int | None = None  # those that the server really has, of one data-parallel scheduler
-    # Prompts longer than the model's context or the KV slots, which the server cut; None for a
-    # given server, whose log is out of reach.
-    cut_prompts: int | None = None
+    reports: list[dict[str, Any]]  # GET /reasoncache of each scheduler, [] of a stock server
+    leaked_slots: int  # slots in use after the last response and a flush
+    command: list[str]  # the server's command line
+    kv_slots: int  # those that the server has, of one data-parallel scheduler
+    cut_prompts: int  # prompts longer than the model's context or the KV slots, which it cut
+    cpu_seconds: float  # CPU time of the server's schedulers and the processes they started
+
+    def totals(self) -> list[dict[str, Any]]:
+        """What each scheduler counted."""
+        return [report.get("totals", {}) for report in self.reports]
 
 
-_R = TypeVar("_R", Response, Result, Moment, Leg)
+_Row = TypeVar("_Row", Response, Result, Moment)
 CONFIG = "config.json"
 
 
@@ -100,50 +95,68 @@ class Cell:
     def folder(self) -> Path:
         return self.run / self.task / self.method / f"seed-{self.seed}"
 
-    def log_path(self, leg: int) -> Path:
-        return self.folder / f"server-{leg}.log"
+    @property
+    def measured(self) -> bool:
+        return (self.folder / "server.json").is_file()
+
+    def whole(self) -> Self:
+        """The cell itself. Raises RunError: it has not been measured."""
+        if not self.measured:
+            raise RunError(f"{self.folder}: not measured")
+        return self
+
+    def write(
+        self, responses: Iterable[Response], timeline: Iterable[Moment], served: Served
+    ) -> None:
+        """All that was measured; what the server did last, so that a cell with it is whole."""
+        self._write_rows("responses", responses)
+        self._write_rows("timeline", timeline)
+        write_json(self.folder / "server.json", asdict(served))
+
+    def write_results(self, results: Iterable[Result]) -> None:
+        """Replace the grades; grading again loses nothing."""
+        self._write_rows("results", results)
 
     def responses(self) -> list[Response]:
-        """All lines, failed requests and repeats included, in the order they ended."""
-        return read_records(self.folder / "responses.jsonl", Response)
+        """All attempts, failed ones included, in the order they ended."""
+        return self._rows("responses", Response)
 
     def answered(self) -> dict[str, Response]:
         """Complete responses by problem."""
         return {row.problem_id: row for row in self.responses() if row.error is None}
 
     def results(self) -> list[Result]:
-        return read_records(self.folder / "results.jsonl", Result)
+        return self._rows("results", Result)
 
     def timeline(self) -> list[Moment]:
-        return read_records(self.folder / "timeline.jsonl", Moment)
+        return self._rows("timeline", Moment)
 
-    def legs(self) -> list[Leg]:
-        return read_records(self.folder / "legs.jsonl", Leg)
+    def served(self) -> Served:
+        """Raises OSError: the cell has not been measured."""
+        return Served(**json.loads((self.folder / "server.json").read_text(encoding="utf-8")))
 
-    def append(self, *records: Response | Moment | Leg) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for record in records:
-            name = {Response: "responses", Moment: "timeline", Leg: "legs"}[type(record)]
-            with (self.folder / f"{name}.jsonl").open("a", encoding="utf-8") as file:
-                # ASCII, so that lone surrogates in a response survive.
-                file.write(json.dumps(asdict(record)) + "\n")
+    def _write_rows(self, name: str, rows: Iterable[Response | Moment | Result]) -> None:
+        # ASCII, so that lone surrogates in a response survive.
+        lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+        write_whole(self.folder / f"{name}.jsonl", lines)
 
-    def write_results(self, results: Iterable[Result]) -> None:
-        """Replace the grades; grading again loses nothing."""
-        lines = "".join(json.dumps(asdict(result)) + "\n" for result in results)
-        write_whole(self.folder / "results.jsonl", lines)
-
-    def mend(self) -> None:
-        """Cut unfinished last lines off, before anything is appended to them."""
-        for name in ("responses", "timeline", "legs"):
-            cut_unfinished(self.folder / f"{name}.jsonl")
+    def _rows(self, name: str, kind: type[_Row]) -> list[_Row]:
+        """Raises RunError: a bad line."""
+        path = self.folder / f"{name}.jsonl"
+        if not path.is_file():
+            return []
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+            return [kind(**json.loads(line)) for line in lines]
+        except (ValueError, TypeError) as error:
+            raise RunError(f"{path}: {error}") from error
 
 
 def cells(run: Path) -> list[Cell]:
-    """A run's cells that have been begun, in its order. Raises RunError: not a run folder."""
+    """A run's cells that have been measured, in its order. Raises RunError: not a run folder."""
     config = read_config(run)
     each = itertools.product(*(config[name] for name in ("tasks", "methods", "seeds")))
-    return [cell for one in each if (cell := Cell(run, *one)).folder.is_dir()]
+    return [cell for one in each if (cell := Cell(run, *one)).measured]
 
 
 def read_config(run: Path) -> dict[str, Any]:
@@ -159,41 +172,16 @@ def read_config(run: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def write_config(run: Path, config: dict[str, Any]) -> None:
-    run.mkdir(parents=True, exist_ok=True)
-    write_whole(run / CONFIG, json.dumps(config, indent=2) + "\n")
+def write_json(path: Path, content: Any) -> None:
+    write_whole(path, json.dumps(content, indent=2) + "\n")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write all of a file or nothing."""
+    """Write all of a file or nothing; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".part")
     half.write_text(text, encoding="utf-8")
     half.replace(path)
-
-
-def cut_unfinished(path: Path) -> None:
-    """Cut a last line without its end off a file, if there is one."""
-    if path.is_file():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-
-
-def read_records(path: Path, kind: type[_R]) -> list[_R]:
-    """Lines of a file, if there is one, but an unfinished last. Raises RunError: a bad line."""
-    if not path.is_file():
-        return []
-    rows, known = [], {one.name for one in fields(kind)}
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                # Fields that a later version added are passed over.
-                given = json.loads(line).items()
-                rows.append(kind(**{name: value for name, value in given if name in known}))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise RunError(f"{path}:{number}: {error}") from error
-    return rows
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ import argparse
 import shlex
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,17 @@ def _specs(text: str) -> tuple[str, ...]:
     return tuple(filter(None, specs))
 
 
-def _pair(mark: str, form: str) -> Callable[[str], tuple[str, str]]:
-    def read(text: str) -> tuple[str, str]:
-        # A method's name may hold an equals sign: an address begins at its scheme.
-        key, found, value = text.partition(mark)
-        if not key or not value:
-            raise argparse.ArgumentTypeError(f"must be {form}, got {text!r}")
-        return key, found[1:] + value
-
-    return read
+def _pair(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    if not key or not value:
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return key, value
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run as asked for, part of ``config.json``: must match on resuming. None: all problems, all
-    requests at once, SGLang's or the model family's own. Raises RunError: names flag and value."""
+    """A run as asked for, part of ``config.json``. None: all problems, all requests at once, SGLang's
+    or the model's own. Raises RunError: names flag and value."""
 
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
     tasks: tuple[str, ...] = option((), "names", read=commas(), metavar="a,b")
@@ -54,27 +50,17 @@ class RunOptions:
     seeds: tuple[int, ...] = option((0,), "numbers", read=commas(int), metavar="0,1")
     limit: int | None = option(None, "the first N problems of each task", least=1, metavar="N")
     in_flight: int | None = option(None, "open requests, else all at once", least=1, metavar="N")
-    data: Mapping[str, str] = option(
-        (), "local JSONL of a task", read=_pair("=", "NAME=VALUE"), metavar="TASK=FILE"
-    )
+    data: Mapping[str, str] = option((), "local JSONL of a task", read=_pair, metavar="TASK=FILE")
     server_flags: tuple[str, ...] = option(
         (), "more of each server", read=flags_of, metavar="FLAGS"
     )
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     kv_budget: int | None = option(None, "KV slots of each server", least=1, metavar="SLOTS")
     max_tokens: int | None = option(None, "longest response", least=1, metavar="N")
-    temperature: float | None = option(None, "not the model family's", least=0, most=100)
-    top_p: float | None = option(None, "not the model family's", least=0, most=1)
-    top_k: int | None = option(None, "not the model family's", least=-1)
-    min_p: float | None = option(None, "not the model family's", least=0, most=1)
-    allow_code_execution: bool = option(False, "let graders run a model's code")
-    urls: Mapping[str, str] = option(
-        (),
-        "its server",
-        read=_pair("=http", "METHOD=http://..."),
-        flag="--url",
-        metavar="METHOD=URL",
-    )
+    temperature: float | None = option(None, "not the model's own", least=0, most=100)
+    top_p: float | None = option(None, "not the model's own", least=0, most=1)
+    top_k: int | None = option(None, "not the model's own", least=-1)
+    min_p: float | None = option(None, "not the model's own", least=0, most=1)
     attempts: int = option(2, "times a failing request is sent", least=1, metavar="N")
     warm_up: int = option(8, "requests before each cell", least=0, metavar="N")
     decode_log_interval: int = option(10, "decode steps a log line", least=1, metavar="K")
@@ -86,18 +72,13 @@ class RunOptions:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         paths = {task: str(Path(path).resolve()) for task, path in dict(self.data).items()}
         object.__setattr__(self, "data", paths)
-        object.__setattr__(self, "urls", dict(self.urls))
         for name in ("tasks", "methods", "seeds"):
             chosen = getattr(self, name)
             if not chosen or len(set(chosen)) < len(chosen):
                 raise RunError(f"--{name} must name one or more, none twice, got {list(chosen)}")
-        for flag, given, of in (("data", self.data, "tasks"), ("url", self.urls, "methods")):
-            for key in given:
-                if key not in getattr(self, of):
-                    raise RunError(f"--{flag} {key}=...: {key!r} is not among --{of}")
-        for method, url in self.urls.items():
-            if not url.startswith(("http://", "https://")):
-                raise RunError(f"--url {method}={url}: must begin with http:// or https://")
+        for task in self.data:
+            if task not in self.tasks:
+                raise RunError(f"--data {task}=...: {task!r} is not among --tasks")
 
     @property
     def embedded(self) -> bool:
@@ -119,33 +100,29 @@ class _Files:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:
-    """What ``python -m eval.run`` is asked, and the folder that ``--out`` names. Reads the command
-    line, and the file of ``--config`` below it; exits with status 2."""
-    parser = command.parser_of(
-        RunOptions, _Files, prog="python -m eval.run", argument_default=argparse.SUPPRESS
-    )
-    given = command.values_of(parser, sys.argv[1:] if argv is None else argv)
-    file = given.pop("config", None)
+    """What ``python -m eval.run`` is asked, and the folder that ``--out`` names. The file of
+    ``--config`` stands before the command line, so flags win. Exits with status 2."""
+    parser = command.parser_of(RunOptions, _Files, prog="python -m eval.run")
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        below = command.values_of(parser, _words(file)) if file else {}
-        given = {**below, **given}
-        out = given.pop("out", None)
+        given = command.values_of(parser, words)
+        if given["config"] is not None:
+            given = command.values_of(parser, [*_words(given["config"]), *words])
+        out = given.pop("out")
+        del given["config"]
         return RunOptions(**given), out
     except RunError as error:
         parser.error(str(error))
 
 
 def _words(path: Path) -> list[str]:
-    """A TOML file as a command line. Raises RunError: it cannot be read, or has an unknown name."""
+    """A TOML file as a command line. Raises RunError: it cannot be read."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise RunError(f"--config {path}: {error}") from error
-    known = {field.name for field in fields(RunOptions)} - {"urls"} | {"out", "url"}
     words: list[str] = []
     for key, value in values.items():
-        if key.replace("-", "_") not in known:
-            raise RunError(f"--config {path}: unknown name {key!r}")
         flag = "--" + key.replace("_", "-")
         if isinstance(value, bool):
             words += [flag] if value else []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks: problems, requests, servers' flags, and the order of its cells."""
+"""What a run asks, in which order, and what its servers are started with."""
 
 import hashlib
 import itertools
@@ -11,19 +11,16 @@ from eval.methods import Method
 from eval.runs.client import Request
 from eval.runs.folder import RunError
 from eval.runs.options import RunOptions
-from eval.tasks.harness import EvalTask, Problem, Source, TaskError
-from eval.tasks.sampling import sampling_for
+from eval.tasks.harness import EvalTask, Problem, Source
 from eval.tiny_reasoner import CHECKPOINT
-from eval.tokenizers import load_tokenizer
 
 #: For servers of the embedded model: SGLang's own default is meant for large machines.
 _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
 #: Tokens between two pieces of a streamed response but the first, which SGLang sends at once: a
 #: piece costs the client some 180 us, on a core that a server may need.
 _STREAM_INTERVAL = "8"
-_OTHER_SEED = 1_000_003  # added to a seed for problems that no cell measures
-_WARM_UP_TOKENS = 2048  # the longest warm-up response: those of a large model would take minutes
-_SPARE_SLOTS = 2  # that SGLang leaves free in its pool after prompt and longest response
+_LONGEST = 32_768  # tokens of a response, reasoning too, where neither task nor operator says less
+_WARM_UP_TOKENS = 512  # the longest warm-up response: those of a large model would take minutes
 
 
 @dataclass(frozen=True)
@@ -41,15 +38,12 @@ class Step:
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
     """For each task and seed each method, backwards in every second seed: drift hits all alike, and
-    neighbours often need the same server. In a task's first seed a method that must reach another's
-    saving comes after it."""
-    first = sorted(methods, key=lambda method: bool(method.match))
-    turns = [first, *([methods[::-1], methods] * len(seeds))]
+    neighbours often need the same server."""
     return [
         Step(task, seed, method)
         for task in tasks
-        for seed, turn in zip(seeds, turns, strict=False)
-        for method in turn
+        for number, seed in enumerate(seeds)
+        for method in methods[:: -1 if number % 2 else 1]
     ]
 
 
@@ -58,54 +52,41 @@ def model_path(options: RunOptions) -> str:
 
 
 def request_body(options: RunOptions) -> dict[str, Any]:
-    """The sampling part of each request: the model family's own, and what was set by hand."""
-    body = {**sampling_for(options.model), **options.sampling_overrides}
-    if options.max_tokens is not None:
-        body["max_tokens"] = options.max_tokens
-    return body
+    """The sampling part of each request; what is not set by hand SGLang takes from the model's
+    ``generation_config.json``. The embedded reasoner answers greedily."""
+    body: dict[str, Any] = {"max_tokens": options.max_tokens or _LONGEST}
+    if options.embedded:
+        body["temperature"] = 0.0
+    return {**body, **options.sampling_overrides}
 
 
 class Plan:
-    """The problems of a run, and others to warm up with; ``body`` is the sampling part of each
-    request. Raises TaskError, RunError: a task cannot be loaded, or a replay cannot fit."""
+    """The problems of a run; ``body`` is the sampling part of each request. Raises TaskError,
+    RunError: a task cannot be loaded, or has no problems."""
 
     def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
         self.options = options
         self.body = dict(body)
         pairs = itertools.product(options.tasks, options.seeds)
-        self.tasks = {(name, seed): self._load(name, seed, options.limit) for name, seed in pairs}
-        self._others: dict[tuple[str, int], list[Problem]] = {}
-        if options.kv_budget is not None:
-            for name in options.tasks:
-                self.refuse_what_cannot_fit(name, options.kv_budget)
+        self.tasks = {(name, seed): self._load(name, seed) for name, seed in pairs}
 
-    def others(self, task: str, seed: int, count: int, generic: bool = True) -> list[Problem]:
-        """Up to ``count`` problems that no cell measures, with ``generic`` filled up by plain sums."""
-        if (task, seed) not in self._others:
-            several = (self.tasks[task, one].problems for one in self.options.seeds)
-            asked = [problem.messages for problems in several for problem in problems]
-            try:
-                found = self._load(task, seed + _OTHER_SEED, None).problems
-            except TaskError:
-                found = []
-            self._others[task, seed] = [p for p in found if p.messages not in asked]
-        spare = self._others[task, seed][:count]
-        return spare + [_sum(number) for number in range(count - len(spare)) if generic]
+    def warm_up(self) -> list[Request]:
+        """Plain sums, which no cell measures."""
+        body = {**self.body, "max_tokens": _WARM_UP_TOKENS}
+        asked = (f"What is {37 + 11 * i} + {58 + 7 * i}?" for i in range(self.options.warm_up))
+        return [Request(f"sum-{i}", question, body) for i, question in enumerate(asked)]
 
-    def request(self, problem: Problem, seed: int, short: bool = False) -> Request:
-        """What is sent; ``short`` for a warm-up."""
+    def request(self, problem: Problem, seed: int) -> Request:
+        """What is sent."""
         body = {**self.body, **problem.body, "messages": problem.messages}
         limits = [limit for limit in (problem.max_tokens, self.options.max_tokens) if limit]
-        if not limits and body.get("max_tokens"):
-            limits = [body["max_tokens"]]
-        limits += [_WARM_UP_TOKENS] if short else []
         if limits:
             body["max_tokens"] = min(limits)
         if samples(body):
             body["seed"] = sampling_seed(seed, problem.id)
         return Request(problem.id, "", body)
 
-    def server_flags(self, step: Step, method: Method) -> list[str]:
+    def server_flags(self, step: Step) -> list[str]:
         """Flags of a cell's server: equal lists mean that one server can serve both cells."""
         options, task_flags = self.options, self.tasks[step.task, step.seed].server_flags
         # The makers' max_tokens is often the whole context: with a prompt before it SGLang would
@@ -121,26 +102,12 @@ class Plan:
         # Without greedy decoding a server of another seed draws other numbers.
         if samples(self.body):
             flags += ["--random-seed", str(step.seed)]
-        return [*flags, *task_flags, *options.server_flags, *method.flags]
+        return [*flags, *task_flags, *options.server_flags, *step.method.flags]
 
-    def refuse_what_cannot_fit(self, task: str, slots: int) -> None:
-        """A replay cut short would be no replay. Raises RunError: prompt and forced tokens of one
-        need more than ``slots``."""
-        asked = (p for seed in self.options.seeds for p in self.tasks[task, seed].problems)
-        for problem in {p.id: p for p in asked if p.forced}.values():
-            prompt = load_tokenizer(model_path(self.options)).apply_chat_template(
-                problem.messages, add_generation_prompt=True, return_dict=False
-            )
-            needed = len(prompt) + (problem.max_tokens or 0) + _SPARE_SLOTS
-            if needed > slots:
-                what = f"its prompt and its {problem.max_tokens} forced tokens, got {slots}"
-                where = f"--kv-budget: {task}: problem {problem.id!r}"
-                raise RunError(f"{where} needs at least {needed} KV slots for {what}")
-
-    def _load(self, name: str, seed: int, limit: int | None) -> EvalTask:
+    def _load(self, name: str, seed: int) -> EvalTask:
         options = self.options
-        file, model = options.data.get(name, ""), model_path(options)
-        task = EvalTask(name, Source(file, seed, limit, model, options.allow_code_execution))
+        source = Source(options.data.get(name, ""), seed, options.limit, model_path(options))
+        task = EvalTask(name, source)
         if not task.problems:
             raise RunError(f"--tasks: {name} has no problems")
         return task
@@ -155,9 +122,3 @@ def sampling_seed(seed: int, problem_id: str) -> int:
     """The ``seed`` of a request, the same for every method: 31 bits of a hash."""
     digest = hashlib.sha256(f"{seed}/{problem_id}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFF_FFFF
-
-
-def _sum(number: int) -> Problem:
-    a, b = 37 + 11 * number, 58 + 7 * number
-    question = f"What is {a} + {b}? Think step by step."
-    return Problem(f"sum-{number}", [{"role": "user", "content": question}], {})

@@ -1,119 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run, started or given by URL, and what they say of themselves."""
+"""The servers of a run, and what they say of themselves."""
 
-import contextlib
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import psutil
 
-from eval.runs.client import api_key, is_local
 from eval.runs.folder import RunError
-from eval.serving import MODEL_NAME, ServerError, ServerProcess
+from eval.serving import ServerError, ServerProcess
 
 _IDLE_TIMEOUT_S = 120.0
-#: Ratio -> what it is an average over.
-_WEIGHTS = {
-    "memory_saving_ratio": "polls",
-    "across_ratio": "polls",
-    "mean_running": "polls",
-    "final_saving_ratio": "requests_finished",
-    "affected_ratio": "finished_positions",
-}
 _COUNTS = ("requests_finished", "polls", "blocks_shared")
 
 
 class Server:
-    """A server of a cell: one of our own, or one given by URL, which is only asked."""
+    """A running server that a cell is measured on."""
 
-    def __init__(self, process: ServerProcess | None = None, url: str = "") -> None:
-        """Raises ServerError: nothing answers at ``url``."""
+    def __init__(self, process: ServerProcess) -> None:
         self.process = process
-        self.url = process.url if process else url.rstrip("/").removesuffix("/v1")
-        self.command = process.command if process else []  # [] of a given one
-        self.model = MODEL_NAME  # the name that requests give
-        self._before: dict[str, Any] = {}
-        self._get: Any
-        if process is not None:
-            self._get = process.get
-        else:
-            own, key = is_local(self.url), {"Authorization": f"Bearer {api_key()}"}
-            client = httpx.Client(base_url=self.url, timeout=60.0, trust_env=not own, headers=key)
-            self._get = client.get
-            try:
-                self.model = str(self._json("/v1/models")["data"][0]["id"])
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-                raise ServerError(f"--url {self.url}: /v1/models says {error!r}") from error
+        self.url, self.command = process.url, process.command
 
-    def report(self) -> dict[str, Any]:
-        """``GET /reasoncache``, of our own server with details, {} for stock; see :func:`merge`,
-        :func:`since`. Raises ServerError."""
-        try:
-            response = self._get("/reasoncache/details" if self.process else "/reasoncache")
-            stock = response.status_code == 404
-            told = [] if stock else response.raise_for_status().json()["schedulers"]
-            return since(self._before, merge(told))
-        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
-            raise ServerError(f"{self.url}/reasoncache says {error!r}") from error
+    def reports(self) -> list[dict[str, Any]]:
+        """``GET /reasoncache/details`` of each scheduler that shares, [] of a stock server."""
+        found = self._json("/reasoncache/details")
+        return [one for one in found["schedulers"] if one] if found else []
 
-    def kv_slots(self) -> int | None:
-        """KV slots that it really has, of one data-parallel scheduler; None if it does not say."""
-        # A server that somebody else runs need not be SGLang.
-        with contextlib.suppress(httpx.HTTPError, ValueError, LookupError, TypeError):
-            return int(self._json("/server_info")["max_total_num_tokens"])
-        return None
+    def kv_slots(self) -> int:
+        """KV slots that it really has, of one data-parallel scheduler."""
+        return int(self._json("/server_info")["max_total_num_tokens"])
+
+    def attention(self) -> str:
+        """The name of its attention backend."""
+        return str(self._json("/server_info")["attention_backend"])
+
+    def cpu_seconds(self) -> float:
+        """CPU time that its schedulers and the processes they started have used."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        schedulers = [
+            child for child in children if "scheduler" in " ".join((child.name(), *child.cmdline()))
+        ]
+        alike = {
+            one.pid: one
+            for scheduler in schedulers
+            for one in (scheduler, *scheduler.children(recursive=True))
+        }
+        times = [one.cpu_times() for one in alike.values()]
+        return sum(one.user + one.system for one in times)
 
     def settle(self) -> None:
-        """Wait until nothing runs in a server of our own, so that its totals are whole."""
-        if self.process is not None:
-            _wait(self._idle, f"{self.url}: requests still run")
+        """Wait until nothing runs, so that its totals are whole."""
+        _wait(self._idle, f"{self.url}: requests still run")
 
-    def clear(self) -> int | None:
-        """Flush it once it is idle, so that its totals restart; slots in use after. None of a given
-        server: what that has counted so far is taken off later reports."""
-        if self.process is None:
-            self._before = {}
-            self._before = self.report()
-            return None
+    def clear(self) -> int:
+        """Flush it once it is idle, so that its totals restart; slots in use after. Raises RunError:
+        requests do not end, or the flush is refused; ServerError: it died."""
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
-        if any(self.report().get("totals", {}).get(name) for name in _COUNTS):
+        totals = [report.get("totals", {}) for report in self.reports()]
+        if any(one.get(name) for one in totals for name in _COUNTS):
             raise RunError(f"{self.url}/reasoncache: the totals did not restart at /flush_cache")
         return self._sum("num_used_tokens")
 
-    def log_size(self) -> int:
-        return self.process.log_size() if self.process else 0
-
-    def log_text(self, since: int) -> str:
-        """What it has written since, "" for a given server."""
-        return self.process.log_text(since) if self.process else ""
-
-    def check(self) -> None:
-        if self.process is not None:
-            self.process.check_alive()
-
-    def _json(self, path: str, **options: Any) -> Any:
-        return self._get(path, **options).raise_for_status().json()
-
     def _idle(self) -> bool:
-        self.check()
         return not self._sum("num_running_reqs") and not self._sum("num_waiting_reqs")
 
     def _flushed(self) -> bool:
-        self.check()
-        assert self.process is not None
+        self.process.check_alive()
         return self.process.post("/flush_cache", params={"timeout": 10}).status_code == 200
 
     def _sum(self, name: str) -> int:
+        loads = self._json("/v1/loads", params={"include": "all"})["loads"]
+        return int(sum(load[name] for load in loads))
+
+    def _json(self, path: str, **options: Any) -> Any:
+        """None where there is no such page. Raises ServerError."""
         try:
-            loads = self._json("/v1/loads", params={"include": "all"})["loads"]
-            return int(sum(load[name] for load in loads))
+            response = self.process.get(path, **options)
+            return None if response.status_code == 404 else response.raise_for_status().json()
         except httpx.HTTPError as error:
-            self.check()
-            raise ServerError(f"{self.url}/v1/loads says {error!r}") from error
+            self.process.check_alive()
+            raise ServerError(f"{self.url}{path} says {error!r}") from error
 
 
 class Servers:
@@ -131,16 +101,16 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def get(self, name: str, flags: Sequence[str], starting: Callable[[], None]) -> Server:
-        """The running server with these flags, else a new one. ``name`` is for its log's file;
-        ``starting`` is called before a start. Raises ServerError: it does not start."""
+    def get(self, name: str, flags: Sequence[str]) -> Server:
+        """The running server with these flags, else a new one, whose log is named after ``name``.
+        Raises ServerError: it does not start."""
         process = self._up.pop(tuple(flags), None)
         if process is not None and not process.alive:
             process.close()
-        if process is None or not process.alive:
+            process = None
+        if process is None:
             while len(self._up) >= self._keep:
                 self._up.popitem(last=False)[1].close()
-            starting()
             number = len(list(self._logs.glob("*.log")))
             process = ServerProcess(
                 self._model_path,
@@ -164,42 +134,3 @@ def _wait(ready: Callable[[], bool], problem: str) -> None:
         if time.monotonic() > deadline:
             raise RunError(f"{problem} after {_IDLE_TIMEOUT_S:g} s")
         time.sleep(0.1)
-
-
-def merge(schedulers: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """One report of all data-parallel schedulers: totals added up, ratios averaged by weight,
-    settings the first one's. {} where nothing shares."""
-    reports = [dict(report) for report in schedulers if report]
-    if len(reports) < 2:
-        return reports[0] if reports else {}
-    totals = _combined([(1, report.get("totals", {})) for report in reports])
-    recent = [row for report in reports for row in report.get("recent", [])]
-    return {**reports[0], "totals": totals, "recent": recent}
-
-
-def since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What a server has counted between two reports; {} if it began anew in between."""
-    if not now or not before:
-        return dict(now) if not before else {}
-    totals = _combined([(1, now.get("totals", {})), (-1, before.get("totals", {}))])
-    if any(totals.get(name, 0) < 0 for name in _WEIGHTS.values()):
-        return {}
-    return {**now, "totals": totals}
-
-
-def _combined(signed: Sequence[tuple[int, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Totals added with their signs; of ratios what they average over is."""
-    out: dict[str, Any] = {}
-    for sign, totals in signed:
-        for name, value in totals.items():
-            if isinstance(value, dict):
-                counts = out.setdefault(name, Counter())
-                counts.update({key: sign * count for key, count in value.items()})
-            elif isinstance(value, (int, float)):
-                weight = totals.get(_WEIGHTS[name], 0) if name in _WEIGHTS else 1
-                out[name] = out.get(name, 0) + sign * weight * value
-    for name, weighed in _WEIGHTS.items():
-        if name in out:
-            weight = out.get(weighed, 0)
-            out[name] = out[name] / weight if weight > 0 else 0.0
-    return out

@@ -5,7 +5,6 @@ See README.md. The wording follows from the problem, so that greedy decoding has
 continuation."""
 
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -171,16 +170,3 @@ def generate(
 ) -> list[Problem]:
     """As :func:`eval.tiny_reasoner.task.generate`."""
     return generate_by(seed, count, split, difficulty, make_problem)
-
-
-def follows_prompt(text: str, problem: Problem) -> bool:
-    """Whether a response goes through the facts and checks as asked, whatever numbers it has:
-    skipped or swapped steps, which the grade cannot see, may still give the right answer."""
-
-    def outline(response: str) -> list[str]:
-        steps = [
-            step if "Check" in step else step.partition(".")[0] for step in response.split(STEP_END)
-        ]
-        return [step if "Check" in step else re.sub(r"\d+", "#", step) for step in steps]
-
-    return outline(text) == outline(problem.response)

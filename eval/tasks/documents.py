@@ -17,33 +17,24 @@ from eval.tokenizers import load_tokenizer
 _INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _MAX_ANSWER_CHARS = 1000
 _DEFAULT_COUNT = 500
-#: Longest responses of the reasoners; what a long prompt leaves to say has 180 tokens.
-_REASONER_TOKENS, _LONG_TOKENS = 1500, 400
+_REASONER_TOKENS, _NOISE_TOKENS = 1500, 128  # longest responses
 
 Split = dict[str, Dataset]
 
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
     """Held-out problems of the tiny or the small reasoner, in groups "error" (a wrong draft) and
-    "clean"; of ``tiny_reasoner_long`` with a response to continue: prompts of 470 to 740 tokens. A
-    name that ends in ``_xN`` asks each N times, ``limit`` of them in all."""
+    "clean". A name that ends in ``_xN`` asks each N times, ``limit`` of them in all; ``noise`` asks
+    the tiny one's for random text."""
     name, several, times = name.partition("_x")
     samples = range(int(times) if several else 1)
-    long, rows, count = name.endswith("_long"), [], _DEFAULT_COUNT if limit is None else limit
-    count = -(-count // len(samples))
-    if name == "small_reasoner":
-        problems = small.generate(seed, count)
-    else:
-        size = tiny.LONGEST if long else tiny.Difficulty()
-        problems = tiny.generate(seed, count, difficulty=size)
-    for i, one in enumerate(problems):
-        body: dict[str, Any] = {}
-        if long:
-            parts = {"user": one.prompt, "assistant": tiny.begin(one.response)}
-            messages = [{"role": role, "content": text} for role, text in parts.items()]
-            body = {"messages": messages, "continue_final_message": True}
+    count = -(-(_DEFAULT_COUNT if limit is None else limit) // len(samples))
+    generate = small.generate if name == "small_reasoner" else tiny.generate
+    rows = []
+    for i, one in enumerate(generate(seed, count)):
+        body = {"temperature": 50.0, "ignore_eos": True} if name == "noise" else {}
         row = _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body)
-        row["max_tokens"] = _LONG_TOKENS if long else _REASONER_TOKENS
+        row["max_tokens"] = _NOISE_TOKENS if name == "noise" else _REASONER_TOKENS
         row["group"] = "error" if one.error else "clean"
         rows += [{**row, "id": f"{row['id']}.{k}"} for k in samples] if several else [row]
     return {"test": Dataset.from_list(rows[:limit])}

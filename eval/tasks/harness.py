@@ -21,7 +21,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion
 from lm_eval.tasks import TaskManager
 
-from eval.tasks import sandbox
 from eval.tokenizers import load_tokenizer
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -33,13 +32,12 @@ HUB = {
     "math500": "hendrycks_math500",
     "gsm8k": "gsm8k_cot_zeroshot",
     "gpqa_diamond": "gpqa_diamond_cot_zeroshot",
-    "humaneval": "sandboxed_humaneval",
     "hotpotqa": "longbench_hotpotqa",
     "trec": "longbench_trec",
 }
 #: Local JSONL of ours -> largest answer, 0 for anything in LaTeX.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
-_GENERATED = ("tiny_reasoner", "tiny_reasoner_long", "small_reasoner")
+_GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
 # Parsing each token's piece takes as much of a small machine as the decode step.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
@@ -61,7 +59,6 @@ class Source:
     seed: int = 0  # chooses problems where a task generates or shuffles them
     limit: int | None = None
     model: str = ""  # for tasks that must know its tokens
-    allow_code: bool = False  # the operator's word on code that a model wrote
 
 
 @dataclass(frozen=True)
@@ -116,20 +113,17 @@ class Grade(NamedTuple):
 
 
 class EvalTask:
-    """A task with its problems. Raises TaskError: no such task or data, or it runs code and that is
-    not allowed."""
+    """A task with its problems. Raises TaskError: no such task or data, or it runs code."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
         self._limit = source.limit
         self.server_flags: tuple[str, ...] = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
         spec = _spec(name, source)
-        if spec["task"] == "sandboxed_humaneval":
-            _allow_code(name, source)
         # Some tasks shuffle the choices of a question.
         random.seed(source.seed)
         try:
-            manager = _manager(spec["task"].startswith(("local_", "sandboxed_")))
+            manager = _manager(spec["task"].startswith("local_"))
             if spec["task"] not in manager.task_index:
                 raise KeyError("lm-eval has no such task")
             group = {"group": "run", "task": [{**spec, "generation_kwargs": {"until": []}}]}
@@ -152,19 +146,15 @@ class EvalTask:
 
         self._evaluate(keep)
 
-    def evaluate(self, answer: Answer, opens_thinking: bool) -> dict[str, Grade]:
-        """Ask and grade, by problem. ``answer`` gives "" for a problem that has none;
-        ``opens_thinking``: the chat template begins each response with ``<think>``."""
-
-        def answers(_problems: Sequence[Problem]) -> list[str]:
-            texts = zip(self.problems, answer(self.problems), strict=True)
-            return [
-                text if problem.forced else _after_thinking(text, opens_thinking)
-                for problem, text in texts
-            ]
-
+    def evaluate(self, texts: Sequence[str], opens_thinking: bool) -> dict[str, Grade]:
+        """Grade a response to each problem, "" for none; by problem. ``opens_thinking``: the chat
+        template begins each response with ``<think>``."""
+        answers = [
+            text if problem.forced else _after_thinking(text, opens_thinking)
+            for problem, text in zip(self.problems, texts, strict=True)
+        ]
         # Of several filters the last is the most lenient.
-        samples = {sample["doc_id"]: sample for sample in self._evaluate(answers)}
+        samples = {sample["doc_id"]: sample for sample in self._evaluate(lambda _: answers)}
         return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
 
     def _evaluate(self, answer: Answer) -> list[dict[str, Any]]:
@@ -217,16 +207,6 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
     return {"task": HUB.get(name, name), **data}
 
 
-def _allow_code(name: str, source: Source) -> None:
-    if not source.allow_code:
-        how = "under bubblewrap; allow it with --allow-code-execution"
-        raise TaskError(f"--tasks {name} runs code that the model wrote, {how}")
-    try:
-        sandbox.check()
-    except sandbox.SandboxError as error:
-        raise TaskError(f"--tasks {name}: {error}") from error
-
-
 def _after_thinking(text: str, opened: bool) -> str:
     """What follows the last ``</think>``; nothing of a response that was cut off before it."""
     _, ended, answer = text.rpartition(_THINK_END)
@@ -258,8 +238,6 @@ def _bounded(
                 return grade(doc, results)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
-        except sandbox.SandboxError:
-            raise
         except Exception:
             return dict.fromkeys(metrics, 0.0)
         finally:

@@ -88,10 +88,6 @@ class Difficulty:
     wrong_rate: float = 0.5
 
 
-#: The longest responses that the model was trained on.
-LONGEST = Difficulty(min_variables=5, min_rounds=4, draft_rate=1.0)
-
-
 @dataclass(frozen=True)
 class _Line:
     """One assignment ``name = operand op constant``."""
@@ -214,15 +210,6 @@ def generate(
         if split_of(problem.prompt) == split:
             problems.setdefault(problem.prompt, problem)
     return list(problems.values())
-
-
-def begin(response: str) -> str:
-    """A reference response up to its last verification round: with its problem a long prompt that
-    the model can read, which has seen none of over 60 tokens but its own responses."""
-    steps = response.split(f" {STEP_END} ")
-    rounds = ("wait", "now check", "check")
-    last = max(number for number, step in enumerate(steps) if step.startswith(rounds))
-    return f" {STEP_END} ".join(steps[:last]) + f" {STEP_END}"
 
 
 def extract_answer(text: str) -> str | None:

@@ -5,11 +5,11 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 from typing import Any, Self
 
-from eval.runs.folder import Leg, Moment, Response, Result
+from eval.runs.folder import Moment, Response, Result, Served
 from eval.runs.servers import Server
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -45,8 +45,6 @@ class Peer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.bodies: list[dict[str, Any]] = []  # of the requests, in order of arrival
-        # What a GET of a path says; 404 elsewhere.
-        self.pages: dict[str, Callable[[], Any]] = {"/v1/models": lambda: {"data": [{"id": "m"}]}}
         self.scripts = scripts or (answer("a"),)
         self.open = self.most_open = 0  # requests at once
         self.pause, self.endless, self.lock = pause, endless, threading.Lock()
@@ -63,12 +61,6 @@ class Peer(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: Peer
-
-    def do_GET(self) -> None:
-        page = self.server.pages.get(self.path)
-        self.send_response(404 if page is None else 200)
-        self.end_headers()
-        self.wfile.write(json.dumps(page() if page else {}).encode())
 
     def do_POST(self) -> None:
         body, peer = self.rfile.read(int(self.headers["Content-Length"])), self.server
@@ -90,36 +82,40 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class PeerServer(Server):
-    """A peer as what a cell is measured on; every fault can be had on demand."""
+    """A peer as what a cell is measured on; faults can be had on demand."""
 
     def __init__(self, peer: Peer, *flags: str) -> None:
-        super().__init__(url=peer.url)
-        self.command = ["serve", *flags]
+        self.log = ""  # what it has written
+        process: Any = SimpleNamespace(
+            url=peer.url,
+            command=["serve", *flags],
+            check_alive=lambda: None,
+            log_size=lambda: 0,
+            log_text=lambda since: self.log,
+        )
+        super().__init__(process)
         self.totals: dict[str, Any] = {}  # of its report
         self.settling: Exception | None = None  # raised when it is to settle
-        self.log: str | OSError = ""  # what it has written; an OSError is raised instead
 
-    def report(self) -> dict[str, Any]:
-        return {"totals": dict(self.totals)} if self.totals else {}
+    def reports(self) -> list[dict[str, Any]]:
+        return [{"totals": dict(self.totals)}] if self.totals else []
 
-    def kv_slots(self) -> int | None:
+    def kv_slots(self) -> int:
         return 4000
+
+    def cpu_seconds(self) -> float:
+        return 1.0
 
     def settle(self) -> None:
         if self.settling is not None:
             raise self.settling
 
-    def clear(self) -> int | None:
+    def clear(self) -> int:
         return 0
-
-    def log_text(self, since: int) -> str:
-        if isinstance(self.log, OSError):
-            raise self.log
-        return self.log[since:]
 
 
 def response(problem: str, **changes: Any) -> Response:
-    row: dict[str, Any] = {"started": 0.5, "first_token": 1.0, "ended": 2.0, "leg": 0, "text": ""}
+    row: dict[str, Any] = {"started": 0.5, "first_token": 1.0, "ended": 2.0, "text": ""}
     row |= {"request_id": "r", "prompt_tokens": 5, "output_tokens": 11, "finish_reason": "stop"}
     return Response(problem_id=problem, **{**row, **changes})
 
@@ -128,14 +124,14 @@ def result(problem: str, right: bool, group: str = "", tokens: int = 5) -> Resul
     return Result(problem, right, float(right), None, "", group, tokens)
 
 
-def leg(number: int = 0, totals: dict[str, Any] | None = None, **changes: Any) -> Leg:
+def served(totals: dict[str, Any] | None = None, **changes: Any) -> Served:
     row: dict[str, Any] = {"seconds": 10.0, "output_tokens": 100, "responses": 4, "decode_steps": 9}
-    row |= {"retractions": 1, "leaked_slots": 0, "command": ["serve"]}
-    row |= {"report": {"totals": totals} if totals else {}}
-    return Leg(leg=number, **{**row, **changes})
+    row |= {"retractions": 1, "leaked_slots": 0, "command": ["serve"], "kv_slots": 4000}
+    row |= {"cut_prompts": 0, "cpu_seconds": 2.0}
+    return Served(reports=[{"totals": totals}] if totals else [], **{**row, **changes})
 
 
 def moment(
     step: int, running: int = 1, used: int = 10, saved: int = 3, rate: float = 100.0
 ) -> Moment:
-    return Moment(0, step, running, 0, used, saved, rate)
+    return Moment(step, running, 0, used, saved, rate)

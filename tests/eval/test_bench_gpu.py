@@ -9,9 +9,12 @@ import pytest
 
 from eval import command
 from eval.bench import AIME
-from eval.bench.gpu import Options, Run, compare, table, waiting, work
-from eval.runs.folder import Moment
+from eval.bench.gpu import Options, compare, requests_of, table, waiting, work
+from eval.runs.folder import Cell, Moment
+from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import generate
+from eval.tokenizers import load_tokenizer
+from tests.eval.peer import served
 from tests.eval.rows import write_rows
 
 
@@ -96,26 +99,32 @@ def test_others_are_compared_with_the_reference(
 
 def test_prompts_differ_so_that_no_prefix_is_shared() -> None:
     found = Options(Path()).workloads([[7] * 30_000, [8] * 50])
-    for pairs in found.values():
-        assert len({tuple(prompt[:3]) for prompt, _ in pairs}) == len(pairs) > 2
-    assert all(len(ids) == 4000 for _, ids in found["loops"] + found["together"])
+    assert all(len(ids) == 4000 for ids in found["loops"] + found["together"])
+    tokenizer = load_tokenizer(str(CHECKPOINT))
+    for responses in found.values():
+        requests = requests_of(responses, tokenizer)
+        assert len({request.prompt.partition(".")[0] for request in requests}) == len(requests) > 2
+        assert all(
+            one.body["max_tokens"] == len(ids) for one, ids in zip(requests, responses, strict=True)
+        )
 
 
-def test_steps_are_compared_at_equal_running_requests() -> None:
-    def run(seconds: float, running: int, tokens_per_s: float) -> Run:
-        crowded = [Moment(0, 0, running, 4, 10, 0, tokens_per_s)] * 5
-        alone = [Moment(0, 0, 2, 0, 10, 0, 100.0 / seconds)] * 5
-        told = {"requests": 3, "exact": 3, "tokens_per_s": 1000 / seconds}
-        return {**told, "waiting": waiting(crowded + alone)}, crowded + alone
-
-    ours, theirs = run(1.0, 20, 1000.0), run(2.0, 10, 800.0)
-    found = compare([ours], [theirs])
+def test_a_side_is_compared_with_the_reference(tmp_path: Path) -> None:
+    cells, runs = {}, {}
+    for name, seconds, running in (("stock:triton", 2.0, 10), ("ours", 1.0, 20)):
+        cell = Cell(tmp_path, "loops", name, 0)
+        timeline = [Moment(i, running, 4, 10, 0, 1000.0) for i in range(5)]
+        timeline += [Moment(i, 2, 0, 10, 0, 100.0 / seconds) for i in range(5)]
+        cell.write([], timeline, served(seconds=seconds))
+        cells[name] = [cell]
+        runs[name] = [{"requests": 3, "exact": 3, "waiting": waiting(timeline)}]
+    found = compare(runs, cells)
     assert found["throughput_ratio"]["median"] == 2.0
-    assert found["running"] == [20.0, 10.0] and found["step_ms"] == (20.0, 40.0)
+    assert found["running"] == [20.0, 10.0] and found["step_ms"] == [20.0, 40.0]
     lines = table({"ours": {"compared": {"loops": found}}}, "stock:triton").splitlines()
     assert "| tokens/s of stock:triton's" in lines[0]
-    cells = [cell.strip() for cell in lines[-1].strip("|").split("|")]
-    assert cells == ["ours", "loops", "2 (2 to 2)", "20 (10)", "20 (40)", "3 of 3"]
+    shown = [cell.strip() for cell in lines[-1].strip("|").split("|")]
+    assert shown == ["ours", "loops", "2 (2 to 2)", "20 (10)", "20 (40)", "3 of 3"]
 
 
 @pytest.mark.server

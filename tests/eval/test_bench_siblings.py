@@ -10,19 +10,16 @@ import pytest
 from eval.bench.siblings import ACROSS, majority, row_of
 from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell
-from tests.eval.peer import leg, response, result
+from tests.eval.peer import response, result, served
 
 
 def _cell(home: Path, method: str, seconds: float, right: int, **totals: float) -> Cell:
     cell = Cell(home, "small_reasoner_x2", method, 0)
     names = [f"small_reasoner-0-{i}.{k}" for i in range(2) for k in range(2)]
-    cell.append(*(response(name, output_tokens=100) for name in names))
+    rows = [response(name, output_tokens=100) for name in names]
     flags = ["--enable-reasoncache"] * bool(totals)
-    told: dict[str, Any] = {
-        "report": {"totals": totals} if totals else {},
-        "command": ["server", *flags],
-    }
-    cell.append(leg(seconds=seconds, output_tokens=400, responses=4, **told))
+    told: dict[str, Any] = {"command": ["server", *flags], "seconds": seconds}
+    cell.write(rows, [], served(totals or None, output_tokens=400, responses=4, **told))
     results = [result(name, i < right) for i, name in enumerate(names)]
     cell.write_results([dataclasses.replace(one, extracted=str(one.correct)) for one in results])
     return cell

@@ -42,7 +42,7 @@ def records(path: Path) -> dict[str, str]:
 
 
 def reproduced(task: EvalTask, texts: dict[str, str]) -> dict[str, bool]:
-    found = task.evaluate(lambda problems: [texts[problem.id] for problem in problems], True)
+    found = task.evaluate([texts[problem.id] for problem in task.problems], True)
     return {name: grade.score == 1.0 for name, grade in found.items()}
 
 

@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 
 from eval import command, demo, run
-from eval.methods import METHODS, MethodError, find_method, find_methods, with_ratio
-from eval.replay.model import train_tokenizer
+from eval.methods import MethodError, find_method, find_methods
 from eval.runs.config import default_folder, make_config, settle_config
 from eval.runs.folder import Cell, RunError, locked, read_config
 from eval.runs.options import RunOptions, parse
 from eval.runs.plan import Plan, Step, order, request_body, samples, sampling_seed
 from eval.runs.session import grade
-from eval.serving import free_port
-from eval.tasks.harness import EvalTask, Problem, Source
+from eval.tasks.harness import EvalTask, Source
 from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
 from sglang_reasoncache.config import parse_settings
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin.flags import add_cli_args
-from tests.eval.peer import response
+from tests.eval.peer import response, served
 from tests.eval.rows import write_rows
 
 OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
@@ -44,9 +42,6 @@ def write(path: Path, *answers: int) -> str:
         ("t", "dense,reasoncache,p20", (4, 5, 6),
          "t4:dense t4:reasoncache t4:p20 t5:p20 t5:reasoncache t5:dense t6:dense t6:reasoncache t6:p20"),
         ("ab", "dense", (0, 1), "a0:dense a1:dense b0:dense b1:dense"),
-        # One that is matched comes before what matches it.
-        ("t", "random,dense,reasoncache", (0, 1),
-         "t0:dense t0:reasoncache t0:random t1:reasoncache t1:dense t1:random"),
     ],
 )  # fmt: skip
 def test_order(tasks: str, specs: str, seeds: tuple[int, ...], expected: str) -> None:
@@ -65,7 +60,7 @@ def planned(task_flags: Sequence[str] = (), model: str = "m", **options: Any) ->
 
 def flags_of(plan: Plan, spec: str, seed: int = 0) -> list[str]:
     (method,) = find_methods([spec])
-    return plan.server_flags(Step("tiny_reasoner", seed, method), method)
+    return plan.server_flags(Step("tiny_reasoner", seed, method))
 
 
 def test_flags_of_a_server() -> None:
@@ -96,33 +91,6 @@ def test_sampling_draws_other_numbers_with_each_seed() -> None:
     assert sampling_seed(0, "\ud800") >= 0
 
 
-def test_a_replay_needs_room_for_prompt_and_record(tmp_path: Path) -> None:
-    train_tokenizer(["zzz"]).save_pretrained(tmp_path)
-    free = Problem("free", [{"role": "user", "content": "x" * 999}], {})
-    forced = Problem("p", [{"role": "user", "content": "abc"}], {"custom_logit_processor": ""}, 100)
-    plan = planned(model=str(tmp_path))
-    plan.tasks["tiny_reasoner", 0].problems = [free, forced]
-    # <|user|>, a, b, c, <|assistant|>, 100 forced tokens, and two slots that SGLang keeps.
-    plan.refuse_what_cannot_fit("tiny_reasoner", 107)
-    told = r"--kv-budget: tiny_reasoner: problem 'p' needs at least 107 .* got 106"
-    with pytest.raises(RunError, match=told):
-        plan.refuse_what_cannot_fit("tiny_reasoner", 106)
-
-
-def test_other_problems_are_not_the_measured_ones(tmp_path: Path) -> None:
-    plan = Plan(OPTIONS, {})
-    measured = [p.messages for task in plan.tasks.values() for p in task.problems]
-    others = plan.others("tiny_reasoner", 0, 8)
-    assert len(others) == 8
-    assert not [p for p in others if p.messages in measured]
-    # Sums fill up what a file lacks.
-    data = {"aime24": write(tmp_path / "aime.jsonl", 1, 2, 3)}
-    plan = Plan(RunOptions(tasks=("aime24",), data=data, limit=2, device="cpu"), {})
-    others = plan.others("aime24", 0, 3)
-    assert [p.id.startswith("sum-") for p in others] == [False, True, True]
-    assert len(plan.others("aime24", 0, 3, generic=False)) == 1
-
-
 def config_of(options: RunOptions, **changes: Any) -> dict[str, Any]:
     options = dataclasses.replace(options, **changes)
     plan = Plan(options, request_body(options))
@@ -133,19 +101,14 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     settle_config(tmp_path, config_of(OPTIONS))
     config = read_config(tmp_path)
     assert config["methods"] == ["dense", "newest"]
-    assert config["method_details"]["newest"]["flags"][-4:] == EMBEDDED_FLAGS
+    assert config["method_flags"]["newest"][-4:] == EMBEDDED_FLAGS
     assert config["problems"]["tiny_reasoner/1"]["count"] == 3
     assert config["sampling"]["temperature"] == 0.0 and config["versions"]["sglang"]
     assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
-    config, changed = settle_config(tmp_path, config_of(OPTIONS))
-    assert changed == []
-    assert len(config["resumed"]) == len(read_config(tmp_path)["resumed"]) == 1
-    # Another machine is told, not refused.
-    config = config_of(OPTIONS)
-    config["machine"]["cores"] = 1024
-    settle_config(tmp_path / "other", config)
-    _, changed = settle_config(tmp_path / "other", config_of(OPTIONS))
-    assert [what for what in changed if what.startswith("machine.cores was 1024, is ")]
+    # Another machine is recorded, not refused.
+    again = config_of(OPTIONS)
+    again["machine"]["cores"] = 1024
+    settle_config(tmp_path, again)
     # The default folder is the command's own.
     folder = default_folder(config_of(OPTIONS))
     assert folder == default_folder(config_of(OPTIONS)) and folder.parent == Path("out")
@@ -197,12 +160,12 @@ def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> Non
     """A response cut off within it has neither tag; a request that failed is a wrong answer."""
     cell = Cell(tmp_path, "aime24", "dense", 0)
     task = EvalTask("aime24", Source(file=write(tmp_path / "x.jsonl", 7, 7, 7, 7)))
-    cell.append(response("0", text="Perhaps \\boxed{7}? No,"))
-    cell.append(response("1", text="Perhaps 8? No.</think> \\boxed{7}"))
-    cell.append(response("2", error="timed out"))
-    for opens, right in ((True, [False, True, False]), (False, [True, True, False])):
+    rows = [response("0", text="Perhaps \\boxed{7}? No,")]
+    rows += [response("1", text="Perhaps 8? No.</think> \\boxed{7}")]
+    cell.write([*rows, response("2", error="timed out")], [], served())
+    for opens, right in ((True, [False, True]), (False, [True, True])):
         results = grade(cell, task, opens)
-        assert [row.correct for row in results] == right
+        assert [row.correct for row in results] == [*right, False, False]
         assert results[2].note == "no response: timed out" and results == cell.results()
 
 
@@ -216,19 +179,16 @@ def test_defaults_lists_and_pairs(tmp_path: Path) -> None:
     assert (found.seeds, found.in_flight, found.attempts) == ((0,), None, 2)
     found = options(
         "--tasks", "a,b",
-        "--methods", "dense,reasoncache:block=8,percentile=50,random:match=memshare,p20",
+        "--methods", "dense,reasoncache:block=8,percentile=50,random:random_ratio=0.2,p20",
         "--seeds", "2,0",
         "--data", f"a={tmp_path}/x=y.jsonl",
-        "--url", "dense=http://h:1/x=1",
-        "--url", "reasoncache:block=8,percentile=50=http://h:2",
         "--server-flags", "--tp 2 --mem-fraction-static '0.8'",
         "--top-k", "20", "--temperature", "0.6",
     )  # fmt: skip
     own = "reasoncache:block=8,percentile=50"
-    assert found.methods == ("dense", own, "random:match=memshare", "p20")
+    assert found.methods == ("dense", own, "random:random_ratio=0.2", "p20")
     assert found.seeds == (2, 0)
     assert found.data == {"a": f"{tmp_path}/x=y.jsonl"}
-    assert found.urls == {"dense": "http://h:1/x=1", own: "http://h:2"}
     assert found.server_flags == ("--tp", "2", "--mem-fraction-static", "0.8")
     assert found.sampling_overrides == {"top_k": 20, "temperature": 0.6}
 
@@ -248,14 +208,13 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         'model = "m"\ntasks = ["a"]\nmethods = "dense,p20"\nseeds = [1, 2]\nmax-tokens = 9\n'
-        'out = "there"\ntemperature = 0.5\n[data]\na = "a.jsonl"\n[url]\ndense = "http://h"\n'
+        'out = "there"\ntemperature = 0.5\n[data]\na = "a.jsonl"\n'
     )
     argv = ("--config", str(file), "--seeds", "7")
     found, out = parse(argv)
     assert (found.model, found.tasks, found.methods) == ("m", ("a",), ("dense", "p20"))
     assert (found.seeds, found.max_tokens, out) == ((7,), 9, Path("there"))
     assert found.sampling_overrides == {"temperature": 0.5}
-    assert found.urls == {"dense": "http://h"}
 
 
 BAD_FLAGS = {
@@ -268,8 +227,6 @@ BAD_FLAGS = {
     "--tasks a --request-timeout inf": "--request-timeout: must be at most 1e+09, got inf",
     "--tasks a --device tpu": "--device: invalid choice: 'tpu'",
     "--tasks a --data b=c": "--data b=...: 'b' is not among --tasks",
-    "--tasks a --url p20=http://h": "'p20' is not among --methods",
-    "--tasks a --url dense=ftp://h": "METHOD=http://",
     "--tasks a --data a": "must be NAME=VALUE, got 'a'",
     "--tasks a --config /nowhere.toml": "--config /nowhere.toml",
     "--task a": "unrecognized arguments",
@@ -279,7 +236,7 @@ BAD_FILES = {
     "tasks = 'a'\nlimit = 'x'": "--limit: invalid int value: 'x'",
     "tasks = 'a'\nseeds = 'x'": "--seeds: must be numbers",
     "tasks = 'a'\nseeds = []": "--seeds: must name one or more",
-    "task = 'a'": "unknown name 'task'",
+    "task = 'a'": "unrecognized arguments: --task=a",
     "tasks = [": "--config",
     "tasks = 'a'\ndata = 3": "--data: must be NAME=VALUE, got '3'",
 }
@@ -295,17 +252,7 @@ def test_the_bad_is_named(words: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert (BAD_FLAGS | BAD_FILES)[words] in capsys.readouterr().err
 
 
-def test_dead_servers_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    urls = [f"{name}=http://127.0.0.1:{free_port()}" for name in ("dense", "newest")]
-    argv = ["--tasks", "tiny_reasoner", "--limit", "2", "--device", "cpu"]
-    argv += ["--out", str(tmp_path), "--url", urls[0], "--url", urls[1]]
-    assert run.main(argv) == 1
-    told = capsys.readouterr().out
-    for url in urls:
-        assert f"--url {url.partition('=')[2]}: /v1/models says" in told
-    assert read_config(tmp_path)["methods"] == ["dense", "newest"]
-    assert list(tmp_path.glob("tiny_reasoner/*")) == []
-    # Other mistakes are one line.
+def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert run.main(["--tasks", "nothing", "--out", str(out)]) == 1
     assert run.main(["--tasks", "tiny_reasoner", "--methods", "sparse", "--device", "cpu"]) == 1
@@ -320,8 +267,6 @@ def test_every_preset_is_a_method_and_dense_is_stock() -> None:
     for name in PRESETS:
         method = find_method(name)
         assert method.flags == ["--enable-reasoncache", "--reasoncache-preset", name]
-    assert [find_method(name).title for name in METHODS] == list(METHODS.values())
-    assert all(METHODS.values())
 
 
 def test_options_become_values_and_flags() -> None:
@@ -330,7 +275,7 @@ def test_options_become_values_and_flags() -> None:
     method = find_method(spec, EMBEDDED_SETTINGS)
     own = {**EMBEDDED_SETTINGS, "block": 32, "use_structure": False, "fixed_tau": 0.8}
     assert method.values == {"preset": "reasoncache", **own}
-    assert (method.name, method.title.count("block=32")) == (spec, 1)
+    assert method.name == spec
     parser = argparse.ArgumentParser()
     add_cli_args(None, parser)
     args = parser.parse_args(method.flags)
@@ -356,32 +301,9 @@ def test_refusals_name_the_fault() -> None:
         "reasoncache:use_structure=maybe": "true or false",
         "reasoncache:match=dense": "must be one of runs, steps",
         "dense:block=8": "dense takes no options",
-        "random:match=reasoncache,random_ratio=0.2": "exclude",
-        "random:random_ratio=0.2,match=reasoncache:block=8": "exclude",
-        "random:match=": "'match=' is not key=value",
-        **dict.fromkeys(("random:block=8,", "random:match=memshare,"), "'' is not key=value"),
+        "random:block=8,": "'' is not key=value",
         "reasoncache:align=a b": "is no method",
     }.items():
         with pytest.raises(MethodError, match="--methods") as refused:
             find_method(spec)
         assert told in str(refused.value), spec
-
-
-def test_what_random_matches() -> None:
-    methods = find_methods(["random", "dense", "reasoncache"])
-    assert methods[0].match == "reasoncache"
-    ratio = ["--reasoncache-set", "random_ratio=0.4321"]
-    assert with_ratio(methods[0], 0.43211).flags[-2:] == ratio
-    assert find_methods(["memshare", "random:match=memshare"])[1].match == "memshare"
-    # What is matched can have options, and a given ratio matches nothing.
-    target = "reasoncache:block=32,percentile=50"
-    methods = find_methods([target, f"random:block=8,match={target}", f"random:match={target}"])
-    assert [method.match for method in methods] == ["", target, target]
-    assert methods[1].values == {"preset": "random", "block": 8}
-    assert methods[2].flags == find_method("random").flags
-    (method,) = find_methods(["random:random_ratio=0.4321"])
-    assert (method.match, method.flags[-2:]) == ("", ratio)
-    refused = ["dense random", "random:match=dense dense", "random:match=random", "dense dense"]
-    for specs in (*refused, "reasoncache random:match=nothing"):
-        with pytest.raises(MethodError, match="--methods"):
-            find_methods(specs.split())

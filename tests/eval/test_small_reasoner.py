@@ -49,7 +49,7 @@ def test_problems_of_a_run_are_held_out_and_graded() -> None:
     task = EvalTask("small_reasoner", Source(seed=3, limit=30))
     texts = [one.response for one in made.values()]
     texts[0] = texts[0].replace(" then ", " than ")
-    grades = task.evaluate(lambda _problems: texts, opens_thinking=False)
+    grades = task.evaluate(texts, opens_thinking=False)
     assert [grade.score for grade in grades.values()] == [0.0] + [1.0] * 29
 
 

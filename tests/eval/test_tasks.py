@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task files, what they refuse, how models are sampled, and graders in bounded time."""
+"""Task files, what they refuse, and graders in bounded time."""
 
 import contextlib
 import json
@@ -16,20 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.tasks import grading, harness
-from eval.tasks.grading import MATHEMATICS, MathGrader, extract_code, last_boxed
+from eval.tasks.grading import last_boxed
 from eval.tasks.harness import EvalTask, Problem, Source, TaskError, _after_thinking, opens_thinking
-from eval.tasks.sampling import sampling_for
-from eval.tasks.sandbox import SandboxError
+from eval.tasks.mathematics import MATHEMATICS, MathGrader
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import build_tokenizer
-from eval.tiny_reasoner.task import BOX, LONGEST, begin, generate
 from tests.eval.rows import write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def scores(task: EvalTask, texts: Sequence[str]) -> list[float]:
-    found = task.evaluate(lambda problems: texts, False)
+    found = task.evaluate(texts, False)
     return [found[problem.id].score for problem in task.problems]
 
 
@@ -43,26 +41,6 @@ def test_the_embedded_reasoners_problems() -> None:
     assert asked.isdisjoint(p.messages[0]["content"] for p in others)
     with pytest.raises(TaskError, match="--data tiny_reasoner=x.jsonl"):
         EvalTask("tiny_reasoner", Source(file="x.jsonl"))
-
-
-def test_long_prompts_are_responses_up_to_their_last_round() -> None:
-    """What is left of the reference response finishes what was begun, and is graded right."""
-    task = EvalTask("tiny_reasoner_long", Source(seed=3, limit=12))
-    tokenizer, rests, begun = build_tokenizer(), [], []
-    for problem, source in zip(task.problems, generate(3, 12, "test", LONGEST), strict=True):
-        user, assistant = problem.messages
-        assert user == {"role": "user", "content": source.prompt}
-        assert problem.body == {"continue_final_message": True}
-        begun.append(assistant["content"])
-        assert begun[-1] == begin(source.response) and BOX not in begun[-1]
-        assert source.response.startswith(begun[-1] + " ")
-        ids = tokenizer(user["content"])["input_ids"] + tokenizer(begun[-1])["input_ids"]
-        assert 450 < len(ids) < 760 and tokenizer.pad_token_id not in ids
-        rests.append(source.response[len(begun[-1]) :].strip())
-        assert problem.max_tokens is not None
-        assert len(rests[-1].split(" ")) < problem.max_tokens / 2
-    assert scores(task, rests) == [1.0] * 12
-    assert scores(task, begun) == [0.0] * 12
 
 
 MATH = {"question": "Q", "answer": "\\frac{1}{2}"}
@@ -101,16 +79,16 @@ def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path
 @pytest.mark.parametrize(
     ("second", "fault"),
     [
-        (b'{"id": "b", "question": "\xff"}', "not UTF-8: invalid start byte at byte 25"),
+        (b'{"id": "b", "question": "\xff"}', "not JSON: 'utf-8' codec can't decode byte"),
         (b"{'id': 'b'}", "not JSON: Expecting property name"),
-        (b"[" * 100_000, "not JSON that can be read"),
-        (b'{"answer": ' + b"9" * 5000 + b"}", "not JSON that can be read"),
-        (b'["b"]', "not an object but a list"),
+        (b"[" * 100_000, "not JSON: "),
+        (b'{"answer": ' + b"9" * 5000 + b"}", "not JSON: "),
+        (b'["b"]', "not an object but list"),
         (b'{"id": "b", "answer": "1"}', "no field 'question'"),
         (b'{"id": "b", "question": "Q"}', "no field 'answer'"),
         (b'{"id": "b", "question": 5.5, "answer": "1"}', "field 'question' is no text"),
         (b'{"id": "b", "question": " ", "answer": "1"}', "field 'question' is no text"),
-        (b'{"id": "b", "question": "Q", "answer": [1]}', "field 'answer' is no text but a list"),
+        (b'{"id": "b", "question": "Q", "answer": [1]}', "field 'answer' is no text"),
         (b'{"id": "b", "question": "Q", "answer": "-1"}', "integers from 0 to 999: '-1'"),
         (b'{"id": "b", "question": "Q", "answer": "1000"}', "integers from 0 to 999: '1000'"),
     ],
@@ -131,7 +109,7 @@ def test_broken_lines_are_named(second: bytes, fault: str, tmp_path: Path) -> No
         ("math500", "", "no rows"),
         ("math500", '{"question": "Q", "answer": "%s"}\n' % ("x" * 1001), "1 to 1000 characters"),
         ("aime24", '{"id": 1, "question": "Q", "answer": 1}\n' * 2, "duplicate id '1'"),
-        ("humaneval", "{}", "--allow-code-execution"),
+        ("humaneval", "{}", "run no code|cannot be loaded"),
         ("hellaswag", "{}", "only tasks that generate text|cannot be loaded"),
         ("no_such_task", "{}", "lm-eval has no such task"),
     ],
@@ -170,36 +148,6 @@ def test_no_hub_says_how_to_take_a_file(tmp_path: Path) -> None:
     told = done.stderr.strip()
     assert "TaskError: --tasks aime24: cannot be loaded" in told
     assert told.endswith("--data aime24=FILE.jsonl takes a local file")
-
-
-SAMPLED = {
-    (0.6, 0.95, None, None): (
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
-        "/data/QwQ_ckpts/llama", "qwen3-fans/llama", "somebody/unheard-of", "",
-        "/hub/models--qwq-fans--llama/snapshots/0123abcd",
-    ),
-    (0.6, 0.95, 40, 0.0): (
-        "/models/qwq_32b", "out/QwQ-tuned/checkpoint-500", "Qwen/QwQ-32B",
-        "/hub/models--Qwen--QwQ-32B/snapshots/0123abcd",
-    ),
-    (0.6, 0.95, 20, 0.0): ("/models/Qwen3-8B/", "Qwen/Qwen3-30B-A3B"),
-    (0.0, 1.0, None, None): ("tiny_reasoner", "eval/tiny_reasoner/checkpoint"),
-    (0.7, 0.8, 20, 0.0): ("Qwen/Qwen3-30B-A3B-Instruct-2507",),
-    (0.8, 0.95, 50, None): ("microsoft/Phi-4-reasoning", "microsoft/Phi-4-reasoning-plus"),
-    (0.8, 0.95, None, None): ("microsoft/Phi-4-mini-reasoning",),
-    (1.0, 1.0, None, None): ("openai/gpt-oss-20b",),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("expected", SAMPLED)
-def test_sampling(expected: tuple[float, float, int | None, float | None]) -> None:
-    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-    lengths = {"tiny_reasoner": 1500, "checkpoint": 1500, "Qwen3-30B-A3B-Instruct-2507": 16384}
-    for model in SAMPLED[expected]:
-        values = (*expected, lengths.get(model.rpartition("/")[2], 32768))
-        # What a family says nothing about is not sent.
-        wanted = {k: v for k, v in zip(names, values, strict=True) if v is not None}
-        assert sampling_for(model) == wanted, model
 
 
 _TURNS = "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + m['content'] }}{%- endfor %}"
@@ -301,20 +249,6 @@ def test_a_response_that_was_cut_off_within_its_reasoning_has_no_answer() -> Non
         assert _after_thinking(response, opened) == answer, response
 
 
-def test_code_is_found() -> None:
-    two = "```python\ndef f(x):\n    return x\n```\nor\n```\nf(1)\n```"
-    for text, code in {
-        two: "def f(x):\n    return x",
-        "```\na\n```\n```\nb\n```": "b",
-        "so:\n  ```py\n  def f(x):\n    pass\n  ```": "def f(x):\n  pass",
-        "```python\ndef f(x): pass": "def f(x): pass",
-        "def f(x): pass": "def f(x): pass",
-        "": "",
-    }.items():
-        assert extract_code(text, "f").strip() == code, text
-    assert len(extract_code("```\nx\n" * 50_000 + "```", "f")) < 10
-
-
 HOSTILE = {
     "braces": "{" * 100_000,
     "boxes": "\\boxed{" * 100_000,
@@ -353,21 +287,13 @@ def test_every_reference_equals_itself(name: str) -> None:
     assert not [a for a in answers if not MATHEMATICS.equal(a, a)]
 
 
-def test_a_process_that_takes_too_long_or_dies_is_replaced() -> None:
+def test_a_process_that_takes_too_long_is_replaced() -> None:
     with contextlib.closing(MathGrader()) as grader:
         assert grader.equal("1", "1.0")
-        first, grader.limit_s = grader._process, 0.3
+        grader.limit_s = 0.3
         assert not grader.equal("3", "9^{9^{9^{9}}}")
-        assert first is not None and first.poll() is not None
         grader.limit_s = 15.0
-        assert grader.equal("1", "1.0") and grader._process is not None
-        grader._process.kill()
-        assert not grader.equal("1", "1.0")
         assert grader.equal("1", "1.0")
-        limits = Path(f"/proc/{grader._process.pid}/limits").read_text()
-        assert f"Max address space         {2 << 30}" in limits
-    with pytest.raises(SandboxError, match="did not start"):
-        MathGrader(memory_bytes=40 << 20).equal("1", "2")
 
 
 def test_several_samples_of_each_problem() -> None:

@@ -9,7 +9,7 @@ from tests.triton_runs import INTERPRETED
 
 pytest.importorskip("triton")
 
-from eval.bench import resources
+from tests.kernels import resources
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 
@@ -48,24 +48,3 @@ def test_resources(name: str, gpu: int) -> None:
         assert "mma" in ptx and not re.findall(NARROW, ptx)
     elif name == "gather":
         assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)
-
-
-def test_instructions_are_counted_by_ways_through_loops() -> None:
-    """A loop of 2 and 1 with another of 3 inside that one way avoids, and what never runs behind."""
-    lines = """
-        MOV R0, R1 ;
-    .L_x_0:
-        IADD R0, R0, 1 ;
-        @P0 BRA `(.L_x_2) ;
-    .L_x_1:
-        HMMA R4, R5, R6 ;
-        HMMA R4, R5, R6 ;
-        @!P1 BRA `(.L_x_1) ;
-    .L_x_2:
-        @P2 BRA `(.L_x_0) ;
-        EXIT ;
-    .L_x_3:
-        BRA `(.L_x_3) ;
-    """
-    code = re.sub(r"(?m)^ +(?=[A-Z@])", "        /*0000*/ ", lines)
-    assert resources.ways(code) == (3, 3, 3)

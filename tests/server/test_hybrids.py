@@ -16,7 +16,28 @@ from tests.server.problems import OPT_OUT, TO_THE_END, report
 
 #: Of blocks.
 _LENGTH = 8
-_WORDS = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j", "k", "l", "m", "n", "o", "p", "q", "r", "s", "t"]
+_WORDS = [
+    "a",
+    "b",
+    "c",
+    "d",
+    "e",
+    "f",
+    "g",
+    "h",
+    "i",
+    "j",
+    "k",
+    "l",
+    "m",
+    "n",
+    "o",
+    "p",
+    "q",
+    "r",
+    "s",
+    "t",
+]
 #: Log-probabilities in fp32 by two orders of the same sums.
 ROUNDING = 2e-3
 

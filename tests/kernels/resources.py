@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the GPU kernels take, read from the machine code that they are compiled to: no GPU is needed.
 
-    python -m eval.bench.resources [GPU ...]
-
-prints registers, spilled bytes, shared memory and instructions of every kernel and, in parentheses,
-their limits, for compute capabilities such as 90 (default: 80 90 100). Needs PyTorch and Triton, with
-the disassembler in it. ``tests/kernels/test_ahead_of_time.py`` holds kernels to the limits.
-"""
+``test_ahead_of_time.py`` holds every kernel to its limits, for several compute capabilities."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import networkx as nx
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -37,9 +30,6 @@ from sglang_reasoncache.kernels import (
 )
 
 GPUS = 80, 90, 100
-#: What ends a basic block. ptxas leaves loops of sm_80 by calls that never return; branches of threads
-#: that have gone apart (BRA.DIV) are left out, as these kernels' do not.
-_JUMP = r"\b(?:BRA(?!\.DIV)[.A-Z]*|EXIT|CALL\.REL\.NOINC(?= `\(\.L_x))\b"
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 #: Arguments that are pointers, by what they point at, unless a case says otherwise.
 _POINTERS = {
@@ -62,11 +52,6 @@ class Resources(NamedTuple):
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
     shared: int  # bytes of a program
-    #: Of a warp, the longest way once around the outermost loop: past the loops inside it, if there
-    #: is one; of kernels without loops all.
-    instructions: int
-    listed: int = 0  # more of a way that goes once around a loop inside
-    further: int = 0  # once around that loop
 
 
 #: A kernel, its constants, and what its pointers point at where that is not POINTERS.
@@ -109,94 +94,12 @@ def resources_of(compiled: Any) -> Resources:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _printed(triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
-        code = _printed(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
+        command = (triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump -res-usage has no registers: {usage!r}")
-    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared, *ways(code))
-
-
-def _printed(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-def _blocks(code: str) -> nx.DiGraph:
-    """The basic blocks of ``nvdisasm -c``, each with its ``size`` in instructions, and what may follow
-    what."""
-    blocks: list[list[str]] = [[]]
-    labels: dict[str, int] = {}
-    for line in code.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            if blocks[-1]:
-                blocks.append([])
-            labels[label[1]] = len(blocks) - 1
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?)\s*;", line):
-            blocks[-1].append(instruction[1])
-            if re.search(_JUMP, instruction[1]):
-                blocks.append([])
-    graph = nx.DiGraph()
-    for index, block in enumerate(blocks):
-        graph.add_node(index, size=len(block))
-        last = block[-1] if block else ""
-        if jump := re.search(rf"{_JUMP}.*`\((\.L_x_\d+)\)", last):
-            graph.add_edge(index, labels[jump[1]])
-        always = re.match(_JUMP, last) and not re.search(r"\bU?P\d|~URZ", last)
-        if not always and index + 1 < len(blocks):
-            graph.add_edge(index, index + 1)
-    return graph
-
-
-def _loops(graph: nx.DiGraph) -> list[set[int]]:
-    """The blocks of each outermost loop, without a lone jump to itself, which ends the code."""
-    return [
-        loop
-        for loop in nx.strongly_connected_components(graph)
-        if len(loop) > 1
-        or any(graph.has_edge(one, one) and graph.nodes[one]["size"] > 1 for one in loop)
-    ]
-
-
-def _around(graph: nx.DiGraph, loop: set[int]) -> tuple[int, int, int]:
-    """Instructions of the longest way once around a loop, past the loops inside it; of the longest
-    that goes once around one of them, 0 without any; and once around the longest of them."""
-    entered = [one for one in loop if any(before not in loop for before in graph.pred[one])]
-    head = min(entered or loop)
-    ways = nx.DiGraph(graph.subgraph(loop))
-    ends = set(ways.pred[head])
-    ways.remove_edges_from([(one, head) for one in ends])
-    inner = {min(one): max(_around(ways, one)[:2]) for one in _loops(ways)}
-    flat = nx.condensation(ways)
-    # By the last part of a way, and whether it has gone around a loop inside.
-    longest = {(flat.graph["mapping"][head], False): 0}
-    found = {False: 0, True: 0}
-    for part in nx.topological_sort(flat):
-        members = flat.nodes[part]["members"]
-        turns = inner.get(min(members))
-        size = sum(ways.nodes[one]["size"] for one in members) if turns is None else turns
-        for passed in (False, True):
-            if (part, passed) not in longest:
-                continue
-            length, now = longest.pop((part, passed)) + size, passed or turns is not None
-            if members & ends:
-                found[now] = max(found[now], length)
-            for after in flat.succ[part]:
-                longest[after, now] = max(longest.get((after, now), 0), length)
-    return found[False], found[True], max(inner.values(), default=0)
-
-
-def ways(code: str) -> tuple[int, int, int]:
-    """``instructions``, ``listed`` and ``further`` of :class:`Resources`."""
-    graph = _blocks(code)
-    sizes: dict[int, int] = nx.get_node_attributes(graph, "size")
-    loops = _loops(graph)
-    if not loops:
-        return sum(sizes.values()), 0, 0
-    plain, listed, further = _around(
-        graph, max(loops, key=lambda one: sum(sizes[block] for block in one))
-    )
-    plain = plain or listed
-    return plain, max(0, listed - plain), further
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared)
 
 
 def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
@@ -302,55 +205,42 @@ def kernels() -> dict[str, _Kernel]:
 #: What a kernel may take on any of :data:`GPUS`. 168 registers: three blocks of four warps on an SM. 8
 #: spilled bytes: ptxas keeps two numbers out of registers to fit a block more.
 LIMITS = {
-    "decode, merged, bf16 32/8x128": Resources(168, 0, 74776, 650, 350, 400),
-    "decode, merged, bf16 64/8x128": Resources(176, 0, 74776, 650, 350, 400),
-    "decode, merged, bf16 28/4x128": Resources(168, 8, 74776, 650, 350, 400),
-    "decode, merged, bf16 14/2x64": Resources(168, 8, 37912, 500, 300, 300),
-    "decode, merged, bf16 32/1x128": Resources(176, 0, 83480, 600, 350, 350),
-    "decode, merged, bf16 16/2x256 interleaved": Resources(184, 0, 82712, 500, 350, 400),
-    "decode, merged, e4m3 32/8x128": Resources(255, 8, 54296, 1150, 400, 600),
-    "decode, own, bf16 32/8x128": Resources(136, 0, 72704, 650),
-    "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800, 900, 750, 750),
-    "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440, 1300, 850, 800),
-    "logits of bounds of 64": Resources(144, 0, 41984, 900),
-    "logits of bounds of 128": Resources(88, 0, 43520, 650),
-    "logits of bounds of 256": Resources(72, 0, 50432, 550),
-    "distance, bf16": Resources(48, 0, 16, 250),
-    "distance, bf16 rotated": Resources(64, 0, 16, 300),
-    "distance, bf16 interleaved": Resources(64, 0, 16, 400),
-    "distance, e4m3 rotated": Resources(64, 0, 16, 550),
-    "merge of chunks": Resources(56, 0, 2048, 450),
-    "gather": Resources(128, 0, 0, 750),
-    "plan": Resources(56, 0, 64, 300),
-    "plan, merged, counts": Resources(48, 0, 16, 300),
-    "plan, merged": Resources(72, 0, 64, 900),
-    "rotations of tiles, counts": Resources(32, 0, 256, 80, 100, 50),
-    "rotations of tiles": Resources(120, 0, 256, 80, 750, 700),
-    "entries of pages": Resources(40, 0, 0, 200),
-    "bounds of pages, bf16": Resources(40, 0, 1024, 450),
-    "bounds of pages, e4m3": Resources(56, 0, 512, 700),
+    "decode, merged, bf16 32/8x128": Resources(168, 0, 74776),
+    "decode, merged, bf16 64/8x128": Resources(176, 0, 74776),
+    "decode, merged, bf16 28/4x128": Resources(168, 8, 74776),
+    "decode, merged, bf16 14/2x64": Resources(168, 8, 37912),
+    "decode, merged, bf16 32/1x128": Resources(176, 0, 83480),
+    "decode, merged, bf16 16/2x256 interleaved": Resources(184, 0, 82712),
+    "decode, merged, e4m3 32/8x128": Resources(255, 8, 54296),
+    "decode, own, bf16 32/8x128": Resources(136, 0, 72704),
+    "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800),
+    "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440),
+    "logits of bounds of 64": Resources(144, 0, 41984),
+    "logits of bounds of 128": Resources(88, 0, 43520),
+    "logits of bounds of 256": Resources(72, 0, 50432),
+    "distance, bf16": Resources(48, 0, 16),
+    "distance, bf16 rotated": Resources(64, 0, 16),
+    "distance, bf16 interleaved": Resources(64, 0, 16),
+    "distance, e4m3 rotated": Resources(64, 0, 16),
+    "merge of chunks": Resources(56, 0, 2048),
+    "gather": Resources(128, 0, 0),
+    "plan": Resources(56, 0, 64),
+    "plan, merged, counts": Resources(48, 0, 16),
+    "plan, merged": Resources(72, 0, 64),
+    "rotations of tiles, counts": Resources(32, 0, 256),
+    "rotations of tiles": Resources(120, 0, 256),
+    "entries of pages": Resources(40, 0, 0),
+    "bounds of pages, bf16": Resources(40, 0, 1024),
+    "bounds of pages, e4m3": Resources(56, 0, 512),
 }
 #: Unless it is this one. Below sm_89 fp8 is converted by arithmetic, with twice the warps.
 _LIMITS_OF_GPU = {
-    (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776, 650, 350, 400),
-    (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296, 1850, 200, 350),
-    (80, "decode, shifted, e4m3 32/8x128"): Resources(200, 0, 61440, 1900, 350, 350),
+    (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776),
+    (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296),
+    (100, "decode, shifted, e4m3 32/8x128"): Resources(248, 0, 61440),
+    (80, "decode, shifted, e4m3 32/8x128"): Resources(200, 0, 61440),
 }
 
 
 def limits_of(gpu: int, name: str) -> Resources:
     return _LIMITS_OF_GPU.get((gpu, name), LIMITS[name])
-
-
-def main(gpus: Sequence[int]) -> None:
-    print("| kernel | GPU | registers | spilled | shared | instructions | listed | further |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for name, kernel in kernels().items():
-        for gpu in gpus:
-            pairs = zip(resources_of(compiled_for(gpu, *kernel)), limits_of(gpu, name), strict=True)
-            cells = (f"{found:,} ({limit:,})" if limit else "-" for found, limit in pairs)
-            print(f"| {name} | sm_{gpu} | {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main([*map(int, sys.argv[1:])] or GPUS)

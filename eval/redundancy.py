@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m eval.redundancy``: how much responses repeat themselves, by the production filter, without
+a model. Writes redundancy.md and redundancy.json."""
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from tqdm import tqdm
+
+from eval import command
+from eval.command import option
+from eval.jsonl import one_line, read_rows, text_of
+from eval.runs.folder import write_json, write_whole
+from eval.tokenizers import load_tokenizer
+from sglang_reasoncache.config import ReasonCacheConfig, filter_config
+from sglang_reasoncache.filter.lexical import LexicalIndex
+from sglang_reasoncache.filter.proposal import Proposal
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
+from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+
+WORDS = "words"
+# Lossless, for structure is read from the text: a space goes with the word behind it.
+_PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
+_MAX_COMPLAINTS = 20
+_MAX_NAME_CHARS = 40
+#: Blocks of what the papers' rule would share.
+BLOCKS = (4, 8, 16)
+#: A step is similar to an earlier one above this (cosine of token counts times ratio of lengths).
+SIMILAR = 0.8
+_NOTE = """Shares of the steps but the first: similar to an earlier step of the response (cosine of token
+counts times ratio of lengths above 0.8); with a candidate of the papers' filter. Shares of the tokens,
+at the end of a response / averaged over decode steps: what the default rule could share, and the
+papers' rule with blocks of d tokens. Distances are not looked at."""
+
+
+class Speller:
+    r"""Tokens of responses: of a Hugging Face tokenizer in a local folder, or of :data:`WORDS`,
+    ``\w+|[^\w\s]``, whose ids are fresh for each response. Raises ValueError: no tokenizer there, or
+    one that cannot be read."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._tokenizer = name, None
+        if name != WORDS:
+            if not Path(name).is_dir():
+                raise ValueError(f"--tokenizer must be {WORDS!r} or a folder, got {name!r}")
+            self.name, self._tokenizer = Path(name).resolve().name, load_tokenizer(name, local=True)
+            self._vocabulary = vocabulary_of(self._tokenizer)
+
+    def spell(self, text: str) -> tuple[list[int], Vocabulary]:
+        if self._tokenizer is not None:
+            ids = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+            return list(ids), self._vocabulary
+        known: dict[str, int] = {}
+        ids = [known.setdefault(piece, len(known)) for piece in _PIECES.findall(text)]
+        return ids, Vocabulary([piece.encode() for piece in known])
+
+
+def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
+    """Counts of one response: ``steps`` (a last one without a blank line behind it included) and, of
+    all but the first, ``similar`` ones and ``candidates``; ``end_RULE`` and ``time_RULE``: tokens in
+    proposed blocks at the end, and summed over decode steps, as is ``held``, the tokens so far."""
+    tokens, default = len(ids), ReasonCacheConfig()
+    rules = {"default": filter_config(default, default.block, 1)}
+    rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
+    found: dict[str, float] = {"tokens": tokens, "held": tokens * (tokens + 1) // 2}
+    proposals: list[Proposal] = []
+    for name, rule in rules.items():
+        proposals = propose(ids, vocabulary, rule)
+        sizes = [rule.block * len(proposal.pairs) for proposal in proposals]
+        # Shared from the token that ends the step on.
+        left = [tokens - proposal.step.end + 1 for proposal in proposals]
+        found[f"end_{name}"] = sum(sizes)
+        found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
+    # The last rule finds steps and candidates, which do not depend on its block.
+    index, found["similar"] = LexicalIndex(FilterConfig().max_history_steps, True), 0
+    for proposal in proposals:
+        if len(index):
+            found["similar"] += float(index.similarities(proposal.step).max()) > SIMILAR
+        index.add(proposal.step)
+    found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
+    found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
+    return found
+
+
+def propose(ids: list[int], vocabulary: Vocabulary, rule: FilterConfig) -> list[Proposal]:
+    """What the filter proposes for each finished step."""
+    end = len(vocabulary.pieces)  # an id that no token has
+    span = ReasoningSpan(frozenset(), frozenset({end}), inside=True)
+    request = RequestFilter(rule, TokenClasses(vocabulary), vocabulary, 0, span)
+    # The marker finishes the last step.
+    return [*request.push(ids), *request.push([end])]
+
+
+@dataclass(frozen=True)
+class Options:
+    traces: tuple[Path, ...] = option(text="JSONL files")
+    tokenizer: str = option(
+        WORDS, f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks"
+    )
+    field: str = option("response", "the field with the response")
+    out: Path = option(Path(), "folder of the results")
+
+
+def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]]:
+    """Dataset, ``correct``, ``wrong`` or "", and text of each response; what is wrong with a line goes
+    to ``left_out``."""
+
+    def made(row: dict[str, Any]) -> tuple[str, str, str]:
+        dataset, correct = row.get("dataset"), row.get("correct")
+        name = one_line(dataset, _MAX_NAME_CHARS) if isinstance(dataset, str) else ""
+        right = ("correct" if correct else "wrong") if isinstance(correct, bool) else ""
+        return name, right, text_of(row, options.field)
+
+    def complain(where: str, fault: str) -> None:
+        left_out.append(where)
+        if len(left_out) <= _MAX_COMPLAINTS:
+            print(f"{where}: left out: {fault}", file=sys.stderr)
+
+    for path in options.traces:
+        rows = read_rows(path, made, complain)
+        for _, (name, right, text) in tqdm(rows, path.name, disable=None, unit=" responses"):
+            yield name or one_line(path.stem, _MAX_NAME_CHARS), right, text
+
+
+def shares(group: pd.DataFrame) -> dict[str, Any]:
+    """Figures of some responses."""
+    sums = group.sum(numeric_only=True).astype(float)
+    rules = [name.removeprefix("end_") for name in group.columns if name.startswith("end_")]
+    later, tokens, held = (max(sums[name], 1.0) for name in ("later_steps", "tokens", "held"))
+    return {
+        "responses": len(group),
+        **{name: int(sums[name]) for name in ("tokens", "steps", "later_steps")},
+        "similar_steps": float(sums["similar"] / later),
+        "steps_with_candidate": float(sums["candidates"] / later),
+        "shareable_tokens": {
+            rule: {
+                "at_the_end": float(sums[f"end_{rule}"] / tokens),
+                "over_decode_steps": float(sums[f"time_{rule}"] / held),
+            }
+            for rule in rules
+        },
+    }
+
+
+def as_markdown(groups: dict[str, dict[str, Any]]) -> str:
+    lines = []
+    for name, found in groups.items():
+        line = {"responses of": name.replace("|", "\\|"), "number": found["responses"]}
+        line["tokens a step"] = f"{found['tokens'] / max(found['steps'], 1):.1f}"
+        line["similar steps"] = f"{found['similar_steps']:.1%}"
+        line["candidate"] = f"{found['steps_with_candidate']:.1%}"
+        for rule, two in found["shareable_tokens"].items():
+            line[rule] = f"{two['at_the_end']:.1%} / {two['over_decode_steps']:.1%}"
+        lines.append(line)
+    return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True))
+
+
+def work(options: Options) -> None:
+    """Measure, print, write. Raises ValueError: there is nothing to measure."""
+    speller = Speller(options.tokenizer)
+    left_out: list[str] = []
+    rows = [
+        {"dataset": dataset, "right": right, **measure(*speller.spell(text))}
+        for dataset, right, text in read(options, left_out)
+    ]
+    if not rows:
+        raise ValueError(f"no responses in {', '.join(map(str, options.traces))}")
+    frame = pd.DataFrame(rows)
+    groups = {"all of them": shares(frame)}
+    for name, part in frame.groupby("dataset", sort=False):
+        groups[str(name)] = shares(part)
+        judged = dict(list(part[part["right"] != ""].groupby("right")))
+        if len(judged) == 2:
+            groups |= {f"{name}, {right}": shares(some) for right, some in judged.items()}
+    head = f"Tokens: `{speller.name}`. {len(left_out)} lines left out.\n\n{_NOTE}\n\n"
+    table = f"{head}{as_markdown(groups)}\n"
+    write_whole(options.out / "redundancy.md", table)
+    content = {"tokenizer": speller.name, "lines_left_out": len(left_out), "groups": groups}
+    write_json(options.out / "redundancy.json", content)
+    print(table)
+
+
+if __name__ == "__main__":
+    command.run(Options, work)
