@@ -45,7 +45,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
     "to_indices to_shift runs run_indptr indptr tile_ptr by following",
-    "i64": "requests lengths first bases slots to dst src bits",
+    "i64": "requests lengths bases slots pages to dst src bits",
     "fp32": "parts part_lse sinks cosines sines",
     "fp64": "out",
     "bf16": "query keys values out_k out_v ends",
@@ -334,6 +334,7 @@ LIMITS = {
 _LIMITS_OF_GPU = {
     (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776, 650, 350, 400),
     (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296, 1850, 200, 350),
+    (100, "decode, shifted, e4m3 32/8x128"): Resources(248, 0, 61440, 1300, 850, 800),
     (80, "decode, shifted, e4m3 32/8x128"): Resources(200, 0, 61440, 1900, 350, 350),
 }
 
