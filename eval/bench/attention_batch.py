@@ -114,8 +114,8 @@ class Batch:
     ) -> None:
         """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
         query = self.query[self.checked, :, None].float()
-        sides = (side.transpose(1, 2) for side in self.read(rows[self.checked], as_cached))
-        expected = F.scaled_dot_product_attention(query, *sides, scale=self.scale, enable_gqa=True)
+        k, v = (side.transpose(1, 2) for side in self.read(rows[self.checked], as_cached))
+        expected = F.scaled_dot_product_attention(query, k, v, scale=self.scale, enable_gqa=True)
         self.judge(name, found[self.checked], expected)
 
     def read(
