@@ -114,12 +114,10 @@ def other_attention(args: ServerArgs) -> list[str]:
 
 
 def check_policies(config: ReasonCacheConfig, page_size: int, others: Sequence[str]) -> None:
-    """Raises ValueError where a policy selects pages or evicts positions and the page is one position, or
-    ``others`` is not empty: flags and names of attention that reads everything."""
-    selector, use = (
-        config.policies.selector,
-        f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode",
-    )
+    """Raises ValueError for a policy that selects pages of one position, and for a policy that selects pages
+    or evicts positions beside ``others``: flags and names of attention that reads everything."""
+    selector = config.policies.selector
+    use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
     if selector is not None and page_size < 2:
         must = f"--page-size must be at least 2 (the paper has 16), got {page_size}"
         raise of_policy(selector.name, f"selects whole pages: {must}")

@@ -72,8 +72,10 @@ class ServerParts:
         served.check_kind(context)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
-        resolved = attention.resolve_positions(self.config, self.attention, runner)
-        self.config, self.uncorrected = config, _ = resolved
+        resolved, self.uncorrected = attention.resolve_positions(
+            self.config, self.attention, runner
+        )
+        self.config = config = resolved
         attention.check_policies(config, self.attention, runner)
         if config.publish == "aliased":
             publish_aliased(params)

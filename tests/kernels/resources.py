@@ -35,7 +35,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
     "to_indices to_shift runs run_indptr indptr tile_ptr by following",
-    "i64": "requests lengths first bases slots to dst src bits",
+    "i64": "requests lengths bases slots pages to dst src bits",
     "fp32": "parts part_lse sinks cosines sines",
     "fp64": "out",
     "bf16": "query keys values out_k out_v ends",
@@ -215,9 +215,9 @@ LIMITS = {
     "decode, own, bf16 32/8x128": Resources(136, 0, 72704),
     "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800),
     "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440),
-    "logits of bounds of 64": Resources(144, 0, 41984),
-    "logits of bounds of 128": Resources(88, 0, 43520),
-    "logits of bounds of 256": Resources(72, 0, 50432),
+    "logits of bounds of 64": Resources(128, 0, 12288),
+    "logits of bounds of 128": Resources(120, 0, 16384),
+    "logits of bounds of 256": Resources(72, 24, 32768),
     "distance, bf16": Resources(48, 0, 16),
     "distance, bf16 rotated": Resources(64, 0, 16),
     "distance, bf16 interleaved": Resources(64, 0, 16),

@@ -250,7 +250,9 @@ def test_plan_of_evicted_neighbours(backend: str) -> None:
     even where it would go on a run of rotations to a position that is evicted as well."""
     row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
     rig = make(Case())
-    where = dict(rows=row, requests=torch.tensor([0, 0]), lengths=torch.tensor([12, 9]))
+    where: dict[str, Any] = dict(
+        rows=row, requests=torch.tensor([0, 0]), lengths=torch.tensor([12, 9])
+    )
     for anything in (1, 5, -1, 12, 2**31 - 1, -(2**31)):
         sides = where | dict(cached_at=torch.tensor([anything, 0, 4], dtype=torch.int32))
         expected = dataclasses.replace(rig, **sides).plan(merge=True)

@@ -91,7 +91,7 @@ def test_shares_are_those_of_dense_logits(
     query, ends = query.to(dtype), ends.to(dtype)
     pages = torch.randint(-3, 34, (3, 19))
     pages[1] = -1
-    found = select_triton.page_shares(*(there(x) for x in (query, ends, pages)), 0.4).cpu()
+    found = select_triton.page_shares(there(query), there(ends), there(pages), 0.4).cpu()
     read = (pages >= 0) & (pages < 30)
     keys = ends[pages.clamp(0, 29)].repeat_interleave(heads // kv_heads, dim=2).double()
     logits = torch.einsum("rhd,rphd->rhp", query.double(), keys) * 0.4

@@ -12,9 +12,12 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_reasoncache import compat, native
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.kernels import extend
+from sglang_reasoncache.plugin import cpu_attention
+from tests.kernels.engines import unavailable
 from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig, mark
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
@@ -208,3 +211,13 @@ def test_positions_without_a_linear_rotation_are_refused() -> None:
     with pytest.raises(ValueError, match="rotary embedding"):
         PagedCpuBackend(rig.runner, rig.cached_at)
     PagedCpuBackend(rig.runner)
+
+
+def test_without_a_compiler_the_server_is_told_of_sglangs_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "library", unavailable)
+    monkeypatch.setattr(compat, "apply_hooks", lambda _hooks: None)
+    with pytest.raises(ValueError, match="no compiler; SGLang's own is .*torch_native"):
+        cpu_attention.make(Rig(shifted=0.0).runner)
+    assert cpu_attention.default_backend() == "torch_native"

@@ -36,7 +36,7 @@ def read(text: str, limits: Limits, in_code: bool) -> Tuple | None:
     found: list[Basic] = []
     num_nodes = 0
     for kind, part in regions(f"```\n{text}" if in_code else text):
-        # Of code: words, signs and line breaks with the indentation behind them.
+        # Code becomes words, signs and line breaks with the indentation behind them.
         words = re.findall(r"\n\s*|\w+|\S", part.strip()) if kind == "code" else []
         tokens = [] if kind == "code" else parser_tokens(part, kind == "latex")
         num_nodes += len(words) + len(tokens)
