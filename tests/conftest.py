@@ -31,15 +31,17 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark server tests and keep those of one server, the parameter ``server`` or ``spec``, together,
-    so that it starts once. They run last; under pytest-xdist first, a group to a worker."""
+    so that it starts once. They run last; under pytest-xdist first, a group to a worker, then what is
+    marked ``slow``, so that no worker is left with a long one at the end."""
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 
-    def order(item: pytest.Item) -> tuple[bool, int, int]:
+    def order(item: pytest.Item) -> tuple[int, int, int]:
         if item.path.is_relative_to(_SERVER_TESTS):
             item.add_marker(pytest.mark.server)
         if item.get_closest_marker("server") is None:
-            return parallel, 0, 0
+            slow = item.get_closest_marker("slow") is not None
+            return (1 if slow else 2) if parallel else -1, 0, 0
         params = item.callspec.params if hasattr(item, "callspec") else {}
         spec = params.get("server", params.get("spec"))
         if spec and spec.long:
@@ -50,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if parallel:
             item.add_marker(pytest.mark.xdist_group(group))
         first, then = (first_use.setdefault(key, len(first_use)) for key in (group, name))
-        return not parallel, first, then
+        return 0, first, then
 
     items.sort(key=order)
 

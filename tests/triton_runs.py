@@ -72,6 +72,7 @@ _BESIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
     """The tests of the file that imports this pass interpreted too, and there are some."""

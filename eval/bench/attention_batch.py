@@ -112,13 +112,8 @@ class Batch:
     def check(self, name: str, found: torch.Tensor, rows: torch.Tensor) -> None:
         """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
         query = self.query[self.checked, :, None].float()
-<<<<<<< HEAD
-        sides = (side.transpose(1, 2) for side in self.read(rows[self.checked]))
-        expected = F.scaled_dot_product_attention(query, *sides, scale=self.scale, enable_gqa=True)
-=======
-        k, v = (side.transpose(1, 2) for side in self.read(rows[self.checked], as_cached))
+        k, v = (side.transpose(1, 2) for side in self.read(rows[self.checked]))
         expected = F.scaled_dot_product_attention(query, k, v, scale=self.scale, enable_gqa=True)
->>>>>>> w-package
         self.judge(name, found[self.checked], expected)
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

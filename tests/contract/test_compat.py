@@ -102,41 +102,9 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
     assert len(named) < len(found) or len(named) == len(names)
 
 
-#: Objects, and behind them what their source says, in this order. ``>``: what comes before it
-#: does not count.
+#: Objects, and behind them what their source says, in this order: what only a GPU or a race would show.
+#: ``>``: what comes before it does not count.
 STEPS = """
-# The flag that stops admission is reset through the metrics reporter's scheduler.
-managers.scheduler_components.metrics_reporter
-    self.scheduler
-# Between the two we evict positions of a prompt; where its last chunk is published, not.
-managers.scheduler.Scheduler.get_next_batch_to_run
-    self.stash_chunked_request(
-    self.get_new_batch_prefill(
-managers.scheduler.Scheduler.stash_chunked_request
-    checkpoint_kv_cache(req, self.tree_cache)
-mem_cache.common.checkpoint_kv_cache
-    tree_cache.checkpoint(req, up_to=req.extend_end)
-    req.prefix_len = req.extend_end
-mem_cache.allocator.base.BaseTokenToKVPoolAllocator.free_group_end
-    self.free_group = self.free_group, None
-# Our own question goes the way of SGLang's.
-managers.tokenizer_control_mixin.TokenizerControlMixin.get_internal_state
-    self.auto_create_handle_loop()
-    req = GetInternalStateReq()
-    await self.get_internal_state_communicator(req)
-    res.internal_state
-# A processed prefill says what it computed; decoding requests that ride on it come last.
-managers.schedule_batch.ScheduleBatch.copy
-    reqs=self.reqs
-    extend_lens=self.extend_lens
-    prefix_lens=self.prefix_lens
-    decoding_reqs=self.decoding_reqs
-managers.schedule_batch.ScheduleBatch.mix_with_running
-    self.prefix_lens = self.prefix_lens + running_prefix_lens
-# A later chunk's prefix is read from its row, evicted positions and all, and written back.
-mem_cache.allocation._prefix_kv_indices
-    if req.kv.holds_kv:
-    row[: req.prefix_len]
 # The registry makes backends from what we hand them.
 layers.attention.attention_registry.create_flashinfer_backend
     FlashInferAttnBackend( runner, init_new_workspace=runner
@@ -180,25 +148,9 @@ model_executor.forward_batch_info.ForwardBatch.init_new
     rids=[req.rid for req in batch.reqs]
 model_executor.cuda_graph_buffer_registry.CudaGraphBufferRegistry.extract_buffer
     dataclasses.replace(forward_batch_template
-# A request keeps the node its prefix ends in.
-managers.schedule_batch.Req
-    self.last_node
-mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree
-    req.last_node = new_last_node
-# A new leaf is counted, then its component is told; what is split was counted whole.
-mem_cache.unified_cache.unified_tree_core.UnifiedTreeCore._insert_commit_step
-    self._add_new_node(
-    component.commit_insert_component_data(
-mem_cache.unified_cache.components.full.FullComponent.evict_component
-    device_frees[self.component_type].append(cd.value)
-    freed = self.reclaimable_value_len(node)
 layers.radix_attention.RadixAttention
     self.k_scale_float
     self.v_scale_float
-# Lengths on the host go with those on the device, which are new tensors each step.
-managers.schedule_batch.ScheduleBatch.prepare_for_decode
-    self.seq_lens = self.seq_lens + 1
-    self.seq_lens_cpu = self.seq_lens_cpu + 1
 # A batch is built on the stream of its forward.
 managers.scheduler.Scheduler.run_batch
     with self.forward_stream_ctx:

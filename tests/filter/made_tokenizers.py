@@ -112,28 +112,9 @@ def llama2() -> PreTrainedTokenizerFast:
     return _wrap(tokenizer, decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)]))
 
 
-def unigram() -> PreTrainedTokenizerFast:
-    """SentencePiece Unigram with newlines inside pieces; rare characters are unknown."""
-    texts, knobs = [TEXT] * 20, {"vocab_size": 2000, "unk_token": "<unk>"}
-    split = pre_tokenizers.Metaspace()
-    trained = _train(models.Unigram(), split, trainers.UnigramTrainer, texts, **knobs)
-    return _wrap(trained, decoders.Metaspace())
-
-
-def wordpiece() -> PreTrainedTokenizerFast:
-    """Words and ``##`` pieces; each newline is kept as a separate word."""
-    newlines = pre_tokenizers.Split("\n", "isolated")
-    spaces = pre_tokenizers.Split(Regex("[ \t\r]+"), "removed")
-    split = pre_tokenizers.Sequence([newlines, spaces, pre_tokenizers.Punctuation()])
-    trained = _train(models.WordPiece(unk_token="<unk>"), split, trainers.WordPieceTrainer)
-    return _wrap(trained, decoders.WordPiece(cleanup=False))
-
-
 _MAKERS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(_byte_level, pattern) for name, pattern in _BYTE_LEVEL.items()},
     "llama2": llama2,
-    "unigram": unigram,
-    "wordpiece": wordpiece,
     # The word-level tokenizer of the embedded reasoner; it knows some 130 words.
     "embedded": lambda: AutoTokenizer.from_pretrained(
         _ROOT / "eval" / "tiny_reasoner" / "checkpoint"

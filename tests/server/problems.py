@@ -111,7 +111,7 @@ def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: 
 
 Answers = list[tuple[list[str], list[float]]]
 #: Prompts of :func:`answers`.
-COMPARED = problems(4, seed=11)
+COMPARED = problems(3, seed=11)
 
 
 def answers(server: ServerProcess, **extra: Any) -> Answers:

@@ -51,7 +51,6 @@ class ServerSpec:
 
 #: SGLang without our flag, and with it.
 STOCK = ServerSpec("stock")
-STOCK_PAGE16 = STOCK.having("page16", "--page-size 16").beside(STOCK).for_long_runs()
 SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
 #: KV slots that hold about five responses of the embedded model, so that
@@ -60,9 +59,8 @@ TIGHT = "--max-total-tokens 2400"
 #: The default rule, soon enough for short responses; and at once, whether memory is short or not.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
-#: The papers' rule, whatever the distance, from the first request on.
-PAPER = tuple(arguments_of({"preset": "reasoncache", "percentile": 100, "warmup": 0, "block": 8}))
-#: The same, block by block of the index: equal tokens rarely fall on the same page grid.
+#: A paper's rule, whatever the distance, from the first request on, block by block of the index: equal
+#: tokens rarely fall on the same page grid.
 EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
 #: Requests are admitted before the running ones have left, so that memory does run short.
 CROWDED = "--schedule-conservativeness 0.1"
@@ -86,11 +84,16 @@ def retracting(interval: int) -> dict[str, str]:
     return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
-#: Its processes are spawned, as an operator's are.
+#: The default rule. Its processes are spawned, as an operator's are.
 EXACT = SHARED.having(
     "exact", TIGHT, CROWDED, *SOON, CHUNKED, "--enable-metrics", REASONCACHE_FORK=""
-)
-ALIASED = SHARED.having("aliased", TIGHT, *EAGER, CHUNKED, ALIASING, **retracting(25)).beside(STOCK)
+).beside(STOCK)
+#: At once, and between the responses to one prompt too.
+ALIASED = SHARED.having(
+    "aliased",
+    *(TIGHT, *EAGER, CHUNKED, ALIASING, "--reasoncache-scope prompt --enable-metrics"),
+    **retracting(25),
+).beside(STOCK)
 #: Whole pages.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
 
@@ -106,76 +109,42 @@ def _beside_ours(*folders: str) -> str:
 PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
-FAILING = SHARED.having(
-    "failing", TIGHT, *EAGER, CHUNKED, "--enable-metrics", PYTHONPATH=LEAN_PLUGINS
-).for_long_runs()
 #: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
 TWO_RANKS = SHARED.having(
     "tp2",
     *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
     PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
-    REASONCACHE_FORK="",
 )
-#: A budget well below a response, met often, on the overlap schedule.
-EVICTING = SHARED.having(
-    "streamingllm",
-    *(TIGHT, CHUNKED, PAGED_READS, "--enable-metrics"),
-    *(POLICY, "streamingllm:budget=160:slack=8"),
-).for_long_runs()
 #: Whole pages by their keys, under forced retractions, without the overlap schedule.
 EVICTING_PAGES = SHARED.having(
     "keydiff-page16",
     *(TIGHT, PAGED_READS, PAGE16, "--disable-overlap-schedule"),
     *(POLICY, "keydiff:share=0.6:keys=unrotated"),
     **retracting(25),
-)
-#: Sharing and evicting on the same rows, under forced retractions.
+).for_long_runs()
+#: Sharing and evicting on the same rows, under forced retractions, without the overlap schedule.
 SHARING_AND_EVICTING = SHARED.having(
     "both",
-    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING),
+    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING, "--disable-overlap-schedule"),
     *(POLICY, "reasoncache+streamingllm:budget=240"),
     **retracting(25),
 )
-#: Attention weights decide, in a pool with room, so that runs can be followed; and with
-#: sharing on the same rows, under forced retractions.
+#: Attention weights decide, in a pool with room, so that runs can be followed.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-SHARING_AND_RKV = SHARED.having(
-    "and-rkv",
-    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING),
-    *(POLICY, "reasoncache+rkv:budget=240:slack=16"),
-    **retracting(25),
-).for_long_runs()
 #: The prompt by its last queries, then the response by the weights of all.
 SNAPKV_H2O = SHARED.having(
     "snapkv-h2o",
     *(PAGED_READS, POLICY),
     "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
 ).for_long_runs()
-#: Each step reads some pages, in a pool with room; and with pages shared as well.
+#: Each step reads some pages, in a pool with room.
 QUEST = SHARED.having("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY, "--enable-metrics")
-SHARING_AND_QUEST = PAGED.having(
-    "quest", PAGED_READS, POLICY, "reasoncache+quest:budget=96"
-).for_long_runs()
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
-)
-#: The same beside a prefix cache and sharing, on whole pages, under forced retractions.
-EVICTING_PROMPTS_PAGES = SHARED.having(
-    "prompts-page16",
-    *(TIGHT, CHUNKED, PAGED_READS, PAGE16, "--disable-overlap-schedule", *EAGER_PAGES),
-    *(POLICY, "reasoncache+streamingllm:budget=128:slack=16:prompt=true"),
-    **retracting(40),
-).for_long_runs()
-#: Two ranks that must evict alike, between chunks and where the pool is short.
-EVICTING_ON_TWO_RANKS = SHARED.having(
-    "evict-tp2",
-    *(TIGHT, CHUNKED, PAGED_READS, "--tp 2"),
-    *(POLICY, "keydiff:budget=128:prompt=true+h2o:budget=96:when=short"),
-    **TWO_CORES,
 ).for_long_runs()
 #: Memory for four responses; too many are admitted, and a policy gives what would be retracted.
 EVICTING_WHEN_SHORT = SHARED.having(
@@ -183,45 +152,23 @@ EVICTING_WHEN_SHORT = SHARED.having(
     *("--max-total-tokens 1600", CROWDED, PAGED_READS),
     *(POLICY, "streamingllm:budget=100:slack=8:when=short"),
 ).for_long_runs()
-#: SGLang's own attention.
-STOCK_TORCH = STOCK.having("torch-native", "--attention-backend torch_native").beside(STOCK)
-#: Memory for all, with much to share.
-ROOMY = SHARED.having("roomy", *SOON).beside(STOCK)
-#: Shared KV is written to own slots.
+#: Shared KV is written to own slots, on a GPU.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
 #: The model marks its reasoning.
-CORRECTED = SHARED.having("corrected", *EAGER, "--reasoning-parser qwen3", **WAITING)
-#: Where keys cannot be corrected: each backend would see the forwards of one phase.
-UNCORRECTED = SHARED.having(
-    "uncorrected",
-    "--prefill-attention-backend torch_native --decode-attention-backend reasoncache_cpu",
-    "--enable-metrics",
+CORRECTED = SHARED.having(
+    "corrected", *EAGER, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
-CORRECTED_COPY = CORRECTED.having("copy", **COPY).beside(CORRECTED)
-AS_CACHED = SHARED.having(
-    "as-cached", *PAPER, "--reasoncache-positions as-cached", **WAITING
-).for_long_runs()
-AS_CACHED_COPY = AS_CACHED.having("copy", **COPY).beside(AS_CACHED)
-
-#: Responses to one prompt share with each other, under forced retractions; and as cached, where all of
-#: a batch arrive at once and copies are the same bits.
-SCOPE = "--reasoncache-scope prompt"
-SIBLINGS = SHARED.having(
-    "siblings", TIGHT, *EAGER, CHUNKED, SCOPE, "--enable-metrics", **retracting(40)
+#: Where keys cannot be corrected: each backend would see the forwards of one phase. It decodes by
+#: SGLang's own attention.
+UNCORRECTED = (
+    SHARED.having(
+        "uncorrected",
+        "--prefill-attention-backend reasoncache_cpu --decode-attention-backend torch_native",
+        "--enable-metrics",
+    )
+    .beside(STOCK)
+    .for_long_runs()
 )
-#: Two ranks that must pair alike.
-SIBLINGS_ON_TWO_RANKS = SHARED.having(
-    "siblings-tp2", TIGHT, *EAGER, SCOPE, "--tp 2 --enable-metrics", **retracting(40), **TWO_CORES
-).for_long_runs()
-BATCHED = "--enable-tokenizer-batch-encode --random-seed 7"
-SIBLINGS_AS_CACHED = SHARED.having(
-    "siblings-as-cached",
-    *(*EAGER, SCOPE, "--reasoncache-positions as-cached", BATCHED),
-    **WAITING,
-).for_long_runs()
-SIBLINGS_BATCHED = SHARED.having("siblings-batched", *EAGER, SCOPE, BATCHED).for_long_runs()
-STOCK_BATCHED = STOCK.having("batched", BATCHED).beside(SIBLINGS_BATCHED).for_long_runs()
-SIBLINGS_COPY = SIBLINGS_AS_CACHED.having("copy", **COPY).beside(SIBLINGS_AS_CACHED).for_long_runs()
 
 #: Attention and state layers. SGLang keeps no copies of states on a CPU, so without the overlap schedule.
 STATE_LAYERS = _beside_ours("faulty", "state_layers")
@@ -273,8 +220,5 @@ def hybrid_short(model: str) -> ServerSpec:
 
 
 SHARING = (EXACT, ALIASED, PAGED)
-EVICTORS = (EVICTING, EVICTING_PAGES, SHARING_AND_EVICTING)
-EVERY_KIND = (
-    *(*SHARING, *EVICTORS, EVICTING_PROMPTS, EVICTING_PROMPTS_PAGES, RKV, SHARING_AND_RKV),
-    *(SNAPKV_H2O, QUEST, SHARING_AND_QUEST),
-)
+EVICTORS = (EVICTING_PAGES, SHARING_AND_EVICTING)
+EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, SNAPKV_H2O, QUEST)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from eval.serving import ServerProcess
 from tests.conftest import ROOT
 
@@ -44,6 +46,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_engine_shares_and_leaves_no_trace(model_path: Path, tmp_path: Path) -> None:
     script = tmp_path / "engines.py"
     script.write_text(_SCRIPT)

@@ -17,7 +17,6 @@ from tests.server.problems import (
     prompts,
     report,
     respond,
-    series,
     solve,
 )
 from tests.server.reference import assert_masked, assert_rkv_decides, differences
@@ -25,7 +24,7 @@ from tests.server.reference import assert_masked, assert_rkv_decides, difference
 
 @pytest.mark.parametrize(
     ("server", "together"),
-    [(specs.EVICTING, 6), (specs.EVICTING_PAGES, 1), (specs.RKV, 6), (specs.SNAPKV_H2O, 6)],
+    [(specs.EVICTING_PAGES, 1), (specs.RKV, 6), (specs.SNAPKV_H2O, 6)],
     indirect=["server"],
 )
 def test_evicting_equals_masking(server: ServerProcess, together: int, reference: Any) -> None:
@@ -40,7 +39,7 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
         found += respond(server, todo[at : at + together])
     assert all(one["retractions"] == 0 and one["evicted_positions"] > 50 for one in found)
     right = assert_masked(reference, todo, found, 1000, 30, after=int(overlaps))
-    if report(server)["evictors"][0]["name"] in ("streamingllm", "keydiff"):
+    if report(server)["evictors"][0]["name"] == "keydiff":
         # Evictions seen a token too early or too late would show.
         shifted = [
             differences(reference, text, one, 1 - int(overlaps)).sum()
@@ -59,35 +58,23 @@ def test_one_has_the_prompt_the_other_the_response(server: ServerProcess) -> Non
         assert 90 <= length - found["evicted_positions"] <= 90 + 16 + 8
 
 
-@pytest.mark.parametrize("server", [specs.SHARING_AND_EVICTING], indirect=True)
-def test_after_a_flush_it_starts_anew(server: ServerProcess) -> None:
-    for _ in range(2):
-        solve(server, problems(6, seed=9))
-        wait_until_idle(server)
-        totals = report(server)["totals"]
-        assert totals["blocks_shared"] > 0 and totals["positions_evicted"] > 0
-        assert server.post("/flush_cache").status_code == 200
-        totals = report(server)["totals"]
-        assert totals["blocks_shared"] == totals["positions_evicted"] == 0
-
-
 @pytest.mark.parametrize("server", [specs.RKV], indirect=True)
 def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) -> None:
     assert_rkv_decides(server, reference)
 
 
-@pytest.mark.parametrize(
-    "server", [*specs.EVICTORS, specs.RKV, specs.SHARING_AND_RKV, specs.SNAPKV_H2O], indirect=True
-)
+@pytest.mark.parametrize("server", [*specs.EVICTORS, specs.RKV, specs.SNAPKV_H2O], indirect=True)
 def test_frees_slots_under_load(server: ServerProcess) -> None:
     """And shares on the same rows, where the policy does both."""
-    solve(server, problems(16, seed=22))
+    start = server.log_size()
+    solve(server, problems(12, seed=22))
     wait_until_idle(server)
     seen = report(server)
     totals = seen["totals"]
-    assert totals["positions_evicted"] > 16 * 50
+    assert totals["positions_evicted"] > 12 * 50
     assert totals["slots_freed_by_eviction"] > 0
     assert seen["positions_evicted_now"] == seen["slots_saved_now"] == 0
+    assert "#evicted token: " in server.log_text(start)
     assert 0.2 < totals["final_saving_ratio"] < 0.95
     if "reasoncache+" in seen["config"]["policy"]:
         assert totals["blocks_shared"] > 12
@@ -96,29 +83,7 @@ def test_frees_slots_under_load(server: ServerProcess) -> None:
         assert any(row["blocks"] and row["evictions"] for row in seen["recent"])
 
 
-@pytest.mark.parametrize("server", [specs.EVICTING], indirect=True)
-def test_budget_and_reports(server: ServerProcess) -> None:
-    start, before = server.log_size(), series(server)
-    [found] = respond(server, prompts(1, seed=23))
-    length = found["prompt_tokens"] + found["output_tokens"]
-    # Budget, slack, and what is written between two polls and at the end.
-    assert 160 <= length - found["evicted_positions"] <= 160 + 8 + 8
-    seen = report(server)
-    assert seen["evictors"][0]["name"] == "streamingllm"
-    assert (seen["evictors"][0]["budget"], seen["evictors"][0]["sinks"]) == (160, 4)
-    assert seen["totals"]["blocks_compared"] == 0
-    after = series(server)
-    for name in ("positions_evicted", "slots_freed_by_eviction", "eviction_decisions"):
-        assert after[f"{name}_total"] > before.get(f"{name}_total", 0.0)
-    assert after["positions_evicted_now"] == 0
-    assert "#evicted token: " in server.log_text(start)
-
-
-@pytest.mark.parametrize(
-    "server",
-    [*specs.EVICTORS[1:], specs.SHARING_AND_RKV, specs.EVICTING_PROMPTS_PAGES],
-    indirect=True,
-)
+@pytest.mark.parametrize("server", specs.EVICTORS, indirect=True)
 def test_retracted_requests_evict_again(server: ServerProcess) -> None:
     # Which requests are retracted depends on time, and not each had evicted positions by then.
     for seed in range(25, 29):
@@ -149,6 +114,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     assert cached[1] > entry["prompt_tokens"] + entry["output_tokens"] - page
 
 
+@pytest.mark.long
 def test_a_default_backend_that_would_read_evicted_positions_is_refused(
     model_path: Path, tmp_path: Path
 ) -> None:
@@ -203,25 +169,16 @@ def test_a_prompt_beyond_what_others_leave(server: ServerProcess) -> None:
         check_budget(one)
 
 
-@pytest.mark.parametrize(
-    "server", [specs.EVICTING_PROMPTS, specs.EVICTING_PROMPTS_PAGES], indirect=True
-)
+@pytest.mark.parametrize("server", [specs.EVICTING_PROMPTS], indirect=True)
 def test_under_load(server: ServerProcess) -> None:
     respond(server, prompts(6, seed=43, each=8), 100)
-    todo = problems(10, seed=44)
-    solve(server, todo[:7])
-    solve(server, todo[7:], OPT_OUT)
+    todo = problems(6, seed=44)
+    solve(server, todo[:4])
+    solve(server, todo[4:], OPT_OUT)
     wait_until_idle(server)
     seen = report(server)
     assert seen["totals"]["positions_evicted"] > 6 * 100
     assert seen["positions_evicted_now"] == 0
-
-
-@pytest.mark.parametrize("server", [specs.EVICTING_ON_TWO_RANKS], indirect=True)
-def test_ranks_evict_alike(server: ServerProcess) -> None:
-    found = respond(server, prompts(8, seed=48, each=8), 200)
-    assert sum(one["evicted_positions"] for one in found) > 8 * 50
-    assert report(server)["disabled"] is None
 
 
 @pytest.mark.parametrize("server", [specs.EVICTING_WHEN_SHORT], indirect=True)

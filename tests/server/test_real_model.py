@@ -3,29 +3,20 @@
 redirections, within a response and across samples of one prompt. ``make real-model`` makes the
 model."""
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.fidelity.arms import default_name, parse
 from eval.fidelity.cache import Reader
-from eval.fidelity.replay import ArmCache
 from eval.serving import ServerProcess
 from eval.small_reasoner import MODEL
 from eval.small_reasoner.task import generate
-from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import respond
-
-_ARM = parse(default_name())
-_BLOCK = ReasonCacheConfig().block
+from tests.server.replayed import Replayed, assert_computed
 
 pytestmark = [
     pytest.mark.server,
@@ -44,55 +35,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     process.start()
     yield process
     process.close()
-
-
-class Replayed:
-    """A response that a server gave, the ``number``-th of its siblings, read with the blocks that it
-    shared through a dense row of a cache and one that is edited as the harness does."""
-
-    def __init__(
-        self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0
-    ) -> None:
-        self._reader, self._tokens, self._prompt = reader, tokens, found["prompt_tokens"]
-        self._cache = reader.cache(2, len(tokens))
-        self._arm = ArmCache(_ARM, reader, self._cache, self._prompt, number)
-        blocks = [*found["blocks"], *found["blocks_across"]]
-        self._blocks = deque(sorted(blocks, key=lambda block: block[0]))
-        self._found: list[torch.Tensor] = []
-
-    def log_probs(self, siblings: Mapping[str, Self] = MappingProxyType({})) -> torch.Tensor:
-        """fp32 ``[2, tokens of the response]``, dense and with what it shared."""
-        self._read(len(self._tokens), siblings)
-        return torch.cat(self._found, dim=1)[:, self._prompt - 1 :]
-
-    def _read(self, end: int, siblings: Mapping[str, Self]) -> None:
-        while self._blocks and self._blocks[0][0] < end:
-            written, dst, src, *source = self._blocks.popleft()
-            # The forward in flight has read the old slots.
-            self._forward(written + 1)
-            if source:
-                lender = siblings[source[0]]
-                lender._read(src + _BLOCK, siblings)
-                self._arm.share_across(dst, src, lender._arm)
-            else:
-                self._arm.share([BlockPair(dst, src)], AdaptiveThreshold(100, 0))
-        self._forward(end)
-
-    def _forward(self, end: int) -> None:
-        start = self._cache.length
-        if start < end:
-            logits = self._reader.forward(self._cache, self._tokens[start:end])
-            targets = torch.tensor(self._tokens[start + 1 : end + 1])
-            log_probs = logits[[0, self._arm.row]].log_softmax(-1)
-            self._found.append(log_probs[:, torch.arange(len(targets)), targets])
-
-
-def assert_computed(served: dict[str, Any], found: torch.Tensor) -> None:
-    """The server's log-probabilities are those ``found`` with sharing, and not dense ones."""
-    expected = torch.tensor(served["logprobs"])
-    dense, ours = (found - expected).abs()
-    assert ours.mean() < 1e-4 and ours.max() < 1e-2
-    assert dense.mean() > 20 * ours.mean()
 
 
 def test_a_server_computes_what_the_harness_computes(server: ServerProcess) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
@@ -22,7 +21,6 @@ from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import (
     ENDS,
-    NOTHING,
     OUTPUT,
     PROMPT,
     Pair,
@@ -34,7 +32,6 @@ from tests.property.world import (
     come_back,
     decode,
     finish,
-    prefill,
     propose,
     respond,
     retract,
@@ -109,34 +106,6 @@ def balance(world: World) -> None:
     assert books + private - world.controller.saved_positions == world.total
     for req in running(world):
         assert not np.isin(world.row(req) // world.page, world.free_pages()).any()
-
-
-@ALL_SETUPS
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("who", ["source", "reader"])
-def test_whoever_ends_takes_nothing_from_the_other(setup: Setup, how: str, who: str) -> None:
-    world, source, reader = two(setup)
-    assert lend(world, source, reader, Pair(12, 20), Pair(16, 24)) == 8
-    row = world.row(reader).copy()
-    assert (row[12:20] == world.row(source)[20:28]).all()
-    pipeline, stats = world.controller.pipeline, world.controller.stats
-    assert (pipeline.across, pipeline.redirector.within) == (8, 0)
-    assert (stats.blocks_shared_across, stats.slots_saved_across_total) == (2, 8)
-    left = reader if who == "source" else source
-    row = world.row(left).copy()
-    kept = world.contents()[row]
-    ENDS[how](world, source if who == "source" else reader)
-    balance(world)
-    assert pipeline.across == pipeline.redirector.within == world.controller.pipeline.saved == 0
-    # What the tree says it can give back it does, and none of it is read.
-    evictable, free = world.tree.evictable_size(), world.allocator.available_size()
-    world.tree.evict(EvictParams(num_tokens=evictable))
-    assert world.allocator.available_size() - free == evictable
-    slots = (world.free_pages()[:, None] * world.page + np.arange(world.page)).ravel()
-    world.write(slots, [NOTHING] * len(slots))
-
-    assert (world.row(left) == row).all() and (world.contents()[row] == kept).all()
-    balance(world)
 
 
 @ALL_SETUPS
@@ -269,22 +238,6 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
     source.finished_reason = FINISH_ABORT("client left")
     world.controller.after_decode([reader])
     assert not state.pending and world.controller.pipeline.ledger.slots == 0
-
-
-@pytest.mark.parametrize("how", ENDS)
-def test_a_source_that_ends_before_it_is_read_is_refused(how: str) -> None:
-    world, source, reader = two(SETUPS[0])
-    world.engine.lent[number(world, reader)] = [AcrossPair(12, 20, number(world, source))]
-    decode(world, reader)
-    world.controller.after_decode([source, reader])
-    ENDS[how](world, source)
-    if how == "retract":
-        # Another row, of which a first chunk is there.
-        prefill(world, source, up_to=16)
-    before = world.row(reader).copy()
-    assert world.controller.after_decode([reader]) == 0
-    assert world.controller.stats.refusals == {"late": 1}
-    assert (world.row(reader) == before).all()
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
 
 @KINDS
 @DTYPES
-@pytest.mark.parametrize("shifted", [0.0, 0.2, 1.0], ids=["none", "some", "all"])
-@pytest.mark.parametrize("sizes", [(2, 2, False), (6, 2, False), (5, 1, False), (4, 2, True)])
+@pytest.mark.parametrize("shifted", [0.2, 1.0], ids=["some", "all"])
+@pytest.mark.parametrize("sizes", [(6, 2, False), (5, 1, False), (4, 2, True)])
 @ALL_BATCHES
 def test_keys_are_read_where_they_are_used(
     new: list[int], sizes: tuple[int, int, bool], shifted: float, dtype: torch.dtype, kind: str

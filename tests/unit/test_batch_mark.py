@@ -3,14 +3,9 @@
 ``tests/property`` checks after each rule that none is overlooked; here: that few are seen which are
 not there."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.attention.batch_mark import MarkedRids
-from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from tests.property import world as worlds
 from tests.property.world import PROMPT, Eviction, Pair, Setup, World, prefill, retract, start
 
@@ -57,26 +52,6 @@ def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_positi
         prefill(world, req)
         assert world.has_shifted(req) == world.tree.reads_shifted([req]) == (length > 16)
         retract(world, req)
-
-
-@pytest.mark.parametrize("corrected", [True, False])
-@pytest.mark.parametrize("seen", ["has_shifted_slots", "has_evicted"])
-def test_an_unknown_batch_counts_once_there_are_some(seen: str, corrected: bool) -> None:
-    """Evicted positions in both modes, shifted slots in one."""
-    allocator = SimpleNamespace(has_shifted_slots=False, has_evicted=False)
-    backend: Any = SharedSlotReads.__new__(SharedSlotReads)
-    backend.paged = SimpleNamespace(allocator=allocator, cached=object() if corrected else None)
-
-    def needs_ours(rids: list[str] | None) -> bool:
-        found: bool = backend.needs_ours(SimpleNamespace(rids=rids))
-        return found
-
-    needing, other = MarkedRids(["a"], True), MarkedRids(["a"], False)
-    assert not any(map(needs_ours, (needing, other, list(other), None)))
-    setattr(allocator, seen, True)
-    counts = corrected or seen == "has_evicted"
-    assert needs_ours(needing) == needs_ours(list(other)) == needs_ours(None) == counts
-    assert not needs_ours(other)
 
 
 def test_evicted_positions_are_those_of_the_row_at_hand() -> None:

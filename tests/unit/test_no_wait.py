@@ -7,6 +7,7 @@ calls. Ours waits in ``free`` and ``free_page_ids`` alone, of slots that nobody 
 so when an allocation for a part of a batch fails."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,27 +48,14 @@ SLOTS = 200
 SETUPS = [Setup(page, 4, SLOTS, publish) for page in (1, 4) for publish in ("exact", "aliased")]
 SETUPS += [Setup(page, 4, SLOTS, "aliased", need_sort=True) for page in (1, 4)]
 ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
-ALLOCATOR = [
-    "alloc",
-    "alloc_extend",
-    "alloc_decode",
-    "free_segment",
-    "free_group_end",
-    "evict",
-    "release",
-    "share",
-]
-TREE = [
-    "checkpoint",
-    "free_kv_row",
-    "on_release",
-    "match_prefix",
-    "insert",
-    "evict",
-    "lock",
-    "unlock",
-]
-CONTROLLER = ["after_decode", "after_prefill", "after_chunk", "on_release", "describe"]
+
+
+def called_by_sglang(owner: Any) -> set[str]:
+    """Public methods of ours, but for the one that waits."""
+    ours = [cls for cls in type(owner).__mro__ if cls.__module__.startswith("sglang_reasoncache.")]
+    found = [item for cls in ours for item in vars(cls).items() if inspect.isfunction(item[1])]
+    return {name for name, _ in found if name[0] != "_"} - {"free"}
+
 
 pytestmark = [
     pytest.mark.usefixtures("published_config", "device"),
@@ -84,10 +72,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     def watched(world: World, *args: Any, **kwargs: Any) -> None:
         plain(world, *args, **kwargs)
         made.append(world)
-        for owner, names in (
-            (world.allocator, ALLOCATOR), (world.tree, TREE), (world.controller, CONTROLLER)
-        ):  # fmt: skip
-            guarded(owner, *(name for name in names if hasattr(owner, name)))
+        for owner in (world.allocator, world.tree, world.controller):
+            guarded(owner, *called_by_sglang(owner))
 
     monkeypatch.setattr(World, "device", "cuda")
     monkeypatch.setattr(World, "__init__", watched)

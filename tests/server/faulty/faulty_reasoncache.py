@@ -8,7 +8,7 @@ from typing import Any
 
 ARMS = "arm"
 #: Batches that are measured before.
-BATCHES = 30
+BATCHES = 10
 #: In the log, once for each of the calls below.
 SAID, VITAL = "faulty_reasoncache:", 5
 
