@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
+import sglang
 
 from eval.serving import LEAN_START
 from sglang_reasoncache.arguments import arguments_of
@@ -38,8 +38,8 @@ class ServerSpec:
         ``<this>-<name>``."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
-        told = dict(name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
-        return replace(self, **told, long=False, group="")
+        of_both = replace(self, name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
+        return replace(of_both, long=False, group="")
 
     def for_long_runs(self) -> ServerSpec:
         return replace(self, long=True)
@@ -190,13 +190,16 @@ HYBRID_COPY = {
 
 def _only(model: str) -> str:
     """``SGLANG_DISABLED_MODEL_ARCHS``: SGLang imports the module of one model. All take many seconds."""
-    folder = Path(importlib.util.find_spec("sglang").origin).parent / "srt/models"
+    folder = Path(sglang.__file__).parent / "srt/models"
     return ",".join(sorted({file.stem for file in folder.glob("*.py")} - {model, "__init__"}))
 
 
 def hybrid(model: str) -> ServerSpec:
     """With room for ten requests that arrive together."""
-    at_once = (BATCHED, "--max-running-requests 10 --reasoncache-when always")
+    at_once = (
+        "--enable-tokenizer-batch-encode --random-seed 7",
+        "--max-running-requests 10 --reasoncache-when always",
+    )
     return replace(SHARED, name=model, model=model).having(
         "shared", *HYBRID_FLAGS, *at_once, SGLANG_DISABLED_MODEL_ARCHS=_only(model), **_STATE_ENV
     )
