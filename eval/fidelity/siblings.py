@@ -61,7 +61,7 @@ class Slots:
         """Positions that moved, with those of ``lender`` that they read now; none where another
         response has the slots, too, which moving would not free."""
         lender._located(src, length)
-        if not self._row.lent.isdisjoint(self._located(dst, length)):
+        if not self._row.in_other_rows.isdisjoint(self._located(dst, length)):
             return []
         moves: list[Moved] = []
         self._row.read(dst, src, length, lender._row, moves)
