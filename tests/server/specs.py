@@ -235,7 +235,9 @@ _STATE_ENV = {
     "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
 HYBRID_COPY = {
-    "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "state_layers", "copying")))
+    "PYTHONPATH": os.pathsep.join(
+        (str(LEAN_START), _beside_ours("faulty", "state_layers", "copying"))
+    )
 }
 
 
@@ -255,9 +257,18 @@ def hybrid(model: str) -> ServerSpec:
 
 def hybrid_short(model: str) -> ServerSpec:
     """With memory for four responses, under forced retractions; requests arrive when they like."""
-    pool = ("--max-total-tokens 1600 --max-running-requests 12", CROWDED, "--chunked-prefill-size 64")
+    pool = (
+        "--max-total-tokens 1600 --max-running-requests 12",
+        CROWDED,
+        "--chunked-prefill-size 64",
+    )
     return replace(SHARED, name=model, model=model).having(
-        "short", *HYBRID_FLAGS, *pool, **_STATE_ENV, **retracting(60), SGLANG_DISABLED_MODEL_ARCHS=_only(model)
+        "short",
+        *HYBRID_FLAGS,
+        *pool,
+        **_STATE_ENV,
+        **retracting(60),
+        SGLANG_DISABLED_MODEL_ARCHS=_only(model),
     )
 
 

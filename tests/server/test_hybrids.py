@@ -16,7 +16,7 @@ from tests.server.problems import OPT_OUT, TO_THE_END, report
 
 #: Of blocks.
 _LENGTH = 8
-_WORDS = "a b c d e f g h i j k l m n o p q r s t".split()
+_WORDS = list("abcdefghijklmnopqrst")
 #: Log-probabilities in fp32 by two orders of the same sums.
 ROUNDING = 2e-3
 
@@ -96,8 +96,9 @@ class Loop:
         self._slots = [(0, slots)]
         for written, dst, src in sorted(blocks, key=lambda block: block[0]):
             slots = slots.clone()
-            for old, new in zip(slots[dst:][:_LENGTH].tolist(), slots[src:][:_LENGTH], strict=True):
-                slots[slots == old] = new.clone()
+            block, source = (slots[at : at + _LENGTH].tolist() for at in (dst, src))
+            for old, new in zip(block, source, strict=True):
+                slots[slots == old] = new
             self._slots.append((written, slots))
         logits = self.model(input_ids=torch.tensor([tokens])).logits[0]
         ours = logits.log_softmax(dim=-1)[found["prompt"] - 1 : -1]
@@ -136,7 +137,9 @@ def test_a_hybrid_computes_what_a_loop_computes(
     seen, rotation = report(server), loop.rotation()
     assert seen["uncorrected"] is None
     assert seen["config"]["positions"] == ("as-cached" if rotation is None else "corrected")
-    assert sum(len(found["blocks"]) for found in responses) == seen["totals"]["blocks_shared"] >= 200
+    assert (
+        sum(len(found["blocks"]) for found in responses) == seen["totals"]["blocks_shared"] >= 200
+    )
     off = dict.fromkeys(("shared", "dense", "as cached"), 0.0)
     for text, found in zip(_prompts(10), responses, strict=True):
         assert found["retractions"] == 0 < len(found["blocks"])
@@ -165,7 +168,9 @@ def test_a_hybrid_that_copies_says_the_same(servers: ServerPool, spec: specs.Ser
         flag = "--reasoncache-positions as-cached"
         unrotated = _together(servers.get(spec.having("as-cached", flag).for_long_runs()), 400)
         off = [
-            1.0 if one["tokens"] != other["tokens"] else float((one["logprobs"] - other["logprobs"]).abs().max())
+            1.0
+            if one["tokens"] != other["tokens"]
+            else float((one["logprobs"] - other["logprobs"]).abs().max())
             for one, other in zip(shared, unrotated, strict=True)
         ]
         assert max(off) > 10 * ROUNDING
@@ -193,9 +198,7 @@ def test_a_hybrid_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.
                         "sampling_params": {**sampling, "temperature": 0, "max_new_tokens": 800},
                     },
                 )
-        return generate(
-            server, text, 300, rid=rid, return_logprob=True, sampling_params=sampling
-        )
+        return generate(server, text, 300, rid=rid, return_logprob=True, sampling_params=sampling)
 
     todo = list(enumerate(_prompts(16)))
     with ThreadPoolExecutor(16) as pool:

@@ -23,6 +23,7 @@ _COMMON: dict[str, Any] = dict(
 #: SGLang splits what a gated delta net projects in Triton if a key has 1, 2 or 4 values.
 _GATED_DELTA: dict[str, Any] = dict(
     head_dim=32,
+    full_attention_interval=2,
     linear_key_head_dim=16,
     linear_value_head_dim=16,
     linear_num_key_heads=1,
@@ -47,9 +48,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": (
         "Lfm2Config",
-        dict(
-            num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2
-        ),
+        dict(num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2),
     ),
     "nemotron_h": (
         "NemotronHConfig",

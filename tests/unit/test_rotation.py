@@ -319,6 +319,9 @@ def test_not_refused() -> None:
         ([hunyuan(False)], 64),
         ([Attention(rotary_of(rotary_dim=32))], 32),
         # Qwen3.5: text positions of a model that also sees images, whose other part has a table too.
-        ([Attention(rotary_of(rope_scaling=MULTIMODAL)), rotary_of(head_size=32, rotary_dim=32)], 64),
+        (
+            [Attention(rotary_of(rope_scaling=MULTIMODAL)), rotary_of(head_size=32, rotary_dim=32)],
+            64,
+        ),
     ):
         assert key_rotation(torch.nn.ModuleList(modules), 64).rotary_dim == rotary_dim

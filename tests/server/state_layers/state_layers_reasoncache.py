@@ -3,6 +3,7 @@
 which needs a GPU. Slots of states, their copies and their clearing stay SGLang's."""
 
 import importlib
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -125,7 +126,7 @@ def scan(
     if initial_states is not None:
         states.copy_(initial_states)
     a, d, bias = a[:, None, None], D[:, None], dt_bias[:, None]
-    for i, (start, end) in enumerate(zip(ends, ends[1:], strict=False)):
+    for i, (start, end) in enumerate(itertools.pairwise(ends)):
         where = torch.tensor([i])
         for at in range(start, end):
             token = slice(at, at + 1)
