@@ -4,7 +4,7 @@ attention layers and their rotary embedding. What flags refuse is in ``plugin/re
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,47 @@ if TYPE_CHECKING:
 
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
+
+#: Attention -> why it is refused.
+REFUSED = {
+    "latent": "its keys and values are one latent row, which our kernels do not read",
+    "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
+    "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not",
+}
+#: SGLang's pool -> a key of ``REFUSED``.
+_POOLS = {
+    "MLATokenToKVPool": "latent",
+    "DSATokenToKVPool": "sparse",
+    "SWAKVPool": "sliding window",
+}
+
+
+class Family(NamedTuple):
+    """A row of the table in docs/index.md. ``tried``: with which model, on which device."""
+
+    models: str
+    attention: str
+    tried: str
+
+    @property
+    def answer(self) -> str:
+        """``served``, or why not."""
+        return REFUSED.get(self.attention, "served")
+
+
+#: ``attention``: a key of ``REFUSED``, or what is served.
+FAMILIES = (
+    Family(
+        "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"
+    ),
+    Family("Qwen3-Next, Qwen3.5 without images", "full, gated delta net", "tiny Qwen3-Next: CPU"),
+    Family("LFM2", "full, short convolution", "tiny: CPU"),
+    Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
+    Family("Granite-H, Falcon-H1", "full, Mamba 2", "not tried"),
+    Family("DeepSeek-R1 and V3, Kimi-K2, Kimi-Linear", "latent", ""),
+    Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
+    Family("gpt-oss, Gemma 3 and 4, MiMo-V2", "sliding window", ""),
+)
 
 #: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.
 LAYER_ATTRIBUTES = (
@@ -54,6 +95,9 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     """
     if type(pool) is compat.HybridLinearKVPool:
         pool = pool.full_kv_pool  # Of the attention layers; state layers have none.
+    kind = _POOLS.get(type(pool).__name__)
+    if kind is not None:
+        raise ValueError(f"{requested_by} does not support {kind} attention: {REFUSED[kind]}")
     layout = getattr(pool, "kv_cache_layout", "own layout")
     is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
     if not is_plain or layout != "nhd":
@@ -66,9 +110,9 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 def check_kind(context: TreeCacheBuildContext) -> None:
     """Raises ValueError for a model whose attention layers keep less than keys and values of all
     positions."""
-    kinds = {"sliding-window": context.is_hybrid_swa, "sparse (DSA)": context.is_dsa}
+    kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
-        raise ValueError(f"{_FLAG} supports full attention, this model has {kind} attention layers")
+        raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
@@ -86,7 +130,7 @@ def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | Non
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
     """Raises ValueError naming the first thing that our attention kernels do not compute."""
     if model_runner.use_mla_backend:
-        raise ValueError(f"{requested_by} does not support multi-head latent attention")
+        raise ValueError(f"{requested_by} does not support latent attention: {REFUSED['latent']}")
     if model_runner.model_config.is_encoder_decoder:
         raise ValueError(f"{requested_by} does not support encoder-decoder models")
     if not model_runner.spec_algorithm.is_none():

@@ -43,7 +43,7 @@ _POINTERS = {
 POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 #: Addresses and strides that are multiples of 16; ``end`` is a slice of ``kv_indptr`` from 1.
 ALIGNED = {*POINTERS} - {"end"}
-ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride")
+ALIGNED_STRIDES = ("slot_stride", "page_stride", "head_stride", "q_row_stride", "q_head_stride")
 
 
 class Resources(NamedTuple):

@@ -232,9 +232,10 @@ class World:
         self.allocator = allocator_of(
             setup.page, setup.slots, self.pool, setup.need_sort, self.device
         )
-        self.rows = ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)
+        self.rows = self.make_rows()
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
         params.tree_components = (ComponentType.FULL,)
+        self.set_components(params)
         params.tree_core_backend = setup.core
         if setup.publish == "aliased":
             publish_aliased(params)
@@ -283,6 +284,12 @@ class World:
         #: Position at which each slot was written.
         self.written_at = np.zeros(setup.slots + setup.page, dtype=np.int64)
         self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
+
+    def make_rows(self) -> Any:
+        return ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)
+
+    def set_components(self, params: CacheInitParams) -> None:
+        """What the tree keeps beside keys and values: nothing."""
 
     def request(
         self, name: str, prompt: Sequence[int], exact_only: bool = False, salt: str | None = None

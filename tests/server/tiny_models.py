@@ -23,6 +23,7 @@ _COMMON: dict[str, Any] = dict(
 #: SGLang splits what a gated delta net projects in Triton if a key has 1, 2 or 4 values.
 _GATED_DELTA: dict[str, Any] = dict(
     head_dim=32,
+    full_attention_interval=2,
     linear_key_head_dim=16,
     linear_value_head_dim=16,
     linear_num_key_heads=1,

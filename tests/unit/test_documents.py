@@ -125,6 +125,19 @@ def test_what_is_served_is_told() -> None:
     assert not [name for name in names if f"`{name}`" not in TEXT["kernels"]]
 
 
+def test_every_family_is_told() -> None:
+    rows = [
+        f"| {family.models} | {family.attention} | {family.answer} | {family.tried} |"
+        for family in served.FAMILIES
+    ]
+    table = TEXT["index"].partition(
+        "| models | attention | | tried |\n| --- | --- | --- | --- |\n"
+    )[2]
+    assert table.partition("\n\n")[0].splitlines() == rows
+    names = [*served.WITHOUT_POSITIONS]
+    assert not [name for name in names if f"`{name}`" not in TEXT["kernels"]]
+
+
 def test_every_policy_and_option_is_in_the_tables() -> None:
     text = TEXT["eviction"] + TEXT["selection"]
     for name, target in registry.BUILT_IN.items():

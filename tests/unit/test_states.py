@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefix tree of a hybrid model, over SGLang's pools of states. A state here holds how many positions
+it has seen, so that a state published for another length is found."""
+
+import pytest
+import torch
+from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.runtime_context import get_server_args
+
+from sglang_reasoncache.sharing.state import RequestState, attach
+from tests.property.world import (
+    ENDS,
+    MAX_CONTEXT,
+    MAX_ROWS,
+    OUTPUT,
+    PROMPT,
+    Pair,
+    Setup,
+    World,
+    come_back,
+    decode,
+    finish,
+    propose,
+    start,
+)
+
+pytestmark = pytest.mark.usefixtures("any_length")
+STATES = 24
+STRATEGIES = ["no_buffer", "extra_buffer"]
+
+
+@pytest.fixture
+def any_length(published_config: None) -> None:
+    """States are kept at any length, not only at multiples of a kernel's chunk."""
+    get_server_args()._mamba_cache_chunk_size = 1
+
+
+class States(World):
+    def __init__(self, strategy: str, publish: str = "exact") -> None:
+        self.copies = strategy == "extra_buffer"
+        super().__init__(Setup(1, 4, 120, publish))
+
+    def make_rows(self) -> HybridReqToTokenPool:
+        shape = Mamba2StateShape.create(
+            **dict(tp_world_size=1, intermediate_size=4, n_groups=1, num_heads=1),
+            **dict(head_dim=4, state_size=2, conv_kernel=2),
+        )
+        return HybridReqToTokenPool(
+            **dict(size=MAX_ROWS, mamba_size=STATES, mamba_spec_state_size=MAX_ROWS),
+            **dict(max_context_len=MAX_CONTEXT, device="cpu", enable_memory_saver=False),
+            cache_params=Mamba2CacheParams(shape=shape, layers=[0]),
+            mamba_layer_ids=[0],
+            enable_mamba_extra_buffer=self.copies,
+        )
+
+    def set_components(self, params: CacheInitParams) -> None:
+        params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
+        params.enable_mamba_extra_buffer = self.copies
+
+    def write(self, slots: object, contents: object) -> None:
+        """A forward: the states of all requests see all that is computed."""
+        super().write(slots, contents)  # type: ignore[arg-type]
+        for req in self.requests if hasattr(self, "controller") else ():
+            if req.kv.holds_mamba and req.kv.holds_kv:
+                self.set_state(req.kv.mamba_pool_idx, req.kv.kv_allocated_len)
+
+    def set_state(self, slot: torch.Tensor, positions: int) -> None:
+        for state in (
+            self.rows.mamba_pool.mamba_cache.temporal,
+            self.rows.mamba_pool.mamba_cache.conv[0],
+        ):
+            state[:, slot] = positions
+
+    def track(self, req: Req) -> None:
+        """As SGLang does every so many tokens: keep a copy of the state, beside the one before."""
+        kv, pool = req.kv, self.rows
+        kv.mamba_last_track_idx = kv.mamba_next_track_idx
+        kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
+        kv.mamba_prev_track_seqlen = kv.mamba_last_track_seqlen
+        kv.mamba_last_track_seqlen = kv.kv_committed_len
+        slot = kv.mamba_ping_pong_track_buffer[kv.mamba_last_track_idx]
+        self.set_state(slot, kv.kv_committed_len)
+
+    def cached(self, tokens: list[int]) -> int:
+        """Positions of ``tokens`` that a new request gets; its state has seen as many."""
+        req = self.request("again", [*tokens, 1])
+        req.init_next_round_input(self.tree)
+        found = req.prefix_len
+        if found:
+            seen = self.rows.mamba_pool.mamba_cache.temporal[0, req.kv.mamba_cow_src_index]
+            assert seen.unique().tolist() == [found]
+            self.rows.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
+            req.kv.mamba_pool_idx = None
+        return found
+
+    def assert_whole(self) -> None:
+        """Every slot and every state is free, or the tree's and evictable; then all are free."""
+        free, states = self.allocator.available_size(), self.rows.mamba_allocator.available_size()
+        assert free + self.tree.full_evictable_size() == self.total
+        assert states + self.tree.mamba_evictable_size() == STATES
+        self.tree.evict(EvictParams(num_tokens=self.total, mamba_num=STATES))
+        assert self.allocator.available_size() == self.total
+        assert self.rows.mamba_allocator.available_size() == STATES
+
+
+@pytest.fixture(params=STRATEGIES)
+def world(request: pytest.FixtureRequest) -> States:
+    return States(request.param)
+
+
+def test_a_row_that_shares_nothing_is_published_whole(world: States) -> None:
+    req = start(world)
+    if world.copies:
+        world.track(req)
+    tokens = [*req.origin_input_ids, *req.output_ids]
+    finish(world, req)
+    assert world.cached(tokens) == len(PROMPT) + OUTPUT
+    world.assert_whole()
+
+
+@pytest.mark.parametrize("dst", [8, 20])
+def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int) -> None:
+    """Without copies nothing of the response, as its state has seen all of it; with copies up to the
+    last copy before the first shared position."""
+    req = start(world, first=100)
+    if world.copies:
+        # The copies of positions 15 and 31.
+        req.kv.mamba_prev_track_seqlen, req.kv.mamba_last_track_seqlen = None, 15
+        kept = req.kv.mamba_ping_pong_track_buffer[req.kv.mamba_next_track_idx]
+        req.kv.mamba_last_track_idx = req.kv.mamba_next_track_idx
+        req.kv.mamba_next_track_idx = 1 - req.kv.mamba_next_track_idx
+        world.set_state(kept, 15)
+        world.track(req)
+    propose(world, req, Pair(len(PROMPT) + dst, len(PROMPT) + dst - 6))
+    world.controller.after_decode([req])
+    decode(world, req)
+    assert world.controller.pipeline.saved == 4
+    tokens = [*req.origin_input_ids, *req.output_ids]
+    prompt = 0 if world.copies else len(PROMPT)
+    finish(world, req)
+    assert world.cached(tokens) == (15 if world.copies and dst == 20 else prompt)
+    world.assert_whole()
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: object) -> None:
+    """After a retraction its prefill is longer than its prompt: a state of that length is not the
+    prompt's."""
+    req = start(world)
+    ENDS["retract"](world, req)
+    come_back(world, req)
+    if world.copies:
+        world.track(req)
+    prompt = [*req.origin_input_ids]
+    assert world.cached(prompt) == (0 if world.copies else len(PROMPT))
+    propose(world, req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
+    world.controller.after_decode([req])
+    end(world, req)  # type: ignore[operator]
+    if end is ENDS["retract"]:
+        come_back(world, req)
+        finish(world, req)
+    world.cached([*prompt, *req.output_ids])
+    world.assert_whole()
+
+
+def test_an_opted_out_request_reads_no_approximate_state() -> None:
+    """With aliased publishing the whole row stays, and its last state, which has seen shared KV."""
+    world = States("no_buffer", "aliased")
+    req = start(world)
+    propose(world, req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
+    world.controller.after_decode([req])
+    tokens = [*req.origin_input_ids, *req.output_ids][:-1]
+    finish(world, req)
+    assert world.cached(tokens) == len(tokens)
+    exact = world.request("exact", [*tokens, 1], exact_only=True)
+    exact.init_next_round_input(world.tree)
+    assert exact.prefix_len == len(PROMPT)
+    attach(exact, RequestState(followed=None))
