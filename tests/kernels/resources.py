@@ -216,7 +216,7 @@ LIMITS = {
     "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800),
     "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440),
     "logits of bounds of 64": Resources(128, 0, 12288),
-    "logits of bounds of 128": Resources(120, 0, 16384),
+    "logits of bounds of 128": Resources(120, 0, 24576),
     "logits of bounds of 256": Resources(72, 24, 32768),
     "distance, bf16": Resources(48, 0, 16),
     "distance, bf16 rotated": Resources(64, 0, 16),
