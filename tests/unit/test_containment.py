@@ -348,15 +348,15 @@ Fault = tuple[Site, int]
 
 def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]]:
     """What a run without a fault counts; and for each place that calls something a fault at its first
-    call, and at its last."""
+    call or at its last, in turns."""
     for _ in range(2):
         # What is looked up once was looked up in the first run.
         load, faults = Load(setup), Faults(agreed=agreed)
         with injected(faults):
             load.run()
     assert load.controller.report.disabled is None
-    found = [(site, number) for site, count in faults.seen.items() for number in {1, count}]
-    return load.totals, sorted(found)
+    found = sorted(faults.seen.items())
+    return load.totals, [(site, count if i % 2 else 1) for i, (site, count) in enumerate(found)]
 
 
 def failed(load: Load, faults: Faults) -> Any:
@@ -378,7 +378,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
     caplog.set_level(logging.CRITICAL + 1)  # some hundred tracebacks
     torch.set_num_threads(1)
     stats, found = sites(setup)
-    assert len(found) > 150 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
+    assert len(found) > 80 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
     assert stats.blocks_reapplied > 1 and stats.positions_evicted > 8
     for turn, (site, number) in enumerate(found):
         load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
@@ -415,7 +415,7 @@ def _rank(rank: int, group: Any) -> list[Any]:
     seen = []
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
         for setup in SETUPS:
-            chosen = [sites(setup, True)[1][::4]]
+            chosen = [sites(setup, True)[1][::2]]
             torch.distributed.broadcast_object_list(chosen, src=0, group=group)
             for turn, (site, number) in enumerate(chosen[0]):
                 load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]
