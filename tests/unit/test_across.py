@@ -20,7 +20,6 @@ from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import (
-    ENDS,
     OUTPUT,
     PROMPT,
     Pair,
@@ -199,31 +198,6 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     balance(world)
     state: Any = world.controller.state_of(reader)
     assert not state.pending and len(state.redirected) == 1
-
-
-@pytest.mark.parametrize("how", ENDS)
-@pytest.mark.parametrize("who", ["source", "reader"])
-def test_what_is_queued_again_and_comes_too_late_waits_once_more(how: str, who: str) -> None:
-    world, source, reader = two(SETUPS[0])
-    assert lend(world, source, reader, Pair(12, 20)) == 4
-    propose(world, reader, Pair(24, 8))
-    assert world.controller.after_decode([source, reader]) == 4
-    retract(world, reader)
-    come_back(world, reader)
-    assert world.controller.after_decode([source, reader]) == 0, "queued"
-    ENDS[how](world, {"source": source, "reader": reader}[who])
-    freed = sum(world.controller.after_decode(running(world)) for _ in range(3))
-    assert freed == 4 * (who == "source"), "what it reads of itself"
-    balance(world)
-    state: Any = world.controller.state_of(reader)
-    if how == "retract":
-        one = source if who == "source" else reader
-        come_back(world, one)
-        freed += sum(world.controller.after_decode([reader, source]) for _ in range(4))
-        assert freed == 8 and len(state.redirected) == 2
-        balance(world)
-    elif who == "source":
-        assert len(state.redirected) == 1 and not state.pending
 
 
 def test_nothing_waits_for_a_source_that_has_left() -> None:
