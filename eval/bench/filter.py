@@ -21,29 +21,18 @@ from eval import command
 from eval.bench import distance, idle
 from eval.command import option
 from eval.jsonl import texts_of
+from eval.replay.model import train_tokenizer
 from eval.runs.folder import write_json
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
-_VOCABULARY_SIZE = 16_000
 _REQUESTS = 32
 #: Decode steps between two polls, as in a server.
 _INTERVAL = 4
 _POLLS = 2000
 #: Between two polls: the process is as far behind as in a server.
 _PAUSE_SECONDS = 0.004
-
-
-def tokenized(texts: Sequence[str]) -> tuple[Vocabulary, list[list[int]]]:
-    """Token ids of ``texts`` by a byte-level BPE trained on them."""
-    from tokenizers import ByteLevelBPETokenizer
-    from transformers import PreTrainedTokenizerFast
-
-    bpe, sizes = ByteLevelBPETokenizer(), dict(vocab_size=_VOCABULARY_SIZE, min_frequency=0)
-    bpe.train_from_iterator(texts, **sizes, show_progress=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe._tokenizer)
-    return vocabulary_of(tokenizer), [tokenizer.encode(text) for text in texts]
 
 
 def wait_for(step_filter: FilterProcess) -> None:
@@ -109,7 +98,8 @@ class Options:
 def work(options: Options) -> None:
     traces = options.traces
     texts = texts_of(sorted(traces.glob("aime*.jsonl")) if traces.is_dir() else [traces])
-    vocabulary, streams = tokenized(texts)
+    tokenizer = train_tokenizer(texts)
+    vocabulary, streams = vocabulary_of(tokenizer), [tokenizer.encode(text) for text in texts]
     results: dict[str, Any] = {"machine": platform.processor() or platform.machine()}
     # Nothing is shed where it is fed faster than by any model.
     for measure, max_pending in ((step_times, 1 << 30), (poll_times, 256)):

@@ -21,7 +21,7 @@ from eval.fidelity import summary
 from eval.fidelity.arms import Arm, default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay
-from eval.jsonl import cut_unfinished, read_rows, valid_text
+from eval.jsonl import cut_unfinished, read_rows, text_of
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
@@ -64,11 +64,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 
 def _texts(row: dict[str, Any]) -> dict[str, Any]:
-    for field in ("question", "response"):
-        if not isinstance(row.get(field), str):
-            raise ValueError(f"no text in field {field!r}")
-        row[field] = valid_text(row[field])
-    return row
+    return {**row, **{name: text_of(row, name) for name in ("question", "response")}}
 
 
 def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:

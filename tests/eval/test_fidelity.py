@@ -326,7 +326,7 @@ def test_one_response_has_no_interval() -> None:
 def test_what_cannot_be_read(folder: Path, tmp_path: Path, model: Any) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "1?", "response": 3}\n')
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: no text in field 'response'"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: field 'response' is no text"):
         list(read(path, AutoTokenizer.from_pretrained(folder), 100, 1))
     with pytest.raises(SystemExit, match="eval.fidelity: error: the tokenizer of"):
         main([str(tmp_path), str(path)])
