@@ -27,13 +27,14 @@ class HostRow:
         saved: Slots saved inside this row: positions minus distinct slots that they name.
         borrowed: Slots of other requests that this row names.
         first_shared: The lowest position that was ever redirected; None: none was.
+        evicted: Number of evicted positions.
         in_other_rows: Slots of this row that another request's row names, or has named. Positions that name
             such a slot are not redirected again, because that might free no slot.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.saved = self.borrowed = 0
+        self.saved = self.borrowed = self.evicted = 0
         self.first_shared: int | None = None
         self.in_other_rows: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
@@ -65,6 +66,19 @@ class HostRow:
         found, known = np.zeros(end - start, dtype=np.int64), self._slots[start:end]
         found[: len(known)] = known
         return found
+
+    def held(self, end: int) -> np.ndarray:
+        """The positions below ``end`` that are not evicted: int64 ``[held]``, ascending."""
+        return np.flatnonzero(self.between(0, end) != EVICTED)
+
+    def evicted_from(self, start: int) -> np.ndarray:
+        """The evicted positions from ``start`` on: int64 ``[n]``, ascending."""
+        slots = self._slots[start:] if self.evicted else self._slots[:0]
+        return start + np.flatnonzero(slots == EVICTED)
+
+    def any_evicted(self, start: int, end: int) -> bool:
+        """Whether a position of ``[start, end)`` was evicted."""
+        return self.evicted > 0 and EVICTED in self._slots[start:end]
 
     def readers(self, position: int) -> list[int]:
         """All positions that name the same slot as ``position``, including ``position``."""
@@ -124,7 +138,8 @@ class HostRow:
     def unset(self, positions: np.ndarray) -> None:
         """Mark ``positions``, int64 ``[n]``, as evicted."""
         self.reserve(int(positions.max(initial=-1)) + 1)
-        for position, slot in zip(positions.tolist(), self._slots[positions].tolist(), strict=True):
+        slots = self._slots[positions]
+        for position, slot in zip(positions.tolist(), slots.tolist(), strict=True):
             there = self._readers.get(slot)
             if there is not None:
                 there.remove(position)
@@ -133,6 +148,7 @@ class HostRow:
                     del self._readers[slot]
                     self.in_other_rows.discard(slot)
         self._slots[positions] = EVICTED
+        self.evicted += int(np.count_nonzero(slots != EVICTED))
 
 
 class Moved(NamedTuple):

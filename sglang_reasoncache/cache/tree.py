@@ -102,11 +102,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if running and len(req.output_ids):
             # After a retraction a prefilling request has output already.
             up_to = min(up_to, len(req.origin_input_ids))
-        state, row = self._state_of(req), self._host_row(req.kv)
+        row = self._host_row(req.kv)
         first_shared = row.first_shared
-        if state is not None and state.evicted.first is not None:
-            # KV of later positions was computed without the evicted one.
-            up_to = min(up_to, state.evicted.first)
+        # KV after the first evicted position was computed without it.
+        up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
         # The tree would count a slot that another row names as evictable, but evicting it frees nothing.
         up_to = row.first_in_other_rows(up_to)
         if first_shared is not None:
@@ -180,10 +179,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
         """Evicted positions of each of ``reqs``, a number each. The tree holds none."""
-        if not self.token_to_kv_pool_allocator.has_evicted:
-            return [0] * len(reqs)
-        states = [self._state_of(req) for req in reqs]
-        return [0 if state is None else state.evicted.count for state in states]
+        return [self._host_row(req.kv).evicted for req in reqs]
 
     def _state_of(self, req: Request) -> Any:
         return None if self.controller is None else self.controller.state_of(req)

@@ -12,18 +12,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
-from sglang_reasoncache.eviction.policies.evictor import ALWAYS, Evictor
+from sglang_reasoncache.eviction.policies.evictor import ALWAYS, Evictor, runs
 from sglang_reasoncache.eviction.row_state import EvictionStats, RowState, Totals, written_positions
 
 #: Positions that a request writes between two polls, rounded up.
 _BETWEEN_POLLS = 8
+#: Most evictions of a request that the endpoint shows.
+_REMEMBERED = 1024
 
 
 class EvictionController:
@@ -81,7 +83,7 @@ class EvictionController:
         """
         if written is None:
             written = written_positions(req)
-        if len(state.evicted.again):
+        if len(state.again):
             # Before the policies, because the row came back at its full size.
             self._evict_again(req, state, written)
         for name, policy in self._evictors if decide else ():
@@ -134,7 +136,8 @@ class EvictionController:
         None: the slack is not used up, or fewer than ``slack`` positions were written since the policy
         was asked last. More than the budget may have to stay, so there may be nothing to give.
         """
-        slots = written - state.evicted.count - self._row(req).saved
+        row = self._row(req)
+        slots = written - row.evicted - row.saved
         if slots - policy.allowed(written) <= policy.slack or written < state.next_eviction.get(
             name, 0
         ):
@@ -159,7 +162,8 @@ class EvictionController:
             self._scores(name, policy, req, state, view)
 
     def _view(self, policy: Evictor, req: Request, state: RowState, written: int) -> View:
-        held = state.evicted.held(written)
+        row = self._row(req)
+        held = row.held(written)
         owned = req.kv.cache_protected_len
         if not policy.prompt:
             # The prompt stays, whether the tree or the request owns it.
@@ -170,7 +174,7 @@ class EvictionController:
             owned=owned,
             page=self._page,
             held=held,
-            first_readers=self._row(req).first_readers(held),
+            first_readers=row.first_readers(held),
             seed=zlib.crc32(array("q", req.origin_input_ids)),
         )
 
@@ -195,9 +199,9 @@ class EvictionController:
         return scores
 
     def _evict_again(self, req: Request, state: RowState, written: int) -> None:
-        again, end = state.evicted.again, (written - 1) // self._page * self._page
+        again, end = state.again, (written - 1) // self._page * self._page
         there = again < end
-        state.evicted.again = again[~there]
+        state.again = again[~there]
         # The prefix tree may own the first ones by now, if another response had the same text.
         owned = req.kv.cache_protected_len
         self._apply(req, state, again[there & (again >= owned)], written)
@@ -215,7 +219,8 @@ class EvictionController:
         A forward in flight reads the old slots or finds the positions evicted. Both are valid, because
         only a later forward on the same stream overwrites freed slots.
         """
-        positions = state.evicted.still_held(positions)
+        known = self._row(req)
+        positions = positions[known.at(positions) != EVICTED]
         if not len(positions):
             return 0
         rows = self._rows.req_to_token
@@ -223,10 +228,10 @@ class EvictionController:
         where = row, upload(positions, rows.device)
         slots = rows[where]
         gone = torch.full_like(slots, -1)
-        known = self._row(req)
         known.reserve(int(positions[-1]) + 1)
         change = self._allocator.prepare_known(slots, known.at(positions))
-        state.evicted.reserve(written)
+        begun = runs(positions)[: _REMEMBERED - len(state.evictions)]
+        remembered = [(written, start, length) for start, length in begun]
         # All ranks are prepared: nothing after this can fail.
         self._ranks.agree()
         self._rows.write(where, gone)
@@ -236,7 +241,7 @@ class EvictionController:
             self._rows.write(where, slots)
             raise
         known.unset(positions)
-        state.evicted.add(positions, written)
+        state.evictions += remembered
         self.positions_now += len(positions)
         self._stats.positions_evicted += len(positions)
         self._stats.slots_freed_by_eviction += freed
@@ -245,11 +250,10 @@ class EvictionController:
     def _row(self, req: Request) -> HostRow:
         return self._allocator.row_of(req.kv.req_pool_idx)  # type: ignore[no-any-return]
 
-    def forget(self, state: RowState) -> int:
+    def forget(self, row: HostRow) -> int:
         """The row is gone. Returns how many of its positions were evicted."""
-        gone = state.evicted.count
-        self.positions_now -= gone
-        return gone
+        self.positions_now -= row.evicted
+        return row.evicted
 
     def reset(self) -> None:
         """The cache was flushed, so no request runs."""

@@ -91,10 +91,8 @@ class Controller:
             self._on_release(req, state_of(req), row)
 
     def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
-        evicted, expected = 0, 0.0
-        if state is not None:
-            # First, before anything that can fail: SGLang's count of its slots relies on it.
-            evicted = self.eviction.forget(state)
+        # First, before anything that can fail: SGLang's count of its slots relies on it.
+        expected, evicted = 0.0, self.eviction.forget(row)
         try:
             if state is not None:
                 expected = self.pipeline.expected_of(req, state)
@@ -106,7 +104,7 @@ class Controller:
         finally:
             self._running.pop(id(req), None)
             if state is not None:
-                state.forget_row()
+                state.forget_row(row)
         if (row.saved or evicted or row.in_other_rows) and not self.saved_positions:
             self.report.publish()
 
@@ -122,7 +120,7 @@ class Controller:
                 positions = len(req.origin_input_ids) + len(req.output_ids)
                 self.stats.request_finished(0, positions)
         elif ended and state is not None and state.takes_part:
-            of_output = state.evicted.count_from(len(req.origin_input_ids))
+            of_output = len(row.evicted_from(len(req.origin_input_ids)))
             self.forecast.observe(row.saved + expected + of_output, len(req.output_ids))
             self.report.request_finished(req, state, row.saved + row.borrowed, evicted)
         if state is not None and state.followed is not None:
@@ -227,7 +225,7 @@ class Controller:
                 self.pipeline.requeue(req, state)
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
-            saved += state.evicted.count_from(len(req.origin_input_ids))
+            saved += len(state.row.evicted_from(len(req.origin_input_ids)))
         self.tracker.feed(running)
         self.stats.poll(len(running), self.saved_positions, logical, self.pipeline.across)
         expected = self.pipeline.expected(map(self.tracker.follow, running))
@@ -260,7 +258,7 @@ class Controller:
     ) -> None:
         """Call ``work``, a method of the eviction controller, and drop blocks that lost positions."""
         if state.takes_part:
-            evicted = state.evicted.count
+            evicted = self.stats.positions_evicted
             work(req, state, *arguments)
-            if state.evicted.count > evicted:
+            if self.stats.positions_evicted > evicted:
                 self.pipeline.evicted(req)

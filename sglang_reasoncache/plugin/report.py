@@ -177,7 +177,7 @@ class Report:
                 "block": self.pipeline.block,
                 "blocks": blocks[:_RECENT_BLOCKS],
                 "blocks_across": across[:_RECENT_BLOCKS],
-                "evictions": list(state.evicted.history),
+                "evictions": list(state.evictions),
             }
         )
 

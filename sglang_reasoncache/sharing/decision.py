@@ -88,10 +88,8 @@ class BlockProposal:
 def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal | None:
     """Why ``block`` must not share now, or None. ``min_age``: tokens; ``page``: tokens of a page."""
     req, lender, across = block.req, block.lender, block.source is not None
-    state, other = state_of(req), state_of(lender)
-    if state is None or other is None or not _has_row(req, block.row):
-        return Refusal.LATE
-    if not _has_row(lender, block.source_row):
+    row, source = block.row, block.source_row
+    if row is None or source is None or not (_has_row(req, row) and _has_row(lender, source)):
         return Refusal.LATE
     if block.dst_start < req.kv.cache_protected_len:
         # The prefix tree owns the destination; another request may read it.
@@ -108,13 +106,13 @@ def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal
         return Refusal.OVERLAP
     if block.dst_end > written - min_age or (across and block.src_end > there - min_age):
         return Refusal.TOO_YOUNG
-    if state.evicted.any_in(block.dst_start, block.dst_end) or other.evicted.any_in(
+    if row.any_evicted(block.dst_start, block.dst_end) or source.any_evicted(
         block.src_start, block.src_end
     ):
         return Refusal.EVICTED
     return None
 
 
-def _has_row(req: Request, row: HostRow | None) -> bool:
+def _has_row(req: Request, row: HostRow) -> bool:
     state = state_of(req)
     return state is not None and state.row is row and has_row(req)

@@ -133,10 +133,10 @@ class RequestState(RowState):
         self.candidates[start] = candidate
         return True
 
-    def forget_row(self) -> None:
+    def forget_row(self, row: HostRow) -> None:
         # What cannot fail comes first.
         self.row = None
-        super().forget_row()
+        super().forget_row(row)
         self.redirected = []
         self.pending = list(self.candidates.values())
 

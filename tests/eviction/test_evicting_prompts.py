@@ -100,8 +100,8 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
 
 @SETUPS
 def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> None:
-    """Nothing while the request runs, then what was computed before any evict: its sinks. Admission
-    does not count on the rest."""
+    """Nothing while the request runs, then what comes before its first evicted position: its sinks.
+    Admission does not count on the rest."""
     world = world_of(setup, hard())
     req = start(world)
     assert setup == PAGED or held(world, req) == [0, 1, 2, 3, *range(80, 100)]
@@ -134,7 +134,7 @@ def test_a_prompt_given_up_halfway(setup: Setup, no_tree: bool, chunks: int) -> 
 @SETUPS
 @pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
 def test_a_retracted_request_comes_back_within_its_budget(setup: Setup, kind: type) -> None:
-    """EvictedPositions of the earlier row appear as soon as what they are in was computed."""
+    """What was evicted from the earlier row is evicted again as soon as it was computed."""
     world = world_of(setup, hard(kind))
     req = start(world)
     steps(world, req, 12, first=100)

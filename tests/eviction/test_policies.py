@@ -445,29 +445,9 @@ def test_triattention_is_the_papers_series(is_neox: bool) -> None:
 FEW: Any = dict(budget=8, recent=1)
 OF_KEYS = [L2Norm(**FEW), KeyDiff(**FEW)]
 OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
-ALL: list[Any] = [*OF_KEYS, RandomAttention(**FEW), *OF_WEIGHTS]
 
 
-def by_name(policies: list[Any]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("policy", policies, ids=lambda policy: type(policy).__name__)
-
-
-@by_name(ALL)
-def test_whole_pages_go_by_their_mean(policy: Any) -> None:
-    """What was evicted before has no key and no say."""
-    weights, keys = random_weights(26, 3), random_keys(26, 2)
-    prompt = 4 if policy not in OF_WEIGHTS else 30
-    now = view(30, weights, prompt=prompt, owned=4, page=4, gone=range(8, 12), keys=keys)
-    found = evict(policy, now, 26, 7)
-    assert len(found) == 8 and set(found) <= {*range(4, 8), *range(12, 28)}
-    if policy in OF_KEYS:
-        scores = dict(zip(now.held.tolist(), by_hand(policy, keys, weights), strict=True))
-        means = {at: sum(scores[at + i] for i in range(4)) for at in (4, 12, 16, 20, 24)}
-        best = sorted(means, key=lambda at: -means[at])[:2]
-        assert found == sorted(at + i for at in best for i in range(4))
-
-
-@by_name(OF_KEYS + OF_WEIGHTS)
+@pytest.mark.parametrize("policy", OF_KEYS + OF_WEIGHTS, ids=lambda policy: type(policy).__name__)
 def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
     """A NaN costs quality at most; of keys of no length older ones go first."""
     weights, keys = random_weights(30, 3), random_keys(30, 3)

@@ -358,7 +358,7 @@ class Memory:
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
         first = known.first_readers(held)
         # What policies are asked with. Two positions of the tree may share a slot of their own.
-        slots, found = len(row) - state.evicted.count - known.saved, len(np.unique(first))
+        slots, found = len(row) - known.evicted - known.saved, len(np.unique(first))
         assert found == slots or (found < slots and self.world.tree.publishes_aliased)
         own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
         _, by_slot = np.unique(row[held], return_inverse=True)

@@ -35,6 +35,11 @@ def test_rows_name_what_they_read(steps: list[tuple[int, int, int, int, bool] | 
             distinct = {slots[at] for at in held}
             assert row.between(0, LENGTH).tolist() == slots
             assert row.saved == len(held) - len(distinct)
+            assert row.held(LENGTH).tolist() == held.tolist()
+            assert row.evicted == LENGTH - len(held)
+            gone = [at for at in range(4, LENGTH) if slots[at] == EVICTED]
+            assert row.evicted_from(4).tolist() == gone
+            assert row.any_evicted(4, LENGTH) == bool(gone)
             assert row.first_readers(held).tolist() == [slots.index(slots[at]) for at in held]
             own = range(1 + number * LENGTH, 1 + (number + 1) * LENGTH)
             assert row.in_other_rows >= {slot for slot in distinct if slot not in own}

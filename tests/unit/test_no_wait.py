@@ -179,8 +179,7 @@ def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
             recent.keep(layer, queries.to(World.device))
         steps(world, req, count=5)
         assert world.controller.eviction.positions_now > 0
-        state: Any = world.controller.state_of(req)
-        gone = np.flatnonzero(state.evicted._mask).tolist()
+        gone = world.allocator.row_of(row).evicted_from(0).tolist()
         finish(world, req)
         return gone
 
