@@ -12,7 +12,6 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_server_args
 
-from sglang_reasoncache.sharing.state import RequestState, attach
 from tests.property.world import (
     ENDS,
     MAX_CONTEXT,
@@ -153,11 +152,12 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: obje
     prompt's."""
     req = start(world)
     ENDS["retract"](world, req)
+    world.tree.evict(EvictParams(num_tokens=world.total, mamba_num=STATES))
     come_back(world, req)
     if world.copies:
         world.track(req)
     prompt = [*req.origin_input_ids]
-    assert world.cached(prompt) == (0 if world.copies else len(PROMPT))
+    assert world.cached(prompt) == 0
     propose(world, req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
     world.controller.after_decode([req])
     end(world, req)  # type: ignore[operator]
@@ -180,4 +180,3 @@ def test_an_opted_out_request_reads_no_approximate_state() -> None:
     exact = world.request("exact", [*tokens, 1], exact_only=True)
     exact.init_next_round_input(world.tree)
     assert exact.prefix_len == len(PROMPT)
-    attach(exact, RequestState(followed=None))
