@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pools, rows and expected results for the tests of paged attention. Expectations take another
-route: plain Python over positions, keys rotated by complex multiplication, dense softmax, all in
-double precision over the values as stored."""
+route: keys rotated by complex multiplication, dense softmax, all in double precision over the values
+as stored."""
 
 import dataclasses
 import itertools
 
 import torch
 
+from sglang_reasoncache.kernels import reference
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
-from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from tests.kernels.pools import LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 
@@ -68,7 +68,7 @@ CASES = [
 
 #: For Triton's interpreter: fewer entries, every sort of head, dtype and layout.
 FEW = [
-    Case(evicted=0.4),
+    Case(lengths=(0, 1, 19, 300), evicted=0.4),
     Case(heads=5, kv_heads=1, k_dim=80, v_dim=80, rotary_dim=80, lengths=(1, 70)),
     Case(heads=40, kv_heads=2, lengths=(19,)),
     Case(k_dim=96, v_dim=40, rotary_dim=80, is_neox=False, lengths=(1, 300)),
@@ -106,54 +106,9 @@ class Rig:
         return self.case.k_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """Entry by entry; with ``merge`` a position that names the slot at its cached position has no
-        entry, and tiles with keys that are used elsewhere have rotations."""
-        indptr, tile_ptr = [0], [0]
-        entries: list[tuple[int, int]] = []
-        rotations: list[tuple[int, int]] = []
-        for b, (request, length) in enumerate(
-            zip(self.requests.tolist(), self.lengths.tolist(), strict=True)
-        ):
-            row = self.rows[request, :length].tolist()
-            home = [int(self.cached_at[slot]) for slot in row]
-            of: dict[int, int] = {}
-            for at, slot in enumerate(row):
-                is_alias = slot >= 0 and home[at] != at and 0 <= home[at] < length
-                if merge and is_alias and row[home[at]] == slot:
-                    of[at] = home[at]
-                elif slot >= 0:
-                    of[at] = at
-            place = {at: i for i, at in enumerate(at for at, to in of.items() if to == at)}
-            entries += [(row[at], at - home[at]) for at in place]
-            tiles: dict[int, list[list[int]]] = {}
-            last = None
-            for at, to in of.items():
-                if not merge or home[at] == at:
-                    continue
-                tile, bit = divmod(place[to], TILE_ENTRIES)
-                # The first is that of keys at their cached positions.
-                found = tiles.setdefault(tile, [[0, -1]])
-                if last != (at - 1, tile, at - home[at], to == at):
-                    found.append([at - home[at], 0])
-                found[-1][1] |= 1 << bit
-                found[0][1] &= ~((to == at) << bit)
-                last = at, tile, at - home[at], to == at
-            first = indptr[-1] // TILE_ENTRIES + b
-            tile_ptr += [tile_ptr[-1]] * (first + 1 - len(tile_ptr))
-            for tile in range(-(-len(place) // TILE_ENTRIES)):
-                signed = ((by, (bits + 2**63) % 2**64 - 2**63) for by, bits in tiles.get(tile, []))
-                rotations += signed
-                tile_ptr.append(len(rotations))
-            indptr.append(len(entries))
-        last_tile = indptr[-1] // TILE_ENTRIES + len(indptr) - 1
-        tile_ptr += [tile_ptr[-1]] * (last_tile + 1 - len(tile_ptr))
-        indices, shift = torch.tensor(entries, dtype=torch.int32).view(-1, 2).T.contiguous()
-        found_rotations = None
-        if rotations:
-            by, bits = torch.tensor(rotations).T.contiguous()
-            found_rotations = Rotations(torch.tensor(tile_ptr).int(), by.int(), bits)
-        shifts = shift if not merge and shift.any() else None
-        return RowPlan(torch.tensor(indptr).int(), indices, shifts, found_rotations)
+        """By PyTorch, which ``test_plan.py`` checks against plain Python."""
+        read = self.rows, self.requests, self.lengths, self.cached_at
+        return reference.plan_rows(*read, len(self.keys), merge)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
         """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""

@@ -6,6 +6,7 @@ machine and older ones run it, and Triton, on a GPU or interpreted. In the inter
 import ctypes
 import functools
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,20 @@ def _engines(*params: Any) -> Any:
 
 backend = _engines(*HOST, pytest.param("triton", marks=on_device))
 #: Those that read host memory, and refuse what is out of range.
-host_backend = _engines(*HOST)
+host_backend = _engines(*HOST[:2])
+
+
+def by_engine(cases: Iterable[Any], few: Iterable[Any]) -> list[Any]:
+    """Parameters ``backend`` and ``case``: all of ``cases``, but ``few`` for older builds and under the
+    interpreter."""
+    marks = dict.fromkeys(HOST, ()) | {"triton": on_device}
+    return [
+        pytest.param(engine, case, marks=marks[engine])
+        for engine in marks
+        for case in (few if INTERPRETED or engine in OLDER else cases)
+    ]
+
+
 #: C++ alone.
 cpu = _engines(*NATIVE)
 

@@ -14,8 +14,8 @@ from sglang_reasoncache import native
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.engines import backend as backend
+from tests.kernels.engines import by_engine, unavailable
 from tests.kernels.engines import host_backend as host_backend
-from tests.kernels.engines import unavailable
 from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import INTERPRETED, there
 
@@ -131,7 +131,7 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("case", FEW if INTERPRETED else CASES, ids=repr)
+@pytest.mark.parametrize(("backend", "case"), by_engine(CASES, FEW), ids=str, indirect=["backend"])
 def test_agrees_with_gathered_blocks(backend: str, case: Case) -> None:
     dst, src, shift = make_entries(case)
     sums = Sums(case, backend)

@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of a plan and their bounds: on a GPU if there is one, or interpreted beside
-``test_attention_triton.py``."""
+"""Bounds of pages: on a GPU if there is one, or interpreted beside ``test_attention_triton.py``."""
 
-import functools
 import random
-from typing import Any
 
 import pytest
 import torch
 
-from tests.selection.test_page_selection import selection_on_host
-from tests.triton_runs import DEVICE, INTERPRETED, on_device, there
+from tests.triton_runs import INTERPRETED, on_device, there
 from tests.triton_runs import small_launches as small_launches
 
 pytest.importorskip("triton")
 
 from sglang_reasoncache.kernels import select_triton
-from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
-from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
 from sglang_reasoncache.selection import page_bounds
-from sglang_reasoncache.selection.contract import Quest
-from sglang_reasoncache.selection.page_selection import PageSelection
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -77,97 +67,3 @@ def test_slots_out_of_range_are_left_out() -> None:
     select_triton.note_bounds(keys, there(torch.tensor([-1, -5, 2 * PAGE, 99])), ends, PAGE)
     select_triton.note_bounds(keys, there(torch.tensor([], dtype=torch.int64)), ends, PAGE)
     assert not ends.any()
-
-
-@on_device
-@pytest.mark.parametrize("shifted", [True, False])
-def test_entries_of_pages_are_copied(shifted: bool) -> None:
-    """Pages with evicted ones between them, short last ones, a row without any."""
-    generator = torch.Generator().manual_seed(2)
-    lengths = torch.tensor([61, 7, 42, 0])
-    sizes = (lengths[:, None] - torch.arange(16) * PAGE).clamp(0, PAGE)
-    sizes[torch.rand(sizes.shape, generator=generator) < 0.2] = 0
-    keep = torch.rand(sizes.shape, generator=generator) < 0.4
-    keep[1] = sizes[1] > 0
-    read, total = sizes * keep, int(sizes.sum())
-    whole = PlanBuffers.of(4, total + 9, DEVICE)
-    assert whole.shift is not None
-    for side in (whole.kv_indices, whole.shift):
-        side.copy_(torch.randint(-500, 500, (total + 9,), generator=generator))
-    pages = there(read), there(sizes)
-    indices, shift = select_triton.copy_pages(*pages, PAGE, whole, shifted=shifted)
-    among = keep.flatten().repeat_interleave(sizes.flatten())
-    count = int(among.sum())
-    assert 0 < count < total
-    entries = there(among.nonzero()[:, 0])
-    assert torch.equal(indices[:count], whole.kv_indices[entries])
-    assert (shift is not None) == shifted
-    assert shift is None or torch.equal(shift[:count], whole.shift[entries])
-
-
-@on_device
-def test_selection_in_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a step: keys noted, pages laid out, Quest asked, entries copied; on a GPU captured
-    in a CUDA graph. Rows, lengths and keys change between replays."""
-    if INTERPRETED:
-        monkeypatch.setattr(page_bounds, "PagedKv", functools.partial(PagedKv, backend="triton"))
-    width, pages = 40, 40
-    host_rows = torch.zeros(3, width, dtype=torch.int32)
-    rows, keys = there(host_rows.clone()), there(torch.randn(pages * PAGE, HEADS, 16))
-    rule = Quest(budget=2 * PAGE, whole_layers=0)
-    selection = PageSelection("quest", rule, {0: keys}, PAGE, rows, None)
-    requests, lengths = there(torch.tensor([2, 1])), there(torch.tensor([1, 1]))
-    slots, query = there(torch.zeros(2, dtype=torch.int64)), there(torch.randn(2, 2 * HEADS, 16))
-    buffers = PlanBuffers.of(2, 2 * width, DEVICE)
-    zero = requests[:1] * 0
-    one = PlanBuffers.of(1, width, DEVICE)
-    plan_into(one, rows, zero, zero + width, num_slots=len(keys))
-    selection.warm_up(one, {0: query[:1]})
-
-    def step() -> RowPlan:
-        plan_into(buffers, rows, requests, lengths, num_slots=len(keys))
-        selection.begin(BatchRows(buffers, requests, lengths, width))
-        selection.update(0, slots)
-        some = selection.plan(0, query, 0.25)
-        assert some is not None
-        return some
-
-    replay: Any = step
-    if DEVICE == "cuda":
-        step()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            plan = step()
-
-        def replay() -> RowPlan:
-            graph.replay()
-            return plan
-
-    world = random.Random(5)
-    for changed in ([37, 22], [9, 40], [7, 1]):
-        named = world.sample(range(1, pages), 20)
-        host_rows[1:] = (torch.tensor(named)[:, None] * PAGE + torch.arange(PAGE)).view(2, width)
-        host_keys = torch.randn(pages * PAGE, HEADS, 16)
-        host_lengths = torch.tensor(changed)
-        newest = host_rows[[2, 1], host_lengths - 1].long()
-        for target, source in (
-            (rows, host_rows), (keys, host_keys), (lengths, host_lengths), (slots, newest),
-            (query, torch.randn(query.shape)),
-        ):  # fmt: skip
-            target.copy_(source)
-        selection.update(0, rows[1:].flatten())
-        found = replay()
-        ends = [0]
-        expected: list[Any] = []
-        for i, length in enumerate(changed):
-            own = host_rows[2 - i : 3 - i]
-            request, own_length = torch.tensor([0]), host_lengths[i : i + 1]
-            host = selection_on_host(rule, {0: host_keys}, PAGE, own)
-            host.update(0, own[0, :length])
-            whole = plan_rows(own, request, own_length, num_slots=len(keys))
-            host.begin(BatchRows(whole, request, own_length, length))
-            some = host.plan(0, query[i : i + 1].cpu(), 0.25)
-            expected += (whole if some is None else some).kv_indices.tolist()
-            ends.append(len(expected))
-        assert found.kv_indptr.tolist() == ends
-        assert found.kv_indices[: ends[-1]].tolist() == expected
