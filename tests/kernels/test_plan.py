@@ -96,8 +96,8 @@ def test_a_plan_has_each_use_of_a_key_once(batch: list[list[tuple[str, int, int]
     # Unmerged, entry by entry in the order of the rows.
     for plan in (plan_rows(*read, num_slots=slots), reference.plan_rows(*read, slots, False)):
         shift = torch.zeros_like(plan.kv_indices) if plan.shift is None else plan.shift
-        entries = zip(plan.kv_indices.tolist(), shift.tolist(), strict=True)
-        assert list(entries) == [(slot, by) for _, slot, by in expected.elements()]
+        unmerged = zip(plan.kv_indices.tolist(), shift.tolist(), strict=True)
+        assert list(unmerged) == [(slot, by) for _, slot, by in expected.elements()]
     # Each slot that a row names at its cached position is read once.
     own = Counter((request, slot) for request, slot, by in expected if not by)
     requests = torch.arange(len(batch)).repeat_interleave(found.kv_indptr.diff())
