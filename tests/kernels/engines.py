@@ -6,6 +6,7 @@ older ones run it, and Triton, on a GPU or interpreted. In the interpreter's pro
 import ctypes
 import functools
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,20 @@ def _engines(*params: Any) -> Any:
 
 
 backend = _engines(*NATIVE, ON_DEVICE)
+
+
+def by_engine(
+    cases: Iterable[Any], few: Iterable[Any], host: tuple[str, ...] = NATIVE
+) -> list[Any]:
+    """Parameters: an engine of ``host`` or Triton, and a case. All of ``cases``, but ``few`` for older
+    builds and under the interpreter."""
+    return [
+        pytest.param(engine, case, marks=on_device if engine == "triton" else ())
+        for engine in (*host, "triton")
+        for case in (few if INTERPRETED or engine in OLDER else cases)
+    ]
+
+
 #: C++ alone, which refuses what is out of range.
 cpu = _engines(*NATIVE)
 #: Those of distances: all, and the ones that read host memory.

@@ -21,8 +21,15 @@ def test_every_kernel_has_limits() -> None:
     assert KERNELS.keys() == resources.LIMITS.keys()
 
 
-@pytest.mark.parametrize("gpu", resources.GPUS)
-@pytest.mark.parametrize("name", KERNELS)
+#: Every kernel for every GPU; by default each for one of them, the next one for another.
+COMPILED = [
+    pytest.param(name, gpu, marks=[] if (i - j) % len(resources.GPUS) == 0 else pytest.mark.long)
+    for i, name in enumerate(KERNELS)
+    for j, gpu in enumerate(resources.GPUS)
+]
+
+
+@pytest.mark.parametrize(("name", "gpu"), COMPILED)
 def test_resources(name: str, gpu: int) -> None:
     compiled = resources.compiled_for(gpu, *KERNELS[name])
     found, limits = resources.resources_of(compiled), resources.limits_of(gpu, name)

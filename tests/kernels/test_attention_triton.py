@@ -5,7 +5,6 @@ shares with the other backends."""
 import pytest
 import torch
 
-from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.row_plan import RowPlan
 from tests.kernels.attention_cases import TABLE, Case, assert_attention, assert_plans, make
@@ -142,21 +141,6 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
 
 
 @on_device
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_plans_of_runs_of_one_position(every: int) -> None:
-    """As many as a row can have: there is room for them."""
-    rig = make(Case(lengths=(70, 200), shared=0.0))
-    row = rig.rows[rig.requests[1]]
-    row[:100:every] = row[100:200:every].flip(0).clone()
-    rig.cached_at[rig.rows[rig.requests[0]][:70]] += torch.arange(70).int() % 5
-    read = [there(side) for side in (rig.rows, rig.requests, rig.lengths, rig.cached_at)]
-    buffers = plan_triton.PlanBuffers.of(2, 270, DEVICE, merge=True)
-    plan = plan_triton.plan_into(buffers, *read, num_slots=len(rig.keys))
-    assert_plans(cut(plan), rig.plan(merge=True))
-    assert_attention(decode(rig, "triton", plan), rig.expected(rig.plan())[0])
-
-
-@on_device
 def test_plans_that_do_not_fit_are_refused() -> None:
     rig = make(Case(lengths=(5, 6)))
     rows, *ints = (there(side) for side in (rig.rows, rig.requests, rig.lengths))
@@ -167,30 +151,3 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         buffers = plan_triton.PlanBuffers.of(requests, 10, DEVICE)
         with pytest.raises(ValueError, match=message):
             plan_triton.plan_into(buffers, some, *ints, num_slots=99)
-
-
-@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_captured_graph_follows_its_inputs() -> None:
-    """Planned and read inside a CUDA graph; rows, lengths and cached positions change between replays."""
-    rig = make(Case(lengths=(989, 19, 1, 300), repeated=0.3, evicted=0.1))
-    kv = kv_of(rig, "triton")
-    read = [there(side) for side in (rig.rows, rig.requests, rig.lengths, rig.cached_at)]
-    query, buffers = there(rig.query), plan_triton.PlanBuffers.of(4, 2000, DEVICE, merge=True)
-
-    def step() -> torch.Tensor:
-        plan = plan_triton.plan_into(buffers, *read, num_slots=len(rig.keys))
-        return decode_attention(query, kv, plan, scale=rig.scale)
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    for changed in (rig.lengths.tolist(), [500, 0, 1, 7], [0, 0, 0, 0], [400, 19, 1, 300]):
-        rig.lengths = torch.tensor(changed)
-        if changed[0] == 400:
-            near = rig.cached_at.abs() <= 5000
-            rig.cached_at = torch.where(near, rig.cached_at + 5, rig.cached_at)
-        read[2].copy_(rig.lengths)
-        read[3].copy_(rig.cached_at)
-        graph.replay()
-        assert_attention(out.cpu(), rig.expected(rig.plan())[0])

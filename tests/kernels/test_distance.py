@@ -13,10 +13,10 @@ import torch
 from sglang_reasoncache import native
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.native.pool import DTYPES
+from tests.kernels.engines import HOST, by_engine, unavailable
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_of_distances as host_of_distances
 from tests.kernels.engines import of_distances as of_distances
-from tests.kernels.engines import unavailable
 from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import INTERPRETED, there
 
@@ -132,7 +132,9 @@ FEW = [
 ]
 
 
-@pytest.mark.parametrize("case", FEW if INTERPRETED else CASES, ids=repr)
+@pytest.mark.parametrize(
+    ("of_distances", "case"), by_engine(CASES, FEW, HOST), ids=str, indirect=["of_distances"]
+)
 def test_agrees_with_gathered_blocks(of_distances: str, case: Case) -> None:
     dst, src, shift = make_entries(case)
     sums = Sums(case, of_distances)
