@@ -31,6 +31,6 @@ class Download:
 
     def wait(self) -> list[torch.Tensor]:
         """:attr:`host`. Waits until it can be read."""
-        if self._arrived is not None:
+        if self._arrived is not None and not self._arrived.query():
             self._arrived.synchronize()
         return self.host
