@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 import torch
 from sglang.srt.layers.rotary_embedding.factory import get_rope
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.runtime_context import get_context
 
@@ -49,7 +50,7 @@ class CpuBatch(Batch):
                 buffer.copy_(side[0])
         super().__init__(shape, (pool.k_buffer[0], pool.v_buffer[0]))
         # Rows that are shared, and then each request's own.
-        self._table = compat.ReqToTokenPool(2 * shape.requests, shape.tokens, "cpu", False)
+        self._table = ReqToTokenPool(2 * shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
         self._allocator, dim = SimpleNamespace(has_shifted_slots=False), shape.head_dim
