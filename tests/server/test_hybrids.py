@@ -153,7 +153,7 @@ def test_a_hybrid_computes_what_a_loop_computes(
         off["dense"] += loop.off(prompt, found, [], None) / 10
         off["as cached"] += loop.off(prompt, found, found["blocks"], None) / 10
     print(spec.model, off, seen["totals"]["blocks_shared"])
-    assert off["shared"] < ROUNDING / 10
+    assert off["shared"] < ROUNDING / 4
     assert off["dense"] > 10 * off["shared"]
     assert rotation is None or off["as cached"] > 10 * off["shared"]
     assert_whole(server)

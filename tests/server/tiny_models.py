@@ -28,11 +28,10 @@ _GATED_DELTA: dict[str, Any] = dict(
     linear_value_head_dim=16,
     linear_num_key_heads=1,
     linear_num_value_heads=3,
-    num_experts=2,
-    num_experts_per_tok=1,
+    num_experts=4,
+    num_experts_per_tok=2,
     moe_intermediate_size=16,
     shared_expert_intermediate_size=16,
-    mlp_only_layers=[0, 1, 2, 3],
 )
 _MAMBA: dict[str, Any] = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
@@ -68,13 +67,19 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # The newest token decides most of the next one, so that greedy responses run in circles.
     with torch.no_grad():
+        model.get_input_embeddings().weight *= 8.0
         for parameter, weight in model.named_parameters():
             if parameter.endswith(_OUTPUTS):
-                weight *= 0.3
+                weight *= 0.12
     path = folder / name
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / file, path / file)
     described = json.loads((path / "config.json").read_text())
+    # What SGLang's Nemotron-H calls by its older name, and no infinity.
+    if "layers_block_type" in arguments:
+        described["layers_block_type"] = arguments["layers_block_type"]
+        described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
+        del described["time_step_limit"], described["mtp_layers_block_type"]
     (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
     return path

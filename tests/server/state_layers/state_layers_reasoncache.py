@@ -15,6 +15,8 @@ import torch.nn.functional as F
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    # Qwen3-Next asks it where to put its norms: without this a GPU that is not there.
+    torch.get_device_module = lambda device=None: torch.cpu
     # The model is loaded by then, and no forward has run.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
@@ -32,6 +34,9 @@ def _replace(*_: object) -> None:
     gdn.GDNAttnBackend.forward_decode = gdn.GDNAttnBackend.forward_extend = gated_delta_rule
     norm: Any = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = gated_norm
+    moe: Any = sys.modules.get("sglang.srt.models.qwen2_moe")
+    if moe is not None:
+        moe.fused_gate_sigmoid_mul_add = add_gated
 
 
 def convolve(
@@ -198,6 +203,11 @@ def _tokens(ends: Sequence[int]) -> list[slice]:
 
 def _request(ends: Sequence[int], token: int) -> int:
     return sum(end <= token for end in ends[1:])
+
+
+def add_gated(x: torch.Tensor, gate: torch.Tensor, one: torch.Tensor, total: torch.Tensor) -> None:
+    """``fused_gate_sigmoid_mul_add``: of the shared expert of Qwen3-Next."""
+    total += (x @ gate).sigmoid()[:, None] * one
 
 
 def gated_norm(self: Any, x: torch.Tensor, g: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
