@@ -97,6 +97,12 @@ ALIASED = SHARED.having(
 #: Whole pages.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
 
+#: Memory for a few responses; those to one prompt share with each other.
+SWINGING = SHARED.having(
+    "swinging",
+    *("--max-total-tokens 4000", CROWDED, *SOON, CHUNKED, "--reasoncache-scope prompt"),
+).for_long_runs()
+
 
 def _beside_ours(*folders: str) -> str:
     """``PYTHONPATH`` of a server that loads the plugins in folders here, too."""
