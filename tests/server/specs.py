@@ -7,7 +7,7 @@ import importlib.util
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -38,7 +38,7 @@ class ServerSpec:
         ``<this>-<name>``."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
-        told = dict(name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
+        told: dict[str, Any] = dict(name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
         return replace(self, **told, long=False, group="")
 
     def for_long_runs(self) -> ServerSpec:
@@ -243,8 +243,11 @@ HYBRID_COPY = {
 
 def _only(model: str) -> str:
     """``SGLANG_DISABLED_MODEL_ARCHS``: SGLang imports the module of one model. All take many seconds."""
-    folder = Path(importlib.util.find_spec("sglang").origin).parent / "srt/models"
-    return ",".join(sorted({file.stem for file in folder.glob("*.py")} - {model, "__init__"}))
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "srt/models"
+    others = {file.stem for file in folder.glob("*.py")} - {model, "__init__"}
+    return ",".join(sorted(others))
 
 
 def hybrid(model: str) -> ServerSpec:
@@ -267,7 +270,7 @@ def hybrid_short(model: str) -> ServerSpec:
         *HYBRID_FLAGS,
         *pool,
         **_STATE_ENV,
-        **retracting(60),
+        **retracting(150),
         SGLANG_DISABLED_MODEL_ARCHS=_only(model),
     )
 
