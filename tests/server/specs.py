@@ -223,7 +223,7 @@ def hybrid_short(model: str) -> ServerSpec:
         *HYBRID_FLAGS,
         *pool,
         **_STATE_ENV,
-        **retracting(60),
+        **retracting(150),
         SGLANG_DISABLED_MODEL_ARCHS=_only(model),
     )
 

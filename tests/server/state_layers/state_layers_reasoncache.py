@@ -16,7 +16,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     # Qwen3-Next asks it where to put its norms: without this a GPU that is not there.
-    torch.get_device_module = lambda device=None: torch.cpu
+    setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     # The model is loaded by then, and no forward has run.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
