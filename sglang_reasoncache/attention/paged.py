@@ -75,7 +75,7 @@ class PagedAttention:
         #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.
         self.backend, self.rotation = first.backend, first.rotation
         self._num_slots = first.num_slots
-        self.attention_layers = attention_layers(model_runner.model)
+        self.attention_layers = attention_layers(model_runner)
         # Soft-capped logits are beyond PyTorch's fused attention.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None: no policy reads them

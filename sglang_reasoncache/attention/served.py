@@ -107,12 +107,17 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
         )
 
 
-def check_kind(context: TreeCacheBuildContext) -> None:
+def check_kind(context: TreeCacheBuildContext, publish: str) -> None:
     """Raises ValueError for a model whose attention layers keep less than keys and values of all
-    positions."""
+    positions, or whose states forbid what ``--reasoncache-publish`` says."""
     kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
         raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
+    if context.is_hybrid_ssm and publish == "aliased":
+        raise ValueError(
+            "--reasoncache-publish aliased does not support models with state layers: SGLang "
+            "publishes as many positions as a state has seen, which may end inside a shared block"
+        )
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
@@ -136,7 +141,7 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
     if not model_runner.spec_algorithm.is_none():
         raise ValueError(f"{requested_by} does not support --speculative-algorithm")
     check_pool(model_runner.token_to_kv_pool, requested_by)
-    for layer in attention_layers(model_runner.model):
+    for layer in attention_layers(model_runner):
         for name, attribute, supported in LAYER_ATTRIBUTES:
             found = getattr(layer, attribute)
             found = getattr(found, "value", found)  # of an enum
@@ -153,9 +158,15 @@ def is_without_positions(model: torch.nn.Module) -> bool:
     return set(owners) <= set(WITHOUT_POSITIONS) and bool(owners) and not _rotary_modules(model)
 
 
-def attention_layers(model: torch.nn.Module) -> list[AttentionLayer]:
-    """SGLang's attention layers of a model."""
-    return [module for module in model.modules() if isinstance(module, compat.RadixAttention)]
+def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
+    """SGLang's attention layers that have KV in the pool. Some models use the class for state layers
+    too."""
+    numbers = set(compat.layer_ids(model_runner.token_to_kv_pool))
+    return [
+        module
+        for module in model_runner.model.modules()
+        if isinstance(module, compat.RadixAttention) and module.layer_id in numbers
+    ]
 
 
 def key_rotation(model: torch.nn.Module, max_positions: int) -> KeyRotation:

@@ -153,8 +153,14 @@ def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         output = f"{scratch}/{_NAME}"
         command = [*compiler, f"-I{root}", "-shared", *sources, "-o", output]
+        # zig keeps caches of its own, else in the home folder.
+        caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), scratch)
         done = subprocess.run(
-            command, capture_output=True, errors="replace", timeout=_TIMEOUT_SECONDS
+            command,
+            capture_output=True,
+            env={**os.environ, **caches},
+            errors="replace",
+            timeout=_TIMEOUT_SECONDS,
         )
         if done.returncode:
             said = f"failed ({done.returncode}):\n{done.stderr[-4000:]}"

@@ -58,20 +58,25 @@ class ServerParts:
     def attention_backend(
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
     ) -> Any:
-        if served.is_without_positions(model_runner.model):
-            # No rotation is needed, so any backend serves.
-            self.config = dataclasses.replace(self.config, positions="as-cached")
+        self._read_as_cached(model_runner)
         backend, self.attention = attention.attention_backend(
             model_runner, self.config, name, stock, self.cached
         )
         return backend
 
+    def _read_as_cached(self, model_runner: ModelRunner) -> None:
+        """If keys of the model have no positions, they need no rotation, so any backend serves."""
+        if served.is_without_positions(model_runner.model):
+            self.config = dataclasses.replace(self.config, positions="as-cached")
+
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
         """Build the prefix tree and its controller. Raises ValueError for a model or setting that is not
         supported."""
-        served.check_kind(context)
+        served.check_kind(context, self.config.publish)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
+        # The hook of the backend is not called for backends of SGLang alone.
+        self._read_as_cached(runner)
         resolved, self.uncorrected = attention.resolve_positions(
             self.config, self.attention, runner
         )

@@ -438,7 +438,7 @@ def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
         assert well in (None, "another tensor-parallel rank failed"), site
         if not site.file.startswith("cache"):  # what is published late finds none, either
             stopped.append(well is not None)
-    assert sum(stopped) > len(stopped) * 0.8 > 20
+    assert sum(stopped) > len(stopped) * 0.8 > 10
 
 
 def _forward(kind: str, new: list[int], faults: Faults) -> tuple[torch.Tensor, list[str]]:
@@ -471,7 +471,7 @@ def test_attention_goes_on_after_a_fault(
     _forward(kind, new, Faults())  # looks up what is looked up once
     faults = Faults(agreed=True)
     right, reasons = _forward(kind, new, faults)
-    assert not reasons and len(faults.seen) > 20
+    assert not reasons and len(faults.seen) > 10
     for turn, (site, count) in enumerate(faults.seen.items()):
         again = Faults(site, 1 + turn % count, KINDS[turn % len(KINDS)], agreed=True)
         found, reasons = _forward(kind, new, again)

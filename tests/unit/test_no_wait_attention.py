@@ -62,10 +62,12 @@ class Replayed:
 
 
 def moved(part: Any) -> Any:
-    """A part of SGLang's whose tensors say that they are on the device: the same memory."""
+    """A part of SGLang's whose tensors say that they are on the device: the same memory. SGLang keeps
+    ``req_generation`` on the host."""
     found = copy.copy(part)
     for name, value in vars(part).items():
-        setattr(found, name, on_device(value))
+        if name != "req_generation":
+            setattr(found, name, on_device(value))
     found.device = "cuda"
     return found
 

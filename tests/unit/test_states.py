@@ -2,6 +2,9 @@
 """The prefix tree of a hybrid model, over SGLang's pools of states. A state here holds how many positions
 it has seen, so that a state published for another length is found."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
@@ -12,6 +15,7 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_server_args
 
+from sglang_reasoncache.attention import served
 from tests.property.world import (
     ENDS,
     MAX_CONTEXT,
@@ -40,9 +44,9 @@ def any_length(published_config: None) -> None:
 
 
 class States(World):
-    def __init__(self, strategy: str, publish: str = "exact") -> None:
+    def __init__(self, strategy: str) -> None:
         self.copies = strategy == "extra_buffer"
-        super().__init__(Setup(1, 4, 120, publish))
+        super().__init__(Setup(1, 4, 120, "exact"))
 
     def make_rows(self) -> HybridReqToTokenPool:
         shape = Mamba2StateShape.create(
@@ -168,15 +172,8 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: obje
     world.assert_whole()
 
 
-def test_an_opted_out_request_reads_no_approximate_state() -> None:
-    """With aliased publishing the whole row stays, and its last state, which has seen shared KV."""
-    world = States("no_buffer", "aliased")
-    req = start(world)
-    propose(world, req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
-    world.controller.after_decode([req])
-    tokens = [*req.origin_input_ids, *req.output_ids][:-1]
-    finish(world, req)
-    assert world.cached(tokens) == len(tokens)
-    exact = world.request("exact", [*tokens, 1], exact_only=True)
-    exact.init_next_round_input(world.tree)
-    assert exact.prefix_len == len(PROMPT)
+def test_aliased_publishing_is_refused() -> None:
+    context: Any = SimpleNamespace(is_hybrid_swa=False, is_dsa=False, is_hybrid_ssm=True)
+    served.check_kind(context, "exact")
+    with pytest.raises(ValueError, match="--reasoncache-publish aliased .* state layers"):
+        served.check_kind(context, "aliased")
