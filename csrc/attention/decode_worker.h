@@ -361,9 +361,9 @@ class Worker {
   Lines query_;                // [most_queries][num_heads][k_padded], scaled
   Lines sums_;                 // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads], and a vector that may be read
-  std::vector<float> total_;   // likewise
+  std::vector<float> total_;   // [most_queries][num_heads], and a vector that may be read
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], 0: by nothing yet
-  Lines rotated_;                         // likewise, [k_padded] each
+  Lines rotated_;                         // [most_queries][num_heads][k_padded]
   Lines kept_;  // [2 * kTile][k_padded], keys of a tile with rotations; a last group may go beyond
   std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
   std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none

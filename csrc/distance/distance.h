@@ -7,7 +7,7 @@
 #include "pool/pool.h"
 
 // Sums over blocks of `block` slots: destination `dst` [pairs][block] and source `src`
-// likewise, source keys rotated by `shift` [pairs][block] positions (null: as cached).
+// [pairs][block], source keys rotated by `shift` [pairs][block] positions (null: as cached).
 // Writes out [pairs][num_layers][2]: sum (x - y)^2. Returns a reasoncache_status; reads no
 // slot when it is BAD.
 // Uses up to `threads` threads when there is enough to read. Safe to call concurrently.

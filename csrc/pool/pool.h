@@ -25,8 +25,8 @@ enum reasoncache_status : std::int32_t {
   REASONCACHE_BAD_ROW = 1,    // a request outside req_to_token
   REASONCACHE_BAD_LEN = 2,    // a length outside [0, width], or too many entries
   REASONCACHE_BAD_SLOT = 3,   // a slot outside the pool
-  REASONCACHE_BAD_DST = 4,    // likewise, of the newer blocks of a distance call
-  REASONCACHE_BAD_SRC = 5,    // likewise, of their source blocks
+  REASONCACHE_BAD_DST = 4,    // a slot outside the pool, of the newer blocks of a distance call
+  REASONCACHE_BAD_SRC = 5,    // a slot outside the pool, of their source blocks
   REASONCACHE_BAD_RANGE = 6,  // a query's entries outside kv_indices
   REASONCACHE_BAD_SHIFT = 7,  // |shift| not below table_rows
   REASONCACHE_BAD_CALL = 8,   // an unknown enumerator, or sizes that do not fit
