@@ -79,7 +79,8 @@ RC_EXPORT std::int32_t reasoncache_decode(
     float scale, float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept;
 
 // Entries [count] copied out, heads first: out_k [num_heads][count][k_dim], out_v
-// [num_heads][count][v_dim], of `element`: fp32, bf16 or fp16. Keys are rotated by their shift, null: as they are.
+// [num_heads][count][v_dim], of `element`: fp32, bf16 or fp16. Keys are rotated by their shift,
+// null: as they are.
 RC_EXPORT std::int32_t reasoncache_gather(const reasoncache_pool* pool,
                                           const std::int32_t* kv_indices,
                                           const std::int32_t* shift, std::int64_t count,
