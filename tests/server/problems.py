@@ -57,6 +57,11 @@ def respond(
     with ThreadPoolExecutor(len(todo)) as pool:
         one = functools.partial(generate, server, max_new_tokens=most, return_logprob=True)
         bodies = [*pool.map(lambda text: one(text, **options), todo)]
+    return told(server, bodies)
+
+
+def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
+    """What :func:`respond` returns, of responses that have their log-probabilities."""
     wait_until_idle(server)
     recent = {entry["rid"]: entry for entry in report(server)["recent"]}
     found = []

@@ -13,7 +13,7 @@ from eval.serving import ServerProcess
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
-from tests.server.problems import OPT_OUT, TO_THE_END, report
+from tests.server.problems import OPT_OUT, TO_THE_END, report, told
 
 #: Of blocks.
 _LENGTH = 8
@@ -28,24 +28,16 @@ def _prompts(count: int, first: int = 0) -> list[str]:
 
 def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
     """Prompts and responses in tokens, log-probabilities of the response, and what shared."""
-    wait_until_idle(server)
-    recent = {entry["rid"]: entry for entry in report(server)["recent"]}
-    found = []
-    for body in bodies:
-        meta = body["meta_info"]
-        outputs = meta["output_token_logprobs"]
-        entry = recent.get(meta["id"], {})
-        found.append(
-            {
-                "logprobs": torch.tensor([logprob for logprob, _, _ in outputs]),
-                "tokens": [token for _, token, _ in outputs],
-                "prompt": meta["prompt_tokens"],
-                "cached": meta["cached_tokens"],
-                "blocks": entry.get("blocks", []),
-                "retractions": entry.get("retractions", 0),
-            }
-        )
-    return found
+    return [
+        {
+            "blocks": [],
+            "retractions": 0,
+            **found,
+            "logprobs": torch.tensor(found["logprobs"]),
+            "prompt": found["prompt_tokens"],
+        }
+        for found in told(server, bodies)
+    ]
 
 
 def _together(server: ServerProcess, most: int) -> list[dict[str, Any]]:
