@@ -212,9 +212,9 @@ def hybrid(model: str) -> ServerSpec:
 
 
 def hybrid_short(model: str) -> ServerSpec:
-    """With memory for four responses, under forced retractions; requests arrive when they like."""
+    """With memory for three responses, under forced retractions; requests arrive when they like."""
     pool = (
-        "--max-total-tokens 1600 --max-running-requests 12",
+        "--max-total-tokens 1200 --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
     )
@@ -227,6 +227,18 @@ def hybrid_short(model: str) -> ServerSpec:
         SGLANG_DISABLED_MODEL_ARCHS=_only(model),
     )
 
+
+#: In a pool of four responses: what it evicts stays on the host. Polls wait for the filter.
+HOST_TIER = SHARED.having(
+    "host-tier",
+    *("--dtype float32 --max-total-tokens 1600 --reasoncache-when always", *SOON),
+    "--enable-hierarchical-cache --hicache-ratio 8 --hicache-write-policy write_through",
+    "--hicache-io-backend direct --hicache-mem-layout layer_first",
+    **{
+        WAITS: "1",
+        "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
+    },
+)
 
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING_PAGES, SHARING_AND_EVICTING)

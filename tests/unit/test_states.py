@@ -172,8 +172,16 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: obje
     world.assert_whole()
 
 
-def test_aliased_publishing_is_refused() -> None:
-    context: Any = SimpleNamespace(is_hybrid_swa=False, is_dsa=False, is_hybrid_ssm=True)
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        ("is_hybrid_ssm", "state layers"),
+        ("enable_hierarchical_cache", "--enable-hierarchical-cache"),
+    ],
+)
+def test_aliased_publishing_is_refused(found: str, named: str) -> None:
+    kinds = "is_hybrid_swa", "is_dsa", "is_hybrid_ssm", "enable_hierarchical_cache"
+    context: Any = SimpleNamespace(**{kind: kind == found for kind in kinds})
     served.check_kind(context, "exact")
-    with pytest.raises(ValueError, match="--reasoncache-publish aliased .* state layers"):
+    with pytest.raises(ValueError, match=f"--reasoncache-publish aliased .* {named}"):
         served.check_kind(context, "aliased")
