@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-from eval.methods import find_methods
+from eval.methods import find_method
 from eval.runs.config import default_folder, make_config, settle_config
 from eval.runs.folder import locked
 from eval.runs.options import RunOptions
@@ -29,8 +29,8 @@ def run(
         options = dataclasses.replace(options, device=device)
     own = EMBEDDED_SETTINGS if options.embedded else None
     methods = [
-        dataclasses.replace(method, more=(more or {}).get(method.name, ()))
-        for method in find_methods(options.methods, own)
+        dataclasses.replace(find_method(spec, own), more=(more or {}).get(spec, ()))
+        for spec in options.methods
     ]
     model = model_path(options)
     plan, opens = Plan(options, request_body(options)), opens_thinking(model)

@@ -210,17 +210,3 @@ def generate(
         if split_of(problem.prompt) == split:
             problems.setdefault(problem.prompt, problem)
     return list(problems.values())
-
-
-def extract_answer(text: str) -> str | None:
-    """Content of the last ``\\boxed{ }``, or None; looks at most 32 characters past its start."""
-    start = text.rfind(BOX)
-    if start < 0:
-        return None
-    start += len(BOX)
-    inside, closing, _ = text[start : start + 32].partition(BOX_END)
-    return inside.strip() if closing else None
-
-
-def grade(text: str, problem: Problem) -> bool:
-    return extract_answer(text) == problem.answer
