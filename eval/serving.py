@@ -77,8 +77,6 @@ class ServerProcess:
 
     def start(self) -> Self:
         """Wait for the first token. Raises ServerError: it died, or ``start_timeout_s`` is over."""
-        if self._process is not None:
-            raise RuntimeError(f"the server on port {self.port} was already started")
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:

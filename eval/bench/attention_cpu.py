@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.runtime_context import get_context
 
 from eval.bench.attention_batch import RUN, Batch, Shape
-from eval.bench.turns import Side, by_round, spread
+from eval.bench.turns import Side, spread
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -110,7 +110,7 @@ class CpuBatch(Batch):
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """GB/s counts every entry's K and V once; SGLang's side reads shared entries as cached;
         ``speedup`` and ``of_unshared`` are of steps of the same round."""
-        steps = by_round(samples, "step_ms")
+        steps = samples.pivot(index="round", columns="side", values="step_ms")
         ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])
         rate = self.shape.layer_bytes / decode["median"] / 1e6

@@ -4,7 +4,6 @@
 Writes ``policies.json``, ``.md`` and ``.png`` (docs/evaluation.md). A run folder beside them keeps what
 was measured: the same command goes on after a stop."""
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +15,11 @@ import seaborn as sns
 
 from eval import command
 from eval.bench import sides
-from eval.command import commas, option
-from eval.methods import DENSE
+from eval.command import option
+from eval.methods import DENSE, find_method
 from eval.report.style import LABEL_SIZE, figure, light_grid, save
 from eval.runs.config import digest_of
 from eval.runs.folder import Cell, write_json, write_whole
-from sglang_reasoncache import registry
 
 SHARING, SELECTOR = "reasoncache", "quest"
 #: Say what is lost without any rule: random blocks are redirected, or random positions evicted.
@@ -97,20 +95,10 @@ def method_of(policy: str, saving: float) -> str | None:
     return f"reasoncache:policy={f'{SHARING}+' if evictor != policy else ''}{name}:{options}"
 
 
-def _policies(given: str) -> tuple[str, ...]:
-    found = commas()(given)
-    for policy in found:
-        evictor = policy.removeprefix(f"{SHARING}+")
-        if policy not in POLICIES and evictor not in registry.BUILT_IN:
-            known = ", ".join(POLICIES)
-            raise argparse.ArgumentTypeError(f"no policy {policy!r}; there are {known}")
-    return found
-
-
 @dataclass(frozen=True)
 class Options:
     out: Path = option(Path("build/bench"), "folder of results")
-    policies: tuple[str, ...] = option(POLICIES, "names, pairs with +", read=_policies)
+    policies: tuple[str, ...] = option(POLICIES, "names, pairs with +")
     saved: tuple[float, ...] = option(
         (0.1, 0.2, 0.4, 0.6), "shares to aim at", least=0.01, most=0.99
     )
@@ -175,6 +163,7 @@ def work(options: Options) -> None:
     chosen = points(options.policies, options.saved)
     if options.plan:
         for point in chosen:
+            find_method(point.method)
             print(f"{point.policy} at {point.aim:.0%}: {point.method}")
         return
     cells = measure(chosen, options.problems, options.out / "policies")

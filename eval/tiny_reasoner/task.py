@@ -7,7 +7,6 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 STEP_END = "\n\n"
 LETTERS = tuple("abcdefghijklmnopqrst")
@@ -197,16 +196,13 @@ def generate(
     seed: int,
     count: int,
     split: str = "test",
-    difficulty: Any = Difficulty(),
-    make: Callable[[random.Random, Any], Problem] = make_problem,
+    make: Callable[[random.Random], Problem] = make_problem,
 ) -> list[Problem]:
     """``count`` problems of one split, distinct, the same for the same arguments."""
-    if split not in ("train", "test"):
-        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
     rng = random.Random(f"{split}-{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < count:
-        problem = make(rng, difficulty)
+        problem = make(rng)
         if split_of(problem.prompt) == split:
             problems.setdefault(problem.prompt, problem)
     return list(problems.values())

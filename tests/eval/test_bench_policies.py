@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from eval import command
 from eval.bench import policies
 from eval.bench.policies import POLICIES, Options, method_of, points
-from eval.methods import DENSE, find_method
+from eval.methods import DENSE, MethodError, find_method
 from eval.runs.folder import Cell
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
 from tests.eval.peer import moment, response, result, served
@@ -65,8 +65,6 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["--policies", "keydif"], "no policy 'keydif'; there are reasoncache"),
-        (["--policies", "keydiff+reasoncache"], "no policy 'keydiff+reasoncache'"),
         (["--policies", "keydiff,keydiff"], "none twice"),
         (["--saved", "0.2,1.2"], "at most 0.99, got 0.2,1.2"),
         (["--problems", "1"], "at least 2, got 1"),
@@ -83,6 +81,8 @@ def test_bad_commands_are_refused(
 def test_a_plan_tells_settings(capsys: pytest.CaptureFixture[str]) -> None:
     policies.work(asked("--plan", "--policies", "reasoncache,keydiff", "--saved", "0.1,0.4"))
     told = capsys.readouterr().out.splitlines()
+    with pytest.raises(MethodError, match="not 'keydif'"):
+        policies.work(asked("--plan", "--policies", "keydif"))
     assert told[-1] == "keydiff at 40%: reasoncache:policy=keydiff:budget=214:slack=8"
     assert len(told) == 3
 
