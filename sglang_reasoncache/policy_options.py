@@ -16,9 +16,3 @@ def between(key: str, value: float, low: float, high: float) -> None:
     """Raises OptionError for a value out of bounds, or not a number."""
     if not low <= value <= high:
         raise OptionError(key, f"between {low} and {high}")
-
-
-def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises OptionError for any other value."""
-    if value not in allowed:
-        raise OptionError(key, "one of " + ", ".join(allowed))

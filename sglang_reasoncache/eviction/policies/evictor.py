@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from sglang_reasoncache.policy_options import OptionError, between, one_of
+from sglang_reasoncache.policy_options import OptionError, between
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,8 @@ class Evictor:
             raise OptionError("share", "above 0 and below 1")
         between("slack", self.slack, 0, 65_536)
         between("recent", self.recent, 1, 65_536)
-        one_of("when", self.when, (ALWAYS, SHORT))
+        if self.when not in (ALWAYS, SHORT):
+            raise OptionError("when", f"one of {ALWAYS}, {SHORT}")
 
     def allowed(self, positions: int) -> int:
         """Slots that a request with so many positions may take."""
