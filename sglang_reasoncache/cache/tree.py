@@ -54,10 +54,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             if isinstance(component, AliasedComponent):
                 component.aliased = 0
 
-    @property
-    def publishes_aliased(self) -> bool:
-        return self._aliased is not None
-
     def count_aliases(self) -> int:
         """Entries of nodes whose slot is counted at another entry of their path."""
         return 0 if self._aliased is None else self._aliased.aliased

@@ -158,12 +158,9 @@ class Controller:
         with self.containment:
             elapsed = time.perf_counter() - start
             self.stats.scheduler_seconds += elapsed
-            publishes = self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0
-            if publishes:
-                self.report.publish_selection()
             if self.stats.blocks_compared > compared:
                 self.report.publish(elapsed)
-            elif publishes:
+            elif self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0:
                 self.report.publish()
         return self._to_have - before
 

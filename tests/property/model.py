@@ -294,7 +294,7 @@ class Memory:
             path = paths[-1]
             for end in range(page, len(slots) + 1, page):
                 found[paths[end - 1]] = tuple(contents[end - page : end])
-            if not tree.publishes_aliased:
+            if not tree._aliased:
                 for at, content in zip(paths, contents, strict=True):
                     assert self.is_exact_at(content, at), "approximation in an exact tree"
             pages = self._page_ids(slots)
@@ -359,7 +359,7 @@ class Memory:
         first = known.first_readers(held)
         # What policies are asked with. Two positions of the tree may share a slot of their own.
         slots, found = len(row) - known.evicted - known.saved, len(np.unique(first))
-        assert found == slots or (found < slots and self.world.tree.publishes_aliased)
+        assert found == slots or (found < slots and self.world.tree._aliased)
         own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
         _, by_slot = np.unique(row[held], return_inverse=True)
         _, by_place = np.unique(first, return_inverse=True)
