@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings as words on a command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

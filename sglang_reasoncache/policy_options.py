@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds of the options of evicting and selecting policies."""
 
-from __future__ import annotations
-
 
 class OptionError(ValueError):
     """An option of a policy is out of bounds: ``<key> of a policy must be <bound>``."""

@@ -5,8 +5,6 @@ Options are separated by ``,`` or ``:``, so that the text can stand inside anoth
 ``reasoncache+keydiff:budget=512,recent=64`` is ``reasoncache+keydiff:budget=512:recent=64``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pkgutil

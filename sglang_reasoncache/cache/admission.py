@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets admission count on sharing: a forecast of it, and SGLang's budget of slots with the forecast."""
 
-from __future__ import annotations
-
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 

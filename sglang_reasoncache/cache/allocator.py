@@ -6,8 +6,6 @@ it, and returns to the free list with its last reference. The host knows which e
 (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -7,8 +7,6 @@ reference, and both of SGLang's tree cores (Rust and Python) count correctly wit
 publishing inserts shared positions too (``cache/aliased.py``) and needs the Python core.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence

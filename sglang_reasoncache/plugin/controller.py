@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller of a scheduler process: polls the running requests, shares, evicts and reports."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

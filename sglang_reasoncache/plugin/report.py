@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports to operators: ``GET /reasoncache``, a part of SGLang's log line, Prometheus series."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field

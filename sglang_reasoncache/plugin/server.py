@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the plugin's parts of a scheduler process, in the order in which SGLang asks for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -5,8 +5,6 @@ The rules do not look at text or similarity. They check what must hold so that t
 stays correct.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accepted blocks that do not share yet. They share when SGLang is short of slots."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 

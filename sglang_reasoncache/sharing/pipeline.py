@@ -5,8 +5,6 @@ block in the ledger, and redirect it at once or when SGLang is short of slots.
 Nothing here waits for the filter process or for the device.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import weakref

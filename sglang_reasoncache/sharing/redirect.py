@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Redirects blocks of the ledger: their rows name the slots of their sources, and slots become free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

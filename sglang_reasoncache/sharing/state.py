@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What sharing stores about one request. It is attached to SGLang's request and ends with it."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from weakref import finalize, ref

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of what one scheduler did to rows."""
 
-from __future__ import annotations
-
 import collections
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the running requests: which of them take part, and which of their tokens the filter has."""
 
-from __future__ import annotations
-
 import collections
 import weakref
 from array import array

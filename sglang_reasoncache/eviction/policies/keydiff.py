@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KeyDiff: keys unlike the others stay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """R-KV: what is looked at, and not said again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

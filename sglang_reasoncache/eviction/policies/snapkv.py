@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SnapKV: of the prompt stays what its end looks at."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

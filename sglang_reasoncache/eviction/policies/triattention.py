@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TriAttention: what queries like the recent ones will look at."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
