@@ -175,9 +175,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Evicted positions of each of ``reqs``, a number each. The tree holds none."""
         return [self._host_row(req.kv).evicted for req in reqs]
 
-    def _state_of(self, req: Request) -> Any:
-        return None if self.controller is None else self.controller.state_of(req)
-
     def match_prefix(self, params: Any) -> Any:
         if params.req is not None and self._aliased is not None:
             length = 0

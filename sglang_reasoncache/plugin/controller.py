@@ -14,9 +14,8 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController, longest_first
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.state import RequestState, is_running, state_of, takes_part
+from sglang_reasoncache.sharing.state import RequestState, allows, is_running, state_of, takes_part
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
@@ -46,8 +45,7 @@ class Controller:
     eviction: EvictionController
     report: Report
     interval: int = INTERVAL
-    state_of = staticmethod(request_state.state_of)
-    allows = staticmethod(request_state.allows)
+    allows = staticmethod(allows)
 
     def __post_init__(self) -> None:
         self.forecast = SharingForecast(self.config.admission_credit)

@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.sharing.pipeline import MAX_READERS
+from sglang_reasoncache.sharing.state import state_of
 from tests.property.world import NOTHING, Eviction, Pair, World
 
 #: What an evicted position shows.
@@ -190,7 +191,7 @@ class Memory:
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
-            state = self.world.controller.state_of(track.req)
+            state = state_of(track.req)
             for block in state.redirected[len(track.blocks) :] if state else ():
                 self.shared(track, Pair(block.dst_start, block.src_start))
 
@@ -352,7 +353,7 @@ class Memory:
 
     def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
         """What evictors are told: which positions of the row have the same slot."""
-        state = self.world.controller.state_of(req)
+        state = state_of(req)
         if state is None:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
