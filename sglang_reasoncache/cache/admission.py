@@ -64,8 +64,8 @@ class SharingBudget(compat.PrefillBudget):
         return (True, chunk_limit) if self._reclaim(chunk) else self._refuse()
 
     def _refuse(self) -> tuple[bool, None]:
-        if self.allocator.request_waits is not None:
-            self.allocator.request_waits()
+        if self.allocator.controller is not None:
+            self.allocator.controller.pipeline.request_waits()
         return False, None
 
     def can_allocate_prefill(

@@ -41,8 +41,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         super().__init__(params)
         found = self.components[compat.ComponentType.FULL]
         self._aliased = found if isinstance(found, AliasedComponent) else None
-        self.token_to_kv_pool_allocator.known_of = self._known_of
-        self.token_to_kv_pool_allocator.aliases_of_tree = self.count_aliases
+        self.token_to_kv_pool_allocator.tree = self
 
     def reset(self) -> None:
         if self.controller is not None:
@@ -141,10 +140,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _host_row(self, kv: Any) -> HostRow:
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 
-    def _known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
-        """See ``known_of`` of the allocator. While a row is inserted, the tree frees the slots of
-        tokens that it has already. They are views of the inserted tensor, which begins at position 0,
-        so the place in memory tells the position (``tests/contract``)."""
+    def known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
+        """What the host knows of entries of a row or node, the first of which is at position ``start``:
+        for each its slot if that may be shared, ``EVICTED``, or 0: an entry that shares nothing. int64
+        ``[entries]``.
+
+        While a row is inserted, the tree frees the slots of tokens that it has already. They are views
+        of the inserted tensor, which begins at position 0, so the place in memory tells the position
+        (``tests/contract``)."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             assert 0 <= start <= len(self._inserted) - len(slots), "not a part of the row"

@@ -86,12 +86,8 @@ class ServerParts:
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
         self.controller = controller = self._controller(context, tree)
         tree.controller = controller
+        self.allocator.controller = controller
         self.allocator.once_more = controller.containment.once_more
-        self.allocator.shareable = controller.shareable
-        self.allocator.reclaim = controller.reclaim
-        self.allocator.request_waits = controller.pipeline.request_waits
-        if config.admission_credit > 0:
-            self.allocator.credit_source = lambda: controller.forecast.credit
         return tree
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:

@@ -271,9 +271,7 @@ class World:
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller
         self.allocator.once_more = self.controller.containment.once_more
-        self.allocator.shareable = self.controller.shareable
-        self.allocator.reclaim = self.controller.reclaim
-        self.allocator.request_waits = pipeline.request_waits
+        self.allocator.controller = self.controller
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)
