@@ -134,11 +134,11 @@ class ServerParts:
             ids = None if markers is None else markers[:2]
             process = FilterProcess(knobs, vocabulary, ids, config.max_pending)
         tracker = RequestTracker(process, stats, ranks, markers, config.scope == "prompt")
-        rows, min_age = params.req_to_token_pool, config.min_age
-        redirector = Redirector(self.allocator, rows, stats, ranks, min_age)
+        rows = params.req_to_token_pool
+        redirector = Redirector(self.allocator, rows, stats, ranks, config.min_age)
         threshold = AdaptiveThreshold(config.percentile, config.warmup)
         at_once = config.shares_at_once
-        return BlockPipeline(tracker, meter, redirector, threshold, block, min_age, at_once, use)
+        return BlockPipeline(tracker, meter, redirector, threshold, block, at_once, use)
 
 
 def _pool_use(allocator: Any, tree: Any) -> float:

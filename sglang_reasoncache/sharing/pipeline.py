@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.proposal import StepResult
-from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
+from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.ledger import Ledger
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.redirect import Redirector
@@ -42,7 +42,6 @@ class BlockPipeline:
     A batch is judged once its distances are in host memory on all ranks.
 
     Args:
-        min_age: Tokens that a block must lie behind the end of its response.
         at_once: Blocks share when they are accepted; False: when :meth:`reclaim` is called.
         use: Returns the share of the pool in use, 0 to 1, the same on all ranks.
 
@@ -60,7 +59,6 @@ class BlockPipeline:
         redirector: Redirector,
         threshold: AdaptiveThreshold,
         block: int,
-        min_age: int = 0,
         at_once: bool = True,
         use: Callable[[], float] = lambda: 1.0,
     ) -> None:
@@ -68,7 +66,6 @@ class BlockPipeline:
         self.ledger, self.redirector, self.at_once = Ledger(), redirector, at_once
         self._use, self._polls_to_measure, self._measures = use, 0, False
         self.tracker, self._stats, self._ranks = tracker, tracker.stats, tracker.ranks
-        self._min_age, self._page = min_age, redirector.page
         self._waiting: collections.deque[BlockProposal] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 
@@ -257,7 +254,7 @@ class BlockPipeline:
         """Why the other accepted blocks forbid this one. None: they do not, and the block's positions
         are joined with its source's."""
         merges, (row, lender_row) = _state_of(block.req).merges, block.rows
-        pages = range(0, self.block, self._page)
+        pages = range(0, self.block, self.redirector.page)
         dst = [(row.number, block.dst_start + at) for at in pages]
         src = [(lender_row.number, block.src_start + at) for at in pages]
         if max(merges.size(key) for key in dst) > MAX_READERS:
@@ -274,7 +271,7 @@ class BlockPipeline:
 
     def _allows(self, block: BlockProposal) -> bool:
         """Whether the rules allow the block; counts it if they refuse it."""
-        refusal = refusal_of(block, self._min_age, self._page)
+        refusal = self.redirector.refusal_of(block)
         if refusal is not None:
             self._refuse(block, refusal)
         return refusal is None

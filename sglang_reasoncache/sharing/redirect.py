@@ -36,7 +36,8 @@ class Redirector:
     """Redirects blocks between two forwards. One per scheduler.
 
     A forward in flight may still read the old slots. SGLang can hand them out at once, because only a
-    later forward on the same stream overwrites them.
+    later forward on the same stream overwrites them. ``min_age``: tokens that a block must lie behind
+    the end of its response.
     """
 
     def __init__(
@@ -75,8 +76,7 @@ class Redirector:
                 block = ledger.take()
                 if block is None:
                     break
-                refusal = refusal_of(block, self._min_age, self.page)
-                refusal = refusal or self.refusal_of_slots(block)
+                refusal = self.refusal_of(block) or self.refusal_of_slots(block)
                 if refusal is not None:
                     refused.append((block, refusal))
                     continue
@@ -97,6 +97,10 @@ class Redirector:
         for shared in done:
             self._count(shared)
         return refused
+
+    def refusal_of(self, block: BlockProposal) -> Refusal | None:
+        """Why the rules forbid the block now, or None."""
+        return refusal_of(block, self._min_age, self.page)
 
     def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
         """Why the slots of a block that the rules allow must not be shared now, or None. Its slots and

@@ -265,7 +265,7 @@ class World:
         redirector = Redirector(self.allocator, self.rows, stats, self.ranks, min_age)
         threshold = AdaptiveThreshold(config.percentile, config.warmup)
         pipeline = BlockPipeline(
-            tracker, meter, redirector, threshold, block, min_age, config.shares_at_once
+            tracker, meter, redirector, threshold, block, config.shares_at_once
         )
         report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)

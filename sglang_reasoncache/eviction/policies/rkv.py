@@ -56,8 +56,8 @@ class RKV(Evictor):
             which holds no more than its budget.
     """
 
-    slack: int = 128
-    recent: int = 8
+    slack: int = bounded(128, 0, 65_536)
+    recent: int = bounded(8, 1, 65_536)
     mix: float = bounded(0.1, 0, 1)
     alpha: int = bounded(8, 1, 64)
     kernel: int = bounded(7, 1, 63)

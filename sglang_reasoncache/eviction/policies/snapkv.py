@@ -26,7 +26,7 @@ class SnapKV(Evictor):
     """
 
     # At once: later queries push those of the prompt out of the window.
-    slack: int = 1
+    slack: int = bounded(1, 0, 65_536)
     prompt: bool = True
     window: int = bounded(32, 1, 256)
     kernel: int = bounded(7, 1, 63)

@@ -28,7 +28,7 @@ class TriAttention(Evictor):
         reach: Farthest query ahead, at most as far as the rotary table goes.
     """
 
-    slack: int = 128
+    slack: int = bounded(128, 0, 65_536)
     window: int = bounded(32, 1, 256)
     reach: int = bounded(65_536, 1, 1 << 20)
 
