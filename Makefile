@@ -21,11 +21,11 @@ help:
 	@echo "make test-all     the same with every kind of server"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
-	@echo "make bench-filter TRACES=FOLDER    what the filter costs, alone and in a server"
+	@echo "make bench-filter TRACES=FOLDER    what the filter costs"
 	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
-	@echo "make bench-policies TRACES=FOLDER  cache policies at equal saving: accuracy, throughput (an hour)"
+	@echo "make bench-policies  cache policies at equal saving: accuracy (an hour)"
 	@echo "make bench-siblings  1, 4 and 16 samples of each prompt: stock, sharing within responses and across (hours)"
 	@echo "make bench-short  stock, sharing at once and when short, from ample memory to two requests (two hours)"
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
@@ -70,13 +70,13 @@ bench-serve: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.serve $(TRACES) $(BENCH_ARGS)
 
 bench-kernels: setup
-	$(PYTHON_ENV) -m eval.bench.attention --server $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.attention $(BENCH_ARGS)
 
 bench-gpu: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.gpu $(TRACES) $(BENCH_ARGS)
 
-bench-policies: with-traces setup
-	$(PYTHON_ENV) -m eval.bench.policies $(TRACES) $(BENCH_ARGS)
+bench-policies: setup
+	$(PYTHON_ENV) -m eval.bench.policies $(BENCH_ARGS)
 
 bench-siblings: real-model
 	$(PYTHON_ENV) -m eval.bench.siblings $(BENCH_ARGS)

@@ -6,34 +6,35 @@ import argparse
 import dataclasses
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 _K = TypeVar("_K")
+_Read = Callable[[str], Any]
 
 
 def option(
     default: Any = dataclasses.MISSING,
     text: str = "",
     *,
-    read: Callable[[str], Any] | None = None,
+    read: _Read | None = None,
     least: float | None = None,
     most: float | None = None,
-    **argument: Any,
+    choices: Collection[Any] = (),
+    metavar: str | None = None,
 ) -> Any:
-    """A field of a class of options; ``text`` is its help. The annotation says how it is read: a
-    ``bool`` is a switch, a ``tuple[X, ...]`` takes several words, a ``Mapping`` may be given several
-    times, any other type is called with the word. ``read`` makes the whole value of one word instead.
-    ``least`` and ``most`` bound numbers. ``argument`` goes to
-    :meth:`argparse.ArgumentParser.add_argument`; ``flag`` among it is another name of the flag."""
-    about = {"text": text, "read": read, "bounds": (least, most), "argument": argument}
+    """A field of a class of options; ``text`` is its help. The annotation says how its word is read: a
+    ``bool`` is a switch, a ``tuple[X, ...]`` is ``a,b`` (positional: several words), a ``Mapping`` may
+    be given several times, any other type is called with the word. ``read`` makes the value of the word
+    instead. ``least``, ``most`` and ``choices`` bound each part of a value."""
+    about = {"help": text, "read": read, "bounds": (least, most, choices), "metavar": metavar}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default=default, metadata=about)
 
 
-def commas(kind: Callable[[str], Any] = str) -> Callable[[str], tuple[Any, ...]]:
+def commas(kind: _Read = str) -> Callable[[str], tuple[Any, ...]]:
     """Reads ``a,b``: values of one kind, none of them twice."""
 
     def values(text: str) -> tuple[Any, ...]:
@@ -48,11 +49,16 @@ def commas(kind: Callable[[str], Any] = str) -> Callable[[str], tuple[Any, ...]]
     return values
 
 
+def flags_of(text: str) -> tuple[str, ...]:
+    """Reads the flags of a server, all in one word."""
+    return tuple(shlex.split(text))
+
+
 def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
     """The options that a command line gives. A ValueError that ``kind`` raises ends the process with
     status 2, as a bad flag does."""
     parser = parser_of(kind)
-    given = values_of(parser, sys.argv[1:] if argv is None else argv)
+    given = vars(parser.parse_args(argv))
     try:
         return kind(**given)
     except ValueError as error:
@@ -83,29 +89,6 @@ def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
     return parser
 
 
-def values_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:
-    """Values by field: several words as a tuple, pairs as a dictionary."""
-    # Apart from its value argparse would take ``--both --tp=2`` for two flags.
-    flags = {one.option_strings[0] for one in parser._actions if one.type is flags_of}
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1] in flags:
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    given = vars(parser.parse_args(joined))
-    pairs = {one.dest for one in parser._actions if isinstance(one, argparse._AppendAction)}
-    for name, value in given.items():
-        if isinstance(value, list):
-            given[name] = dict(value) if name in pairs else tuple(value)
-    return given
-
-
-def flags_of(text: str) -> tuple[str, ...]:
-    """Reads the flags of a server, all in one word."""
-    return tuple(shlex.split(text))
-
-
 def module_of(kind: type) -> str:
     """The module in which ``kind`` is, by the name that ``python -m`` takes."""
     spec = getattr(sys.modules[kind.__module__], "__spec__", None)
@@ -113,38 +96,39 @@ def module_of(kind: type) -> str:
 
 
 def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint: Any) -> None:
-    about, kind = field.metadata, hint
+    about, kind, is_required = field.metadata, hint, field.default is dataclasses.MISSING
     if get_origin(hint) is UnionType:
         (kind,) = (one for one in get_args(hint) if one is not NoneType)
-    argument: dict[str, Any] = {"help": about["text"], **about["argument"]}
-    several = get_origin(kind) is tuple and about["read"] is None
+    argument: dict[str, Any] = {"help": about["help"]}
     if kind is bool:
         argument["action"] = "store_true"
     else:
-        read = about["read"] or (get_args(kind)[0] if several else kind)
-        argument.setdefault("type", _bounded(read, *about["bounds"]))
-        argument = {"nargs": "+", **argument} if several else argument
+        read, several = about["read"] or kind, get_origin(kind) is tuple
+        if several and about["read"] is None:
+            (item, _) = get_args(kind)
+            read = item if is_required else commas(item)
+        argument |= {"type": _bounded(read, *about["bounds"]), "metavar": about["metavar"]}
+        argument |= {"nargs": "+"} if several and is_required else {}
         argument |= {"action": "append"} if get_origin(kind) is Mapping else {}
-    if field.default is dataclasses.MISSING:
+    if is_required:
         parser.add_argument(field.name, **argument)
         return
-    # A pair's default is a list to which argparse appends.
+    # argparse appends to a list.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default
     if field.default not in (None, False, ()):
         argument["help"] += " (default %(default)s)"
-    name = argument.pop("flag", "--" + field.name.replace("_", "-"))
-    parser.add_argument(name, dest=field.name, **argument)
+    parser.add_argument("--" + field.name.replace("_", "-"), dest=field.name, **argument)
 
 
 def _bounded(
-    read: Callable[[str], Any], least: float | None, most: float | None
-) -> Callable[[str], Any]:
-    if least is None and most is None:
-        return read
-
+    read: _Read, least: float | None, most: float | None, choices: Collection[Any]
+) -> _Read:
     def value(text: str) -> Any:
         found = read(text)
         for one in found if isinstance(found, tuple) else (found,):
+            if choices and one not in choices:
+                known = ", ".join(map(str, choices))
+                raise argparse.ArgumentTypeError(f"must be of {known}, got {text}")
             if least is not None and not one >= least:
                 raise argparse.ArgumentTypeError(f"must be at least {least:g}, got {text}")
             if most is not None and not one <= most:

@@ -19,7 +19,7 @@ from eval.command import flags_of, option
 from eval.measures.figures import of_cells
 from eval.runs.folder import Cell, Response, write_json
 from eval.runs.options import RunOptions
-from eval.runs.work import run
+from eval.runs.session import run
 from eval.tiny_reasoner import CHECKPOINT
 
 _TASK, _SEED = "tiny_reasoner", 20_261
@@ -28,13 +28,13 @@ _ROWS = {
     "accuracy": ("accuracy", "{:.3f}"),
     "accuracy, clean": ("accuracy_clean", "{:.3f}"),
     "accuracy, wrong draft": ("accuracy_error", "{:.3f}"),
-    "output tokens/s": ("output_tokens_per_s", "{:.0f}"),
+    "output tokens/s": ("tokens_per_s", "{:.0f}"),
     "mean running requests": ("mean_running", "{:.2f}"),
     "decode steps": ("decode_steps", "{}"),
     "KV slots, peak": ("peak_slots", "{}"),
     "KV slots, mean": ("mean_slots", "{:.0f}"),
-    "slots saved, over decode steps": ("memory_saving_ratio", "{:.1%}"),
-    "slots saved, end of a response": ("final_saving_ratio", "{:.1%}"),
+    "slots saved, over decode steps": ("saving", "{:.1%}"),
+    "slots saved, end of a response": ("final_saving", "{:.1%}"),
     "retractions": ("retractions", "{}"),
     "leaked slots": ("leaked_slots", "{}"),
 }
@@ -70,23 +70,17 @@ def measure(options: Options) -> dict[str, Cell]:
 
 
 def arm_of(cell: Cell) -> dict[str, Any]:
-    seen, results, served = of_cells([cell]), cell.results(), cell.served()
+    results, served = cell.results(), cell.served()
 
     def share(group: str = "") -> float:
         chosen = [row.correct for row in results if group in ("", row.group)]
         return sum(chosen) / len(chosen) if chosen else 0.0
 
-    told = ("output_tokens", "seconds", "decode_steps", "retractions", "leaked_slots")
+    told = ("output_tokens", "seconds", "decode_steps")
     return {
-        **{"problems": len(results), "failed_requests": seen.failed},
+        **{"problems": len(results), **vars(of_cells([cell]))},
         **{"accuracy": share(), "accuracy_clean": share("clean"), "accuracy_error": share("error")},
         **{name: getattr(served, name) for name in told},
-        "output_tokens_per_s": seen.tokens_per_s or 0.0,
-        "peak_slots": seen.peak_slots or 0,
-        "mean_slots": seen.mean_slots or 0.0,
-        "mean_running": seen.mean_running or 0.0,
-        "memory_saving_ratio": seen.saving or 0.0,
-        "final_saving_ratio": seen.final_saving or 0.0,
     }
 
 
@@ -96,7 +90,7 @@ def print_table(result: dict[str, dict[str, Any]]) -> None:
     for arm in (*result, "ratio"):
         table.add_column(arm, justify="right")
     for title, (key, form) in _ROWS.items():
-        first, second = (arm[key] for arm in result.values())
+        first, second = (arm[key] or 0 for arm in result.values())
         ratio = f"{second / first:.3f}" if first else ""
         table.add_row(title, form.format(first), form.format(second), ratio)
     Console().print(table)

@@ -2,12 +2,12 @@
 """Methods by name: what a server is started with so that it shares as one row of a table says."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_reasoncache.arguments import arguments_of
-from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, parse_setting
+from sglang_reasoncache.config import ReasonCacheConfig, parse_settings
 from sglang_reasoncache.filter.settings import PRESETS
 
 
@@ -48,31 +48,16 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)
         raise MethodError(f"--methods: {spec!r} is no method; known are {known}")
-    pairs = dict(_pair(spec, part) for part in rest.split(",")) if colon else {}
     if name == DENSE:
-        if pairs:
+        if colon:
             raise MethodError(f"--methods: {spec!r}: {name} takes no options")
         return Method(spec)
     try:
-        given = {key: parse_setting(key, text) for key, text in pairs.items()}
+        given = parse_settings(rest) if colon else {}
+        if "preset" in given:
+            raise ValueError("the name is the preset")
         values = {"preset": name, **(defaults or {}), **given}
         ReasonCacheConfig.from_mapping(values)
-    except ConfigError as error:
+    except ValueError as error:
         raise MethodError(f"--methods: {spec!r}: {error}") from error
     return Method(spec, values)
-
-
-def find_methods(specs: Sequence[str], defaults: Mapping[str, Any] | None = None) -> list[Method]:
-    """All methods of a run. Raises MethodError: as :func:`find_method`."""
-    return [find_method(spec, defaults) for spec in specs]
-
-
-def _pair(spec: str, part: str) -> tuple[str, str]:
-    key, equals, text = part.partition("=")
-    key = key.strip().replace("-", "_")
-    if not equals or not key or not text:
-        raise MethodError(f"--methods: {spec!r}: {part!r} is not key=value")
-    if key not in SETTINGS or key == "preset":
-        known = ", ".join(name for name in SETTINGS if name != "preset")
-        raise MethodError(f"--methods: {spec!r}: no option {key!r}; known are {known}")
-    return key, text

@@ -28,7 +28,6 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 WORDS = "words"
 # Lossless, for structure is read from the text: a space goes with the word behind it.
 _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
-_MAX_COMPLAINTS = 20
 _MAX_NAME_CHARS = 40
 #: Blocks of what the papers' rule would share.
 BLOCKS = (4, 8, 16)
@@ -120,8 +119,7 @@ def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]
 
     def complain(where: str, fault: str) -> None:
         left_out.append(where)
-        if len(left_out) <= _MAX_COMPLAINTS:
-            print(f"{where}: left out: {fault}", file=sys.stderr)
+        print(f"{where}: left out: {fault}", file=sys.stderr)
 
     for path in options.traces:
         rows = read_rows(path, made, complain)

@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options, out = parse(argv)
     # lm-eval takes seconds to load, for which a mistyped flag should not wait.
-    from eval.runs.work import run
+    from eval.runs.session import run
 
     try:
         return 0 if run(options, out) else 1

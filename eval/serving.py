@@ -15,15 +15,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import httpx
 import psutil
 
 from sglang_reasoncache.platform import PLATFORM_NAME
-
-if TYPE_CHECKING:
-    from openai import OpenAI
 
 #: KV slots on a CPU when the flags name none; SGLang would otherwise fill most of the RAM.
 DEFAULT_KV_SLOTS = 16384
@@ -55,8 +52,6 @@ class ServerProcess:
         device: Literal["cpu", "cuda"] = "cpu",
         start_timeout_s: float = 600.0,
     ) -> None:
-        if device not in ("cpu", "cuda"):
-            raise ValueError(f"device must be 'cpu' or 'cuda', not {device!r}")
         self.model_path = str(model_path)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -82,8 +77,6 @@ class ServerProcess:
 
     def start(self) -> Self:
         """Wait for the first token. Raises ServerError: it died, or ``start_timeout_s`` is over."""
-        if self._process is not None:
-            raise RuntimeError(f"the server on port {self.port} was already started")
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
@@ -170,14 +163,6 @@ class ServerProcess:
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
         """POST ``json`` to ``path``; ``options`` as for :meth:`httpx.Client.post`."""
         return self._http.post(path, json=json, **options)
-
-    def openai(self, **options: Any) -> "OpenAI":
-        """Return an official client of this server; ``options`` go to its constructor."""
-        import openai
-
-        http = openai.DefaultHttpxClient(trust_env=False)
-        defaults = {"base_url": f"{self.url}/v1", "api_key": "unused", "http_client": http}
-        return openai.OpenAI(**{**defaults, "timeout": 600.0, "max_retries": 0, **options})
 
 
 def free_port() -> int:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings as words on a command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 #: Settings with a flag of their own; all others go through :data:`SET`.
 FLAGS = (
@@ -41,9 +40,17 @@ def text_of(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def kind_of(hint: Any) -> type:
+    """``X`` of the annotation ``X`` or ``X | None``."""
+    kind: type = next(part for part in get_args(hint) or (hint,) if part is not NoneType)
+    return kind
+
+
 def value_of(text: str, kind: type) -> Any:
     """The value that :func:`text_of` gives as ``text``. Raises ValueError, naming the type."""
     try:
+        if kind is not str and ("_" in text or not text.isascii()):
+            raise ValueError("Python reads 1_0 as 10")
         return _BOOLEANS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError) as error:
         raise ValueError(CALLED[kind]) from error

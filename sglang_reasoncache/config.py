@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """All settings of an operator in one frozen record, with defaults, bounds and help texts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.arguments import CALLED, SET, flag_of, value_of
+from sglang_reasoncache.arguments import CALLED, SET, flag_of, kind_of, value_of
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
 from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
 
 _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
-_TYPES = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 class ConfigError(ValueError):
@@ -215,7 +212,7 @@ class ReasonCacheConfig:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> ReasonCacheConfig:
+    def from_mapping(cls, values: Mapping[str, Any]) -> "ReasonCacheConfig":
         """The settings where ``values`` were given and the preset fills in the rest. Raises ConfigError
         for an unknown name, a bad value, and a value that nothing reads."""
         for name in sorted(values.keys() - SETTINGS.keys()):
@@ -236,7 +233,7 @@ SETTINGS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)
 
 def type_of(name: str) -> type:
     """The type of a setting: bool, int, float or str."""
-    return _TYPES[str(SETTINGS[name].type).split()[0]]
+    return kind_of(get_type_hints(ReasonCacheConfig)[name])
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bounds of the options of evicting and selecting policies."""
 
-from __future__ import annotations
+import dataclasses
+from typing import Any
 
 
 class OptionError(ValueError):
@@ -12,13 +13,14 @@ class OptionError(ValueError):
         self.key, self.bound = key, bound
 
 
-def between(key: str, value: float, low: float, high: float) -> None:
+def bounded(default: float | None, low: float, high: float) -> Any:
+    """A field of a policy whose value, if there is one, must lie in ``[low, high]``."""
+    return dataclasses.field(default=default, metadata={"bounds": (low, high)})
+
+
+def check(policy: Any) -> None:
     """Raises OptionError for a value out of bounds, or not a number."""
-    if not low <= value <= high:
-        raise OptionError(key, f"between {low} and {high}")
-
-
-def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raises OptionError for any other value."""
-    if value not in allowed:
-        raise OptionError(key, "one of " + ", ".join(allowed))
+    for option in dataclasses.fields(policy):
+        value, bounds = getattr(policy, option.name), option.metadata.get("bounds")
+        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
+            raise OptionError(option.name, "between {} and {}".format(*bounds))

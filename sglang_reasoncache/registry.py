@@ -5,8 +5,6 @@ Options are separated by ``,`` or ``:``, so that the text can stand inside anoth
 ``reasoncache+keydiff:budget=512,recent=64`` is ``reasoncache+keydiff:budget=512:recent=64``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pkgutil
@@ -17,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_reasoncache.arguments import value_of
+from sglang_reasoncache.arguments import kind_of, value_of
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.policy_options import OptionError
@@ -94,18 +92,10 @@ def _make(name: str, options: str) -> Any:
         if key in given:
             raise PolicyError(f"with {key} of {name} once")
         try:
-            given[key] = _value(types_of[key], value)
+            given[key] = value_of(value, kind_of(types_of[key]))
         except ValueError as error:
             raise PolicyError(f"with {key} of {name} {error}, not {value!r}") from error
     try:
         return kind(**given)
     except OptionError as error:
         raise PolicyError(f"with {error.key} of {name} {error.bound}") from error
-
-
-def _value(kind: Any, text: str) -> Any:
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    # Python reads 1_0 as 10.
-    is_plain = kind is str or (text.isascii() and "_" not in text)
-    return value_of(text if is_plain else "", kind)

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from sglang_reasoncache import arguments, compat, settings_table
+from sglang_reasoncache import arguments, compat
 from sglang_reasoncache.arguments import FLAGS, SET, arguments_of, flag_of
 from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, type_of
 from sglang_reasoncache.plugin import flags, refusals
+from tools import settings_table
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,7 +57,7 @@ def _examples(name: str) -> tuple[Any, list[Any]]:
     if kind is bool:
         return not field.default, ["yes"]
     assert name == "policy"
-    return "reasoncache+keydiff:share=0.5,anchor=mean_norm", ["other", 5]
+    return "reasoncache+keydiff:share=0.5,recent=8", ["other", 5]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -127,7 +128,7 @@ def test_engine_keywords_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_document_is_made_from_the_class() -> None:
-    """``python -m sglang_reasoncache.settings_table > docs/settings.md``."""
+    """``python -m tools.settings_table > docs/settings.md``."""
     document = Path(__file__).parent.parent / "docs" / "settings.md"
     assert document.read_text() == "\n".join(settings_table.lines()) + "\n"
 

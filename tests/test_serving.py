@@ -104,8 +104,6 @@ def test_flags_and_variables_of_the_caller_win(monkeypatch: pytest.MonkeyPatch) 
     assert "HOME" not in env and "SGLANG_USE_CPU_ENGINE" not in env
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     assert "SGLANG_PLATFORM" not in ServerProcess("m", device="cuda").env
-    with pytest.raises(ValueError, match="not 'tpu'"):
-        ServerProcess("m", device="tpu")  # type: ignore[arg-type]
 
 
 def test_only_the_needed_model_is_loaded(tmp_path: Path) -> None:

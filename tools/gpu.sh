@@ -131,7 +131,7 @@ for name; do
             tests/server/test_cuda.py -n 3 --dist loadgroup --no-loadscope-reorder
         ;;
     # shellcheck disable=SC2086 # BENCH_ARGS and LOAD_ARGS hold several
-    bench) part bench 80 "$python" -m eval.bench.attention --devices cuda ${BENCH_ARGS:-} ;;
+    bench) part bench 80 "$python" -m eval.bench.attention --device cuda ${BENCH_ARGS:-} ;;
     # shellcheck disable=SC2086
     load) part load 3600 "$python" -m eval.bench.gpu "$TRACES" ${LOAD_ARGS:-} ;;
     *) sanitized "$name" ;;

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention``: decode attention, ours against SGLang's and FlashInfer's.
 
-On one pool, in turn, beside the memory bandwidth; ``--server`` adds two servers of the embedded model.
-Writes ``build/bench/kernels.json``, a part for each device."""
+On one pool, in turn, beside the memory bandwidth. Writes ``build/bench/kernels.json``, a part for each
+device."""
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +21,9 @@ import torch
 from eval import command
 from eval.bench.attention_batch import SHARES, Shape
 from eval.bench.turns import Yardstick, as_text, spread, take_turns
-from eval.command import option
-from eval.measures.figures import of_cells
-from eval.methods import DENSE
+from eval.command import commas, option
 from eval.runs.config import describe_machine, describe_versions
-from eval.runs.folder import Cell, write_json
+from eval.runs.folder import write_json
 from sglang_reasoncache.platform import PLATFORM_NAME
 
 if TYPE_CHECKING:
@@ -48,23 +44,19 @@ SHAPES = {
 def measure(
     kind: "type[CpuBatch] | type[CudaBatch]", shapes: Sequence[Shape], rounds: int
 ) -> list[Row]:
-    """Rows of all shapes that fit into the device's memory, with all shares; prints a table."""
-    yardstick = Yardstick(torch.device(kind.device_type))
-    found, lines = [], []
+    """Rows of all shapes, with all shares; prints a table."""
+    yardstick, found = Yardstick(torch.device(kind.device_type)), []
     for shape in shapes:
-        batch = kind(shape) if kind.fits(shape) else None
+        batch = kind(shape)
         for percent, run in SHARES:
+            print(f"{shape}, {percent}%", file=sys.stderr)
+            batch.share(percent, run)
+            samples = take_turns(batch.sides(), rounds, yardstick.rates)
             row: Row = {"shape": str(shape), "shared_percent": percent, "run": run}
-            if batch is not None:
-                print(f"{shape}, {percent}%", file=sys.stderr)
-                batch.share(percent, run)
-                samples = take_turns(batch.sides(), rounds, yardstick.rates)
-                row |= batch.row(samples.rename(columns={kind.bandwidth: "bandwidth"}))
-                row[f"{kind.bandwidth}_gb_per_s"] = spread(samples[kind.bandwidth])
-                found.append(row)
-            lines.append({name: as_text(value) for name, value in row.items()})
+            row |= batch.row(samples.rename(columns={kind.bandwidth: "bandwidth"}))
+            found.append({**row, f"{kind.bandwidth}_gb_per_s": spread(samples[kind.bandwidth])})
         del batch
-    table = pd.DataFrame(lines).fillna("no memory")
+    table = pd.DataFrame([{name: as_text(one) for name, one in row.items()} for row in found])
     print("\n" + table.to_markdown(index=False, disable_numparse=True), flush=True)
     return found
 
@@ -80,52 +72,14 @@ def _shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Options:
-    shapes: tuple[Shape, ...] = option(SHAPES["cpu"], "on the CPU", type=_shape)
+    shapes: tuple[Shape, ...] = option(SHAPES["cpu"], "on the CPU", read=commas(_shape))
     rounds: int = option(7, "of a setting", least=1)
-    device: str = option(
-        "cuda" if torch.cuda.is_available() else "cpu", choices=tuple(SHAPES), flag="--devices"
-    )
-    server: bool = option(False, "on the CPU also compare two servers")
-    server_rounds: int = option(2, "of two servers", least=1)
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=SHAPES)
     output: Path = option(Path("build/bench/kernels.json"), "file of the figures")
 
 
-def record(path: Path, device: str, figures: dict[str, Any]) -> None:
-    """Add to the results of a device on disk; those of another device stay."""
-    found = json.loads(path.read_text()) if path.is_file() else {}
-    found.setdefault(device, {}).update(figures)
-    write_json(path, found)
-
-
-def serve(rounds: int, logs: Path) -> dict[str, Any]:
-    """Output tokens/s of two stock servers that differ in the attention backend alone."""
-    # lm-eval takes seconds to load, which no other part of this needs.
-    from eval.bench.sides import fresh
-    from eval.runs.options import RunOptions
-    from eval.runs.work import run
-    from sglang_reasoncache import compat
-
-    native, ours = names = ("torch_native", compat.CPU_BACKEND)
-    out, speeds = fresh(logs, "attention"), defaultdict(list)
-    for number in range(rounds):
-        for name in names[:: -1 if number % 2 else 1]:
-            flags = ("--attention-backend", name)
-            asked: dict[str, Any] = {"tasks": ("noise",), "methods": (DENSE,), "seeds": (number,)}
-            folder = out / f"{name}-{number}"
-            run(RunOptions(**asked, limit=32, device="cpu", server_flags=flags), folder)
-            cell = Cell(folder, "noise", DENSE, number).whole()
-            speeds[name].append(of_cells([cell]).tokens_per_s or 0.0)
-    ratios = [one / other for one, other in zip(speeds[ours], speeds[native], strict=True)]
-    return {
-        "server_tokens_per_s_ratio": spread(ratios)["median"],
-        "server_tokens_per_s": dict(speeds),
-    }
-
-
 def work(options: Options) -> None:
-    """Table and servers of one device. Raises ValueError: its memory is too small."""
-    put = functools.partial(record, options.output, options.device)
-    put({"machine": describe_machine(), "versions": describe_versions(), "rounds": options.rounds})
+    found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
     prepared: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if options.device == "cpu":
         # Before SGLang is imported: the platform our backend serves on.
@@ -133,23 +87,20 @@ def work(options: Options) -> None:
         from eval.bench.attention_cpu import CpuBatch as kind
         from eval.bench.attention_cpu import outside_a_server
 
-        threads, prepared = torch.get_num_threads(), outside_a_server()
-        put({"device": f"CPU, {threads} threads", "threads": threads})
+        prepared = outside_a_server()
+        found |= {"device": f"CPU, {torch.get_num_threads()} threads"}
     else:
         from eval.bench.attention_cuda import CudaBatch as kind  # type: ignore[assignment]
-        from eval.bench.distance import of_copy
 
-        put({"device": torch.cuda.get_device_name()})
-        put({"distance_fraction_of_copy": of_copy("cuda")})
+        found |= {"device": torch.cuda.get_device_name()}
     torch.manual_seed(5)
     with prepared, torch.inference_mode():
         shapes = options.shapes if options.device == "cpu" else SHAPES["cuda"]
         rows = measure(kind, shapes, options.rounds)
-        if not rows:
-            raise ValueError(f"the memory of {options.device} is too small for the table")
-        put({**kind.key_figures(rows), "rows": rows})
-    if options.server and options.device == "cpu":
-        put(serve(options.server_rounds, options.output.parent))
+    # What was measured on another device stays.
+    known = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    known[options.device] = {**found, "rounds": options.rounds, "rows": rows}
+    write_json(options.output, known)
     print(f"\nwrote {options.output}")
 
 

@@ -100,10 +100,6 @@ class Batch:
         #: First, last and one between: their results are compared with PyTorch's.
         self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
 
-    @staticmethod
-    def fits(shape: Shape) -> bool:
-        return True
-
     def share(self, percent: int, run: int = RUN) -> None:
         """Lay the rows anew; raises RuntimeError where a result is not PyTorch's."""
         self.rows = lay_rows(self.shape, percent, run).to(self.device)

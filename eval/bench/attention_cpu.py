@@ -16,7 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.runtime_context import get_context
 
 from eval.bench.attention_batch import RUN, Batch, Shape
-from eval.bench.turns import Side, by_round, spread
+from eval.bench.turns import Side, spread
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -87,21 +87,6 @@ class CpuBatch(Batch):
             positions=self.lengths - 1,
         )
 
-    @staticmethod
-    def key_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-        """At 32 requests x 1,000 tokens, the worse of the head shapes measured."""
-        rows = [row for row in rows if row["shape"].startswith("32x1000-")]
-        plain = [row for row in rows if not row["shared_percent"]]
-        speedups, rates = ([r["speedup"]["median"] for r in plain], [r["of_read"] for r in plain])
-        names = ("decode_speedup_vs_torch_native", "decode_fraction_of_bandwidth")
-        found = dict(zip(names, map(min, (speedups, rates)), strict=True)) if plain else {}
-        for row in rows:
-            if row["shared_percent"]:
-                runs = "" if row["run"] == RUN else f"_runs{row['run']}"
-                name = f"decode_shared{row['shared_percent']}{runs}_vs_unshared"
-                found[name] = max(found.get(name, 0.0), row["of_unshared"]["median"])
-        return found
-
     def share(self, percent: int, run: int = RUN) -> None:
         super().share(percent, run)
         # SGLang's row 0 is padding.
@@ -125,7 +110,7 @@ class CpuBatch(Batch):
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """GB/s counts every entry's K and V once; SGLang's side reads shared entries as cached;
         ``speedup`` and ``of_unshared`` are of steps of the same round."""
-        steps = by_round(samples, "step_ms")
+        steps = samples.pivot(index="round", columns="side", values="step_ms")
         ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])
         rate = self.shape.layer_bytes / decode["median"] / 1e6

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 #: Layers of the model whose step the planner is compared with; it runs once for all.
 _LAYERS = 32
-#: Beside a pool: FlashInfer's workspace, the yardstick's arrays, copies of `gather`.
-_SPARE_BYTES = 8 << 30
 #: What is timed alone: heads and pool.
 ALONE = {
     "bf16 32/8x128": (Shape(64, 16_000), torch.bfloat16),
@@ -60,27 +58,6 @@ class CudaBatch(Batch):
         self._kv = PagedKv(keys, values, self.rotation, backend="triton")
         entries = shape.requests, shape.slots - 1
         self._buffers = PlanBuffers.of(*entries, self.device, merge=True)
-
-    @staticmethod
-    def fits(shape: Shape) -> bool:
-        """Also for what `gather` copies out of the pool."""
-        torch.cuda.empty_cache()
-        return 2 * shape.layer_bytes + _SPARE_BYTES <= torch.cuda.mem_get_info()[0]
-
-    @staticmethod
-    def key_figures(rows: list[dict[str, Any]]) -> dict[str, float]:
-        """By the names of the goals (docs/benchmarks.md)."""
-        plain, shared, short, half = rows
-        ours, flashinfer = ([r[side]["median"] for r in rows] for side in ("ours", "flashinfer"))
-        return {
-            "decode_vs_flashinfer": flashinfer[0] / ours[0],
-            "decode_fraction_of_copy": plain["decode_of_copy"],
-            "gather_fraction_of_copy": plain["gather_gb_per_s"] / plain["copy_gb_per_s"]["median"],
-            "decode_shared22_vs_flashinfer": ours[1] / flashinfer[1],
-            f"decode_shared22_runs{short['run']}_vs_flashinfer": ours[2] / flashinfer[2],
-            f"decode_shared{half['shared_percent']}_vs_flashinfer": ours[3] / flashinfer[3],
-            "plan_fraction_of_step": shared["plan_of_step"],
-        }
 
     def share(self, percent: int, run: int = RUN) -> None:
         super().share(percent, run)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.filter TRACES``: what the step filter costs, alone and in a server.
+"""``python -m eval.bench.filter TRACES``: what the step filter costs.
 
 Times are CPU seconds of one thread, which other work on the machine disturbs little."""
 
@@ -15,10 +15,8 @@ from typing import Any
 
 import pandas as pd
 import psutil
-import torch
 
 from eval import command
-from eval.bench import distance, idle
 from eval.command import option
 from eval.jsonl import texts_of
 from eval.replay.model import train_tokenizer
@@ -91,7 +89,6 @@ def p99(times: pd.Series) -> float:
 @dataclass(frozen=True)
 class Options:
     traces: Path = option(text="JSONL file, or folder of aime*.jsonl")
-    rounds: int = option(32, "server rounds; 0: no servers", least=0)
     output: Path = option(Path("build/bench/filter.json"), "file of the figures")
 
 
@@ -106,10 +103,6 @@ def work(options: Options) -> None:
         step_filter = FilterProcess(FilterConfig(block=16), vocabulary, max_pending=max_pending)
         results |= measure(step_filter, streams)
         step_filter.shut_down()
-    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        results[f"distance_{device}_fraction_of_copy"] = distance.of_copy(device)
-    if options.rounds:
-        results |= idle.summary(options.rounds)
     write_json(options.output, results)
     print(json.dumps(results, indent=1))
     print(f"\nwrote {options.output}")

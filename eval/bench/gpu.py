@@ -4,11 +4,10 @@
 The model has the shape of an 8B Qwen3 (``--device cpu``: its heads, in four narrow layers) and dummy
 weights. Each next token is forced, so weights decide nothing but K and V; memory, step times and
 scheduling are real. The reference, stock SGLang, stays up beside one other side at a time. Writes
-``gpu.json`` after every run. Needs no lm-eval."""
+``gpu.json`` after every workload. Needs no lm-eval."""
 
 import argparse
 import json
-import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,21 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from transformers import Qwen3Config
 
 from eval import command
 from eval.bench import AIME
-from eval.bench.turns import as_text, spread
-from eval.command import option
+from eval.bench.turns import as_text
+from eval.command import commas, option
 from eval.jsonl import texts_of
 from eval.measures.figures import speeds_of
 from eval.replay.forcing import FORCED, forced_request
-from eval.replay.model import VOCABULARY_SIZE, build
+from eval.replay.model import build, replay_config
 from eval.runs import cells
 from eval.runs.client import Request
 from eval.runs.config import describe_machine, describe_versions
-from eval.runs.folder import Cell, Moment, write_json
-from eval.runs.servers import Server, Servers
+from eval.runs.folder import Cell, write_json
+from eval.runs.servers import Servers
 from eval.tokenizers import load_tokenizer
 
 SHARING = ("--enable-reasoncache",)
@@ -51,13 +49,7 @@ _COMMON = (
     "--sleep-on-idle"
 )
 #: Decode graphs alone: those of prefills take minutes to capture, and these loads hardly prefill.
-_ON_CUDA = [
-    "--mem-fraction-static",
-    "0.8",
-    "--cuda-graph-max-bs-decode",
-    "96",
-    "--disable-prefill-cuda-graph",
-]
+_ON_CUDA = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
 
 
 def _side(text: str) -> str:
@@ -68,12 +60,6 @@ def _side(text: str) -> str:
     return text
 
 
-def _reference(text: str) -> str:
-    if not re.fullmatch("stock(:[^:]+)?", text):
-        raise argparse.ArgumentTypeError(f"must be stock, or stock:BACKEND, got {text}")
-    return text
-
-
 @dataclass(frozen=True)
 class Options:
     """Sizes in tokens."""
@@ -81,8 +67,8 @@ class Options:
     traces: Path = option(text=f"folder of recorded responses with {AIME}")
     out: Path = option(Path("build/bench"), "folder of results")
     device: str = option("cuda", "cpu: a narrow shape", choices=("cuda", "cpu"))
-    reference: str = option("stock", "what others are compared with", read=_reference)
-    sides: tuple[str, ...] = option((), f"default: {' '.join(_OTHERS)}", type=_side)
+    reference: str = option("stock", "what others are compared with", read=_side)
+    sides: tuple[str, ...] = option((), f"default: {','.join(_OTHERS)}", read=commas(_side))
     rounds: int = option(1, "of each side", least=1)
     slots: int = option(60_000, "of the KV pool", least=1)
     piece: int = option(4000, "length of a looping request", least=1)
@@ -92,11 +78,8 @@ class Options:
     plan: bool = option(False, "say what would run, and run nothing")
 
     def __post_init__(self) -> None:
-        others = tuple(side for side in _OTHERS if side != self.reference)
-        object.__setattr__(self, "sides", self.sides or others)
-        if self.reference in self.sides:
-            told = f"--sides: {self.reference} is the reference, which others are compared with"
-            raise ValueError(told)
+        others = [side for side in self.sides or _OTHERS if side != self.reference]
+        object.__setattr__(self, "sides", tuple(others))
 
     def workloads(self, responses: Sequence[list[int]]) -> dict[str, list[list[int]]]:
         """``loops``: pieces of looping responses; ``finished``: whole ones, three times;
@@ -118,22 +101,21 @@ class Options:
 
     def flags(self, side: str) -> list[str]:
         name, _, backend = side.partition(":")
-        found = ["--max-total-tokens", str(self.slots), *_COMMON.split()]
-        found += _ON_CUDA if self.device == "cuda" else []
-        return [*found, *(("--attention-backend", backend) if backend else ()), *SIDES[name]]
+        words = f"--max-total-tokens {self.slots} {_COMMON}"
+        words += f" {_ON_CUDA}" if self.device == "cuda" else ""
+        words += f" --attention-backend {backend}" if backend else ""
+        return [*words.split(), *SIDES[name]]
 
 
 def shape(device: str) -> Any:
     """The shape of Qwen3-8B with the vocabulary of :mod:`eval.replay.model`; on a CPU its heads in a
     narrow model of four layers, so that attention is most of a step, as in long contexts."""
-    config: Any = Qwen3Config
-    sizes = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, head_dim=128)
+    sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
     if device == "cpu":
-        sizes |= dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
-    heads = dict(num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=40960)
-    tokens = dict(vocab_size=VOCABULARY_SIZE, bos_token_id=None, eos_token_id=0, pad_token_id=0)
-    more = dict(rope_theta=1e6, tie_word_embeddings=False, dtype="bfloat16")
-    return config(**sizes, **heads, **tokens, **more, architectures=["Qwen3ForCausalLM"])
+        sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
+    sizes |= dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, dtype="bfloat16")
+    sizes |= dict(max_position_embeddings=40960, tie_word_embeddings=False)
+    return replay_config(**sizes, architectures=["Qwen3ForCausalLM"])
 
 
 def requests_of(responses: Sequence[list[int]], tokenizer: Any) -> list[Request]:
@@ -148,59 +130,29 @@ def requests_of(responses: Sequence[list[int]], tokenizer: Any) -> list[Request]
     ]
 
 
-def measure(
-    server: Server, cell: Cell, requests: Sequence[Request], tokenizer: Any
-) -> dict[str, Any]:
-    """A cell on an empty cache. ``exact``: responses as recorded; ``waiting``: means of the log's
-    lines while requests waited for memory."""
-    how: Any = dict(log_interval=_LOG_INTERVAL, timeout_s=3600.0)
-    served, answers = cells.measure(cell, requests, server, lambda: None, **how), cell.answered()
+def exact(cells: Sequence[Cell], requests: Sequence[Request], tokenizer: Any) -> str:
+    """How many of the responses are as recorded."""
     recorded = {
-        request.problem_id: tokenizer.decode(request.body["custom_params"][FORCED])
+        request.problem_id: tokenizer.decode(request.body["custom_params"][FORCED]).strip()
         for request in requests
     }
-    told: dict[str, Any] = {"requests": len(requests), "tokens": served.output_tokens}
-    told["exact"] = sum(one.text.strip() == recorded[name].strip() for name, one in answers.items())
-    told |= {"seconds": served.seconds, "tokens_per_s": served.output_tokens / served.seconds}
-    return {**told, "retractions": served.retractions, "waiting": waiting(cell.timeline())}
+    answers = [one for cell in cells for one in cell.answered().items()]
+    same = sum(one.text.strip() == recorded[name] for name, one in answers)
+    return f"{same} of {len(cells) * len(requests)}"
 
 
-def waiting(timeline: Sequence[Moment]) -> dict[str, float]:
-    """Means over the lines in which requests waited, {} without any."""
-    full = pd.DataFrame([vars(moment) for moment in timeline if moment.queued])
-    if full.empty:
-        return {}
-    means = full[["running", "used", "saved", "tokens_per_s"]].mean()
-    return {str(name): float(value) for name, value in means.items()}
-
-
-def compare(runs: Mapping[str, Sequence[dict[str, Any]]], cells: Mapping[str, list[Cell]]) -> Any:
-    """The second of two sides beside the first, in one workload, round by round; ``step_ms``: ours
-    and theirs at equal running requests."""
-    reference, side = cells
-    speeds = speeds_of(cells[side], cells[reference])
-    exact, asked = (sum(told[name] for told in runs[side]) for name in ("exact", "requests"))
-    return {
-        "throughput_ratio": spread(speeds["throughput_ratios"]),
-        "running": [runs[name][-1]["waiting"].get("running") for name in (side, reference)],
-        "exact": f"{exact} of {asked}",
-        "step_ms": [speeds["step_ms"], speeds["dense_step_ms"]],
-    }
-
-
-def table(compared: dict[str, dict[str, Any]], reference: str) -> str:
+def table(rows: Sequence[Mapping[str, Any]], reference: str) -> str:
     """A line a side and workload; the reference's in brackets."""
     lines = [
         {
-            "side": side,
-            "workload": name,
-            f"tokens/s of {reference}'s": as_text(found["throughput_ratio"]),
-            "running, others waiting": "{} ({})".format(*map(as_text, found["running"])),
-            "step, ms": "{} ({})".format(*map(as_text, found["step_ms"])),
-            "exact": found["exact"],
+            "side": row["side"],
+            "workload": row["workload"],
+            f"tokens/s of {reference}'s": as_text(row["throughput_ratio"]),
+            "running": "{} ({})".format(*map(as_text, (row["running"], row["dense_running"]))),
+            "step, ms": "{} ({})".format(*map(as_text, (row["step_ms"], row["dense_step_ms"]))),
+            "exact": row["exact"],
         }
-        for side, row in compared.items()
-        for name, found in row["compared"].items()
+        for row in rows
     ]
     return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True))
 
@@ -217,48 +169,40 @@ def work(options: Options) -> None:
         for side in (options.reference, *options.sides):
             print(f"{side}: {shlex.join(options.flags(side))}")
         return
-    sizes = ("slots", "piece", "looping", "whole", "requests", "device")
-    found: dict[str, Any] = {"load": {name: getattr(options, name) for name in sizes}}
-    found |= {"machine": describe_machine(), "versions": describe_versions(), "sides": {}}
-    found["reference"] = options.reference
     asked = {name: requests_of(chosen, tokenizer) for name, chosen in workloads.items()}
+    found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
+    found |= {"options": {name: str(value) for name, value in vars(options).items()}, "rows": []}
     home = options.out / "gpu" / time.strftime("%Y%m%d-%H%M%S")
     with Servers(home, model, options.device, keep=2) as servers:
         for side in options.sides:
-            for row in rows_of(options, side, servers, asked, tokenizer, home):
-                found["sides"][side] = row
+            for row in rows_of(options, side, servers, asked, home):
+                row["exact"] = exact(row.pop("cells"), asked[row["workload"]], tokenizer)
+                found["rows"].append(row)
                 write_json(options.out / "gpu.json", found)
-    print(table(found["sides"], options.reference))
+                print(json.dumps(row), flush=True)
+    print(table(found["rows"], options.reference))
 
 
 def rows_of(
-    options: Options,
-    side: str,
-    servers: Servers,
-    asked: Mapping[str, list[Request]],
-    tokenizer: Any,
-    home: Path,
+    options: Options, side: str, servers: Servers, asked: Mapping[str, list[Request]], home: Path
 ) -> Iterator[dict[str, Any]]:
-    """A side beside the reference, after every run."""
+    """A side beside the reference, which take turns: for each workload the side's ``cells``, and
+    :func:`speeds_of` them."""
     pair = (options.reference, side)
     up = {name: servers.get(name.replace(":", "-"), options.flags(name)) for name in pair}
-    row: dict[str, Any] = {"attention_backend": up[side].attention(), "runs": [], "compared": {}}
+    how: Any = dict(log_interval=_LOG_INTERVAL, timeout_s=3600.0)
     # The first forwards of a kind compile kernels.
     for server in up.values():
         cells.warm_up(server, [one for requests in asked.values() for one in requests[:1]], 3600.0)
     for workload, requests in asked.items():
-        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in pair}
-        places: dict[str, list[Cell]] = {name: [] for name in pair}
+        done: dict[str, list[Cell]] = {name: [] for name in pair}
         for number in range(options.rounds):
             for name in pair[:: -1 if number % 2 else 1]:
                 cell = Cell(home / side.replace(":", "-"), workload, name, number)
-                places[name].append(cell)
-                runs[name].append(measure(up[name], cell, requests, tokenizer))
-                row["runs"].append({"side": name, "workload": workload, **runs[name][-1]})
-                print(json.dumps(row["runs"][-1]), flush=True)
-                yield row
-        row["compared"][workload] = compare(runs, places)
-        yield row
+                cells.measure(cell, requests, up[name], lambda: None, **how)
+                done[name].append(cell)
+        about = {"side": side, "workload": workload, "attention_backend": up[side].attention()}
+        yield {**about, **speeds_of(done[side], done[options.reference]), "cells": done[side]}
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@
 Writes ``policies.json``, ``.md`` and ``.png`` (docs/evaluation.md). A run folder beside them keeps what
 was measured: the same command goes on after a stop."""
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,17 +14,12 @@ import pandas as pd
 import seaborn as sns
 
 from eval import command
-from eval.bench import AIME, sides
-from eval.bench.serve import pieces_of
-from eval.command import commas, option
-from eval.jsonl import texts_of
-from eval.methods import DENSE
-from eval.replay.__main__ import MODELS
-from eval.replay.model import build
+from eval.bench import sides
+from eval.command import option
+from eval.methods import DENSE, find_method
 from eval.report.style import LABEL_SIZE, figure, light_grid, save
 from eval.runs.config import digest_of
 from eval.runs.folder import Cell, write_json, write_whole
-from sglang_reasoncache import registry
 
 SHARING, SELECTOR = "reasoncache", "quest"
 #: Say what is lost without any rule: random blocks are redirected, or random positions evicted.
@@ -36,18 +30,17 @@ POLICIES = (
     RANDOM_EVICTION, "reasoncache+rkv",
 )  # fmt: skip
 
+TASK = "tiny_reasoner"
 #: The embedded reasoner: answers that nothing garbled have 751 tokens at most. There is room for
-#: all in flight, so that memory does not decide what is answered.
-_ANSWERS: dict[str, Any] = {"in_flight": 48, "max_tokens": 1000, "kv_budget": 56_000}
-#: Evicted positions need attention that skips them; dense gets the same.
-_ATTENTION = ("--attention-backend", "reasoncache_cpu")
-TASK, REPLAY = "tiny_reasoner", "aime24_replay"
-#: Tokens of the pieces of responses: of unlike lengths, so that requests do not run in waves.
-_PIECES = (1000, 1300, 1600)
-#: Memory decides how many run, of a stock server two or three; a line of the log every 4 steps, for
-#: batches last some hundred. Each server holds up to 3 GB.
-_REPLAYS: dict[str, Any] = {"limit": 8, "kv_budget": 2700, "decode_log_interval": 4, "warm_up": 2}
-_TOGETHER = 4
+#: all in flight, so that memory does not decide what is answered. Evicted positions need attention
+#: that skips them; dense gets the same. Each server holds up to 3 GB.
+_ASKED: dict[str, Any] = {
+    "in_flight": 48, "max_tokens": 1000, "kv_budget": 56_000,
+    "server_flags": ("--attention-backend", "reasoncache_cpu"), "keep_servers": 4,
+}  # fmt: skip
+#: Positions of its requests when they begin and when they end; how many are too many before a policy
+#: acts.
+_START, _END, _SLACK = 45, 580, 8
 _SHOWN = [
     "aim", "policy", "saved", "saved_at_the_end", "accuracy", "accuracy_difference",
     "accuracy_error", "length_ratio", "throughput_ratio", "step_ms", "dense_step_ms",
@@ -65,19 +58,6 @@ _MOST = {SHARING: max(_PERCENTILES), "snapkv": 0.1}
 _SELECTOR_FLAGS, _SELECTOR_OPTIONS = ("--page-size", "16"), "whole_layers=1"
 
 
-class Load(NamedTuple):
-    """Positions of a request when it begins and when it ends, how many are too many before a
-    policy acts, and settings of the filter: small enough for the steps of recorded responses."""
-
-    start: int
-    end: int
-    slack: int
-    sharing: str
-
-
-EMBEDDED, REPLAYED = Load(45, 580, 8, ""), Load(150, 1500, 32, ",block=8,warmup=32")
-
-
 class Point(NamedTuple):
     """A policy at one setting: ``aim`` is the share of the slots that it is to save, ``method`` as
     in ``eval.run``."""
@@ -87,95 +67,52 @@ class Point(NamedTuple):
     method: str
 
 
-def points(policies: Sequence[str], savings: Sequence[float], load: Load) -> list[Point]:
+def points(policies: Sequence[str], savings: Sequence[float]) -> list[Point]:
     """Every policy at every saving that it can reach."""
-    each = ((policy, aim, method_of(policy, aim, load)) for aim in savings for policy in policies)
+    each = ((policy, aim, method_of(policy, aim)) for aim in savings for policy in policies)
     return [Point(policy, aim, method) for policy, aim, method in each if method is not None]
 
 
-def method_of(policy: str, saving: float, load: Load) -> str | None:
+def method_of(policy: str, saving: float) -> str | None:
     """The method that aims at a saving; None where the policy cannot reach it."""
-    shares = policy.startswith(f"{SHARING}+")
     evictor = policy.removeprefix(f"{SHARING}+")
     if saving > _MOST.get(evictor, 1.0):
         return None
     if policy == SHARING:
         nearest = min(_PERCENTILES, key=lambda known: abs(known - saving))
-        return f"reasoncache:percentile={_PERCENTILES[nearest]}{load.sharing}"
+        return f"reasoncache:percentile={_PERCENTILES[nearest]}"
     if policy == RANDOM_SHARING:
-        return f"random:random_ratio={min(1.0, _RANDOM_RATIO * saving):g}{load.sharing}"
+        return f"random:random_ratio={min(1.0, _RANDOM_RATIO * saving):g}"
     # Leaves out that share of the positions of a growing request, averaged over its steps. A pair
     # has its evictor's, so that the two can be compared at it.
-    budget = round(load.end - math.sqrt(saving * (load.end**2 - load.start**2)))
-    options = f"budget={budget}:slack={load.slack}"
+    budget = round(_END - math.sqrt(saving * (_END**2 - _START**2)))
+    options = f"budget={budget}:slack={_SLACK}"
     if evictor == "snapkv":
         options = "share=0.5"
     elif evictor == SELECTOR:
         options = f"budget={budget}:{_SELECTOR_OPTIONS}"
     name = "random" if evictor == RANDOM_EVICTION else evictor
-    if shares:
-        return f"reasoncache:policy={SHARING}+{name}:{options}{load.sharing}"
-    return f"reasoncache:policy={name}:{options}"
-
-
-def _policies(given: str) -> tuple[str, ...]:
-    found = commas()(given)
-    for policy in found:
-        evictor = policy.removeprefix(f"{SHARING}+")
-        if policy not in POLICIES and evictor not in registry.BUILT_IN:
-            known = ", ".join(POLICIES)
-            raise argparse.ArgumentTypeError(f"no policy {policy!r}; there are {known}")
-    return found
+    return f"reasoncache:policy={f'{SHARING}+' if evictor != policy else ''}{name}:{options}"
 
 
 @dataclass(frozen=True)
 class Options:
-    traces: Path = option(text="folder of recorded responses, JSONL")
     out: Path = option(Path("build/bench"), "folder of results")
-    policies: tuple[str, ...] = option(POLICIES, "names, pairs with +", read=_policies)
+    policies: tuple[str, ...] = option(POLICIES, "names, pairs with +")
     saved: tuple[float, ...] = option(
-        (0.1, 0.2, 0.4, 0.6), "shares to aim at", read=commas(float), least=0.01, most=0.99
+        (0.1, 0.2, 0.4, 0.6), "shares to aim at", least=0.01, most=0.99
     )
     problems: int = option(60, "of each policy and saving", least=2)
-    rounds: int = option(2, "on replays, 0 for none", least=0)
-    timed_saved: tuple[float, ...] = option(
-        (0.2,), "shares that replays aim at", read=commas(float), least=0.01, most=0.99
-    )
     plan: bool = option(False, "say what would be done")
 
-    @property
-    def answered(self) -> list[Point]:
-        """Settings for the embedded reasoner."""
-        return points(self.policies, self.saved, EMBEDDED)
 
-    @property
-    def timed(self) -> list[Point]:
-        """Settings for replays."""
-        return points(self.policies, self.timed_saved if self.rounds else (), REPLAYED)
-
-
-def measure(
-    task: str, chosen: Sequence[Point], rounds: int, home: Path, **asked: Any
-) -> dict[str, list[Cell]]:
+def measure(chosen: Sequence[Point], problems: int, home: Path) -> dict[str, list[Cell]]:
     """The cells of dense and of some points by method, in a folder named after them."""
     # Two savings may lie nearest to the same setting.
     methods = list(dict.fromkeys([DENSE, *(point.method for point in chosen)]))
     selecting = [name for name in methods if f"policy={SELECTOR}" in name or f"+{SELECTOR}" in name]
-    more = dict.fromkeys(selecting, _SELECTOR_FLAGS)
-    out = home / f"{task}-{digest_of([methods, rounds, asked])}"
-    together = min(_TOGETHER, len(methods))
-    return sides.in_turns(task, methods, rounds, out, more=more, keep_servers=together, **asked)
-
-
-def replays(options: Options, home: Path) -> dict[str, list[Cell]]:
-    """The cells of replays, which are short of memory."""
-    traces = options.traces / AIME
-    model = str(build(MODELS, texts_of([traces])))
-    path = home / f"{REPLAY}.jsonl"
-    pieces_of(traces, model, _PIECES, path)
-    flags = (*_ATTENTION, *sides.SERVER_FLAGS)
-    asked = {**_REPLAYS, "model": model, "data": {REPLAY: str(path)}, "temperature": 0.0}
-    return measure(REPLAY, options.timed, options.rounds, home, server_flags=flags, **asked)
+    asked = {**_ASKED, "limit": problems, "more": dict.fromkeys(selecting, _SELECTOR_FLAGS)}
+    return sides.in_turns(TASK, methods, 1, home / digest_of([methods, asked]), **asked)
 
 
 def rows_of(chosen: Sequence[Point], cells: Mapping[str, list[Cell]]) -> list[dict[str, Any]]:
@@ -196,11 +133,12 @@ def _reads_saved(cells: Sequence[Cell]) -> float | None:
     return 1 - read / held if held else None
 
 
-def table(rows: Sequence[Mapping[str, Any]], title: str) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The papers' Table II in shape, as Markdown; columns are fields of a row."""
     frame = pd.DataFrame(rows).reindex(columns=_SHOWN)
     shown = frame.astype(object).where(frame.notna(), None)
-    return f"### {title}\n\n{shown.to_markdown(index=False, floatfmt='.3f', missingval='-')}\n"
+    told = shown.to_markdown(index=False, floatfmt=".3f", missingval="-")
+    return f"### Policies at equal saving\n\n{told}\n"
 
 
 def picture(rows: Sequence[Mapping[str, Any]], dense: float, path: Path) -> None:
@@ -222,24 +160,19 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: float, path: Path) -> None
 def work(options: Options) -> None:
     """Measure what is not there yet and write the results. Raises RunError: a cell could not be
     measured."""
+    chosen = points(options.policies, options.saved)
     if options.plan:
-        for point in [*options.answered, *options.timed]:
+        for point in chosen:
+            find_method(point.method)
             print(f"{point.policy} at {point.aim:.0%}: {point.method}")
         return
-    home, parts = options.out / "policies", []
-    asked = {**_ANSWERS, "limit": options.problems, "server_flags": _ATTENTION}
-    cells = measure(TASK, options.answered, 1, home, **asked)
-    dense = sides.row_of(cells[DENSE], cells[DENSE])
-    result: dict[str, Any] = {"dense": dense, "rows": rows_of(options.answered, cells)}
-    stock = {"policy": DENSE, **dense}
-    parts.append(table([stock, *result["rows"]], "Policies at equal saving"))
-    picture(result["rows"], dense["accuracy"], options.out / "policies.png")
-    if options.timed:
-        result["replays"] = rows_of(options.timed, replays(options, home))
-        parts.append(table(result["replays"], "Replays, short of memory"))
-    write_json(options.out / "policies.json", result)
-    write_whole(options.out / "policies.md", "\n".join(parts))
-    print("\n".join(parts))
+    cells = measure(chosen, options.problems, options.out / "policies")
+    dense, rows = sides.row_of(cells[DENSE], cells[DENSE]), rows_of(chosen, cells)
+    told = table([{"policy": DENSE, **dense}, *rows])
+    picture(rows, dense["accuracy"], options.out / "policies.png")
+    write_json(options.out / "policies.json", {"dense": dense, "rows": rows})
+    write_whole(options.out / "policies.md", told)
+    print(told)
 
 
 if __name__ == "__main__":

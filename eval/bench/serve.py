@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make bench-serve``: throughput, saving and accuracy of three workloads in twenty minutes on two cores.
+"""``make bench-serve``: throughput, saving and accuracy of some workloads in twenty minutes on two cores.
 
 Stock SGLang and ours take turns, with the same KV budget, backend and flags; the embedded reasoner
-also with random sharing that saves as much. Writes ``serve.json``, and a run folder a workload."""
+also with random sharing that saves as much. ``noise`` tells what sharing costs where there is nothing to
+share. Writes ``serve.json``, and a run folder a workload."""
 
 import json
 import re
@@ -31,14 +32,15 @@ LOOPING = 20_000
 
 class Workload(NamedTuple):
     """``limit`` are the problems of one round, ``kv_budget`` the KV slots of each server; ``traces``
-    is a file of recorded responses, "" for the embedded reasoner; ``pieces`` see :func:`pieces_of`."""
+    is a file of recorded responses, "" for the embedded reasoner; ``pieces``: replay pieces of so many
+    tokens of its looping responses, which are shorter, but repeat themselves nearly as much."""
 
     methods: tuple[str, ...]
     limit: int
     rounds: int
     kv_budget: int
     traces: str = ""
-    pieces: tuple[int, ...] = ()
+    pieces: int = 0
 
 
 _OURS = (DENSE, "newest")
@@ -46,8 +48,10 @@ WORKLOADS = {
     "tiny_reasoner": Workload((*_OURS, "random:random_ratio=0.4"), 32, rounds=2, kv_budget=4000),
     # Equal lengths run in waves, 2 at a time where nothing is shared, up to 4 with sharing: 8 fill
     # the last wave of either.
-    "aime24_replay": Workload(_OURS, 8, rounds=2, kv_budget=8000, traces=AIME, pieces=(3000,)),
+    "aime24_replay": Workload(_OURS, 8, rounds=2, kv_budget=8000, traces=AIME, pieces=3000),
     "math500_replay": Workload(_OURS, 8, rounds=1, kv_budget=4000, traces=_MATH),
+    # Short rounds: what else the machine does changes within seconds.
+    "noise": Workload(_OURS, 32, rounds=9, kv_budget=16_384),
 }
 
 
@@ -74,26 +78,16 @@ def cut(response: str, tokenizer: Any, tokens: int) -> list[str]:
 
 
 def write_pieces(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, tokens: Sequence[int], path: Path
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, tokens: int, path: Path
 ) -> None:
-    """Write the pieces of all rows of :data:`LOOPING` tokens or more as JSONL. ``tokens`` are lengths
-    of pieces, in turn for each row."""
-    long = [row for row in rows if row["max_tokens"] >= LOOPING]
+    """Write the pieces of all rows of :data:`LOOPING` tokens or more as JSONL."""
     lines = [
         {"id": f"{row['id']}.{at}", "question": row["prompt"], "response": piece}
-        for number, row in enumerate(long)
-        for at, piece in enumerate(cut(row["target"], tokenizer, tokens[number % len(tokens)]))
+        for row in rows
+        if row["max_tokens"] >= LOOPING
+        for at, piece in enumerate(cut(row["target"], tokenizer, tokens))
     ]
     write_whole(path, "".join(json.dumps(line) + "\n" for line in lines))
-
-
-def pieces_of(traces: Path, model: str, pieces: Sequence[int], path: Path) -> Path:
-    """Responses to replay: ``traces``, or pieces of these lengths of its looping ones, written to
-    ``path``: shorter, but they repeat themselves nearly as much. Raises OSError, ValueError."""
-    if not pieces:
-        return traces
-    write_pieces(list(replay(str(traces), model)["test"]), load_tokenizer(model), pieces, path)
-    return path
 
 
 def measure(task: str, options: Options, model: str) -> dict[str, Any]:
@@ -101,8 +95,11 @@ def measure(task: str, options: Options, model: str) -> dict[str, Any]:
     methods, limit, rounds, kv_budget, file, pieces = WORKLOADS[task]
     asked: dict[str, Any] = {"warm_up": 8}
     if file:
-        path = options.out / "serve" / f"{task}-pieces.jsonl"
-        path = pieces_of(options.traces / file, model, pieces, path)
+        path = options.traces / file
+        if pieces:
+            rows = list(replay(str(path), model)["test"])
+            path = options.out / "serve" / f"{task}-pieces.jsonl"
+            write_pieces(rows, load_tokenizer(model), pieces, path)
         # Greedy, though every token is forced: a server that draws is started anew for each seed.
         asked = {"model": model, "data": {task: str(path)}, "temperature": 0.0, "warm_up": 2}
     asked |= {"limit": limit, "kv_budget": kv_budget, "server_flags": sides.SERVER_FLAGS}

@@ -42,18 +42,15 @@ class Options:
     pools: tuple[int, ...] = option((), "instead of a workload's own", least=1, metavar="SLOTS")
     limit: int | None = option(None, "problems, instead of a workload's own", least=1, metavar="N")
     rounds: int = option(2, "turns of each server", least=2, metavar="N")
-    running: int | None = option(None, "--max-running-requests of each server", least=1)
     out: Path = option(Path("build/bench"), "folder of results")
 
 
 def measure(task: str, pool: int, options: Options) -> list[dict[str, Any]]:
     """A row for each side; ``as_stock``: of its responses those that are stock's in the first round
     word for word, of stock those of later rounds."""
-    work, flags = WORKLOADS[task], [*sides.SERVER_FLAGS]
-    if options.running is not None:
-        flags += ["--max-running-requests", str(options.running)]
+    work = WORKLOADS[task]
     asked: dict[str, Any] = {"limit": options.limit or work.limit, "kv_budget": pool, "warm_up": 4}
-    asked |= {"model": work.model, "temperature": 0.0, "server_flags": flags}
+    asked |= {"model": work.model, "temperature": 0.0, "server_flags": sides.SERVER_FLAGS}
     out = sides.fresh(options.out / "short", f"{task}-{pool}")
     methods = tuple(SIDES.values())
     cells = sides.in_turns(task, methods, options.rounds, out, again=True, **asked)

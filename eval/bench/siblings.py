@@ -28,8 +28,6 @@ class Options:
     problems: int = option(100, "of each n", least=1, metavar="N")
     rounds: int = option(1, "turns of each server", least=1, metavar="N")
     kv_budget: int = option(12_000, "KV slots", least=1, metavar="SLOTS")
-    model: str = option(str(MODEL), "folder")
-    task: str = option("small_reasoner", "tiny_reasoner for --model tiny_reasoner")
     out: Path = option(Path("build/bench"), "folder of results")
 
 
@@ -64,12 +62,12 @@ def row_of(cells: Sequence[Cell], stock: Sequence[Cell]) -> dict[str, Any]:
 
 
 def work(options: Options) -> None:
-    asked: dict[str, Any] = {"model": options.model, "kv_budget": options.kv_budget}
+    asked: dict[str, Any] = {"model": str(MODEL), "kv_budget": options.kv_budget}
     asked |= {"server_flags": sides.SERVER_FLAGS, "temperature": 0.8, "warm_up": 4}
     found: dict[str, Any] = {}
     for count in options.counts:
         out = sides.fresh(options.out / "siblings", f"x{count}")
-        task, limit = f"{options.task}_x{count}", options.problems * count
+        task, limit = f"small_reasoner_x{count}", options.problems * count
         methods = DENSE, WITHIN, ACROSS
         cells = sides.in_turns(task, methods, options.rounds, out, limit=limit, **asked)
         found[str(count)] = {name: row_of(cells[name], cells[DENSE]) for name in methods[1:]}

@@ -12,7 +12,7 @@ from eval.measures.accuracy import accuracy, compare, keyed
 from eval.measures.figures import of_cells, speeds_of
 from eval.runs.folder import Cell
 from eval.runs.options import RunOptions
-from eval.runs.work import run
+from eval.runs.session import run
 
 #: The same for all, so that what differs is the memory: an admission that fills the pool.
 #: SGLang's documentation advises 0.3 where requests wait beside free slots.
@@ -57,6 +57,10 @@ def row_of(cells: Sequence[Cell], stock: Sequence[Cell]) -> dict[str, Any]:
         for side in (cells, stock)
     )
     right, against = accuracy(mine), compare(mine, theirs)
+    both = [
+        at for at in mine.keys() & theirs if mine[at].output_tokens and theirs[at].output_tokens
+    ]
+    tokens, dense = (sum(side[at].output_tokens for at in both) for side in (mine, theirs))
     difference = against.difference if against else None
     return {
         "saved": seen.saving,
@@ -68,22 +72,11 @@ def row_of(cells: Sequence[Cell], stock: Sequence[Cell]) -> dict[str, Any]:
         "only_dense_right": against.only_dense if against else None,
         "only_policy_right": against.only_method if against else None,
         "problems": len(mine),
-        "length_ratio": _length_ratio(cells, stock),
+        "length_ratio": tokens / dense if dense else None,
         "leaked_slots": seen.leaked_slots,
         "failed_requests": seen.failed,
         **speeds_of(cells, stock),
     }
-
-
-def _length_ratio(cells: Sequence[Cell], stock: Sequence[Cell]) -> float | None:
-    """Output tokens over stock's, of problems that both answered."""
-    ours = theirs = 0
-    for one, other in zip(cells, stock, strict=True):
-        mine, dense = one.answered(), other.answered()
-        for name in mine.keys() & dense.keys():
-            ours += mine[name].output_tokens
-            theirs += dense[name].output_tokens
-    return ours / theirs if theirs else None
 
 
 def fresh(home: Path, name: str) -> Path:

@@ -34,11 +34,6 @@ def take_turns(
     return found[found["round"] > 0]
 
 
-def by_round(samples: pd.DataFrame, figure: str) -> pd.DataFrame:
-    """One figure, a line a round and a column a side."""
-    return samples.pivot(index="round", columns="side", values=figure)
-
-
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Median and quartiles."""
     points = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.fidelity MODEL RESPONSES``: what sharing costs a model on recorded responses."""
 
-import argparse
 import hashlib
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from eval import command
-from eval.command import commas, option
+from eval.command import option
 from eval.fidelity import summary
 from eval.fidelity.arms import Arm, default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
@@ -39,17 +38,14 @@ class Response(NamedTuple):
     prompt: int
 
 
-def read(
-    path: Path, tokenizer: Any, cap: int, shortest: int, siblings: bool = False
-) -> Iterator[Response]:
+def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
     """Responses of at least ``shortest`` tokens, with their questions cut at ``cap``, of a JSONL file
     of rows with ``question``, ``response``, perhaps ``id`` and ``correct``; of a folder the first to
-    each question, unless ``siblings`` are asked for. Raises OSError, ValueError: names the file or
-    line that cannot be read."""
+    each question. Raises OSError, ValueError: names the file or line that cannot be read."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):
-            if path.is_dir() and not siblings and row["question"] in asked:
+            if path.is_dir() and row["question"] in asked:
                 continue
             asked.add(row["question"])
             response = _tokenized({"id": f"{file.stem}:{number}", **row}, tokenizer, cap)
@@ -80,25 +76,14 @@ def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:
     return Response(str(row["id"]), group, (*prompt, *response), len(prompt))
 
 
-def _groups(text: str) -> tuple[str, ...]:
-    found = commas()(text)
-    if not set(found) <= set(GROUPS):
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(GROUPS)}, got {text}")
-    return found
-
-
 @dataclass(frozen=True)
 class Options:
     model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
     responses: Path = option(text="JSONL file of rows with question and response, or a folder")
-    arms: tuple[str, ...] = option((), "default: those of docs/fidelity.md", read=commas())
-    block: int = option(8, "tokens per block of the default arms", least=1)
+    arms: tuple[str, ...] = option((), "default: those of docs/fidelity.md")
     like: str = option(default_name(), "arm whose saving evictors match")
-    groups: tuple[str, ...] = option(GROUPS[:2], f"of {', '.join(GROUPS)}", read=_groups)
-    limit: int | None = option(
-        None, "responses of each group, or questions beside an arm across; else all", least=1
-    )
-    siblings: int = option(4, "responses to a question that an arm across reads together", least=2)
+    groups: tuple[str, ...] = option(GROUPS[:2], choices=GROUPS)
+    limit: int | None = option(None, "responses of each group, else all", least=1)
     cap: int = option(2600, "tokens of question and response", least=1)
     shortest: int = option(1000, "shorter responses are left out", least=1)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu")
@@ -118,73 +103,42 @@ def load(options: Options) -> Reader:
     return Reader(model.to(options.device))
 
 
-def chosen(options: Options, tokenizer: Any, across: bool) -> list[list[Response]]:
-    """What is read together: each response alone, or beside an arm ``across`` its siblings."""
-    found = read(options.responses, tokenizer, options.cap, options.shortest, across)
-    together = _siblings(options, found) if across else _alone(options, found)
-    if not together:
-        several = ", several to a question" * across
-        raise ValueError(f"{options.responses}: no response of --shortest and --groups{several}")
-    return together
-
-
-def _alone(options: Options, found: Iterable[Response]) -> list[list[Response]]:
-    """``--limit`` responses of each group, the groups in turn."""
+def chosen(options: Options, tokenizer: Any) -> list[Response]:
+    """``--limit`` responses of each group, the groups in turn. Raises ValueError: there is none."""
     seen: Counter[str] = Counter()
     ranked = []
-    for response in found:
+    for response in read(options.responses, tokenizer, options.cap, options.shortest):
         rank = seen[response.group]
         if response.group in options.groups and rank < (options.limit or rank + 1):
             seen[response.group] += 1
             ranked.append((rank, options.groups.index(response.group), response))
-    return [[response] for *_, response in sorted(ranked)]
-
-
-def _siblings(options: Options, found: Iterable[Response]) -> list[list[Response]]:
-    """The first ``--siblings`` responses to each of ``--limit`` questions that have several, one of
-    ``--groups`` among them."""
-    by_prompt: dict[tuple[int, ...], list[Response]] = {}
-    for response in found:
-        by_prompt.setdefault(response.tokens[: response.prompt], []).append(response)
-    several = [siblings[: options.siblings] for siblings in by_prompt.values() if siblings[1:]]
-    wanted = set(options.groups)
-    together = [one for one in several if wanted & {response.group for response in one}]
-    return together[: options.limit]
+    if not ranked:
+        raise ValueError(f"{options.responses}: no response of --shortest and --groups")
+    return [response for *_, response in sorted(ranked)]
 
 
 def measure(
-    options: Options,
-    arms: Sequence[Arm],
-    together: Sequence[Sequence[Response]],
-    tokenizer: Any,
+    options: Options, arms: Sequence[Arm], responses: Sequence[Response], tokenizer: Any
 ) -> Iterator[Mapping[str, Any]]:
     """A record for each response, also of an earlier run with the same settings: each is appended
-    to a JSONL file at once, so that a run that is cut goes on where it stopped. Of responses that
-    are read ``together`` those of ``--groups``."""
+    to a JSONL file at once, so that a run that is cut goes on where it stopped."""
     path, known, replay = options.out.with_suffix(".jsonl"), {}, None
     cut_unfinished(path)
     if path.exists():
         known = {record["key"]: record for record in map(json.loads, path.open())}
     settings = [str(options.model.resolve()), options.dtype, options.like, *map(repr, arms)]
-    for siblings in together:
-        keys = [
-            hashlib.sha256(json.dumps([settings, siblings, at]).encode()).hexdigest()[:16]
-            for at in range(len(siblings))
-        ]
-        if not known.keys() >= set(keys):
+    for response in responses:
+        key = hashlib.sha256(json.dumps([settings, response]).encode()).hexdigest()[:16]
+        if key not in known:
             replay = replay or Replay(load(options), vocabulary_of(tokenizer), arms, options.like)
             begun = time.monotonic()
-            scores = replay.scores([one.tokens for one in siblings], siblings[0].prompt)
-            seconds = round((time.monotonic() - begun) / len(siblings), 1)
+            scores = replay.scores(response.tokens, response.prompt)
+            record: dict[str, Any] = dict(key=key, response=response.name, group=response.group)
+            record |= dict(tokens=len(response.tokens), arms=scores)
+            known[key] = {**record, "seconds": round(time.monotonic() - begun, 1)}
             with path.open("a") as file:
-                for key, response, score in zip(keys, siblings, scores, strict=True):
-                    record: dict[str, Any] = dict(key=key, response=response.name)
-                    record |= dict(group=response.group, tokens=len(response.tokens))
-                    known[key] = {**record, "seconds": seconds, "arms": score}
-                    file.write(json.dumps(known[key]) + "\n")
-        for key in keys:
-            if known[key]["group"] in options.groups:
-                yield known[key]
+                file.write(json.dumps(known[key]) + "\n")
+        yield known[key]
 
 
 def work(options: Options) -> None:
@@ -193,14 +147,13 @@ def work(options: Options) -> None:
     summed: list[dict[str, Any]] = []
     settings = {name: str(value) for name, value in vars(options).items()}
     tokenizer = load_tokenizer(str(options.model), local=True)
-    arms = parse_all(options.arms or default_names(options.block), options.like)
-    together = chosen(options, tokenizer, any(arm.across for arm in arms))
-    count = sum(one.group in options.groups for siblings in together for one in siblings)
+    arms = parse_all(options.arms or default_names(), options.like)
+    responses = chosen(options, tokenizer)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for record in measure(options, arms, together, tokenizer):
+    for record in measure(options, arms, responses, tokenizer):
         records.append(record)
         facts = "{response}, {group}, {tokens} tokens, {seconds:.0f} s".format(**record)
-        print(f"{len(records)} of {count}: {facts}", file=sys.stderr, flush=True)
+        print(f"{len(records)} of {len(responses)}: {facts}", file=sys.stderr, flush=True)
         summed = summary.rows(records)
         result = {"rows": summed, "default": default_name(), "settings": settings}
         options.out.write_text(json.dumps(result, indent=1) + "\n")

@@ -14,11 +14,10 @@ from sglang_reasoncache.filter.settings import FilterConfig
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
-    r"|(?P<across>across)|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)"
-    r"|need(?P<need>\d+)"
+    r"|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)|need(?P<need>\d+)"
 )
 _GRAMMAR = (
-    "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN][, needN][, across], "
+    "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN][, needN], "
     "as newest-runs-8"
 )
 
@@ -33,10 +32,7 @@ class Arm:
     corrected: bool = True  # keys are rotated to where they are used
     percentile: float = 100.0  # of KV distances; 100: no threshold
     evictor: Any = None
-    need: float = (
-        1.0  # share of the positions that are to be saved, if so many can; nearest blocks first
-    )
-    across: bool = False  # with responses to the same prompt, --reasoncache-scope prompt
+    need: float = 1.0  # share of positions to be saved, if so many can; nearest blocks first
 
 
 def parse(name: str) -> Arm:
@@ -49,27 +45,20 @@ def parse(name: str) -> Arm:
     if len(values) < len(options) or not {"match", "block"} <= values.keys():
         raise ValueError(f"{name!r}: an arm that shares is {_GRAMMAR}")
     cached, match = values.pop("cached", None), values.pop("match")
-    across = values.pop("across", None) is not None
     knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
     percentile, need = knobs.pop("percentile", 100), knobs.pop("need", 100)
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
-    knobs["scope"] = "prompt" if across else "response"
     if direction == "oldest":
         knobs.setdefault("min_age", 0)  # The papers share at once.
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
         raise ValueError(f"{name!r}: {error}") from error
-    if across and min(percentile, need) < 100:
-        left_out = "pN and needN"
-        raise ValueError(
-            f"{name!r}: distances are not measured across responses, leave out {left_out}"
-        )
     if not 0 < need <= 100:
         raise ValueError(f"{name!r}: needN must be between 1 and 100, got {need}")
     rule = filter_config(config, config.block, 1)
-    return Arm(name, rule, cached is None, percentile, need=need / 100, across=across)
+    return Arm(name, rule, cached is None, percentile, need=need / 100)
 
 
 def _evictor(name: str) -> Arm:
@@ -94,24 +83,20 @@ def default_name() -> str:
     return name if config.percentile >= 100 else f"{name}-p{config.percentile:.0f}"
 
 
-def default_names(block: int) -> list[str]:
+def default_names() -> list[str]:
     """The arms that are measured unless others are named."""
-    sharing = ("newest-runs", "newest-steps", "oldest-steps", "oldest-cached-steps")
-    names = [*(f"{name}-{block}" for name in sharing), f"newest-runs-{block}-p80"]
-    names += ["random-evict", "streamingllm", "keydiff"]
+    names = ["newest-runs-8", "newest-steps-8", "oldest-steps-8", "oldest-cached-steps-8"]
+    names += ["newest-runs-8-p80", "random-evict", "streamingllm", "keydiff"]
     return names if default_name() in names else [default_name(), *names]
 
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
     """The arms of some names, first those that share. Raises ValueError: a bad name, one given
-    twice, or evictors without ``like``, which is to share, or beside an arm across."""
+    twice, or evictors without ``like``, which is to share."""
     arms = sorted(map(parse, names), key=lambda arm: arm.filter is None)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")
     sharing = [arm.name for arm in arms if arm.filter is not None]
     if len(sharing) < len(arms) and like not in sharing:
         raise ValueError(f"--like must be an arm that shares ({', '.join(sharing)}), got {like!r}")
-    if len(sharing) < len(arms) and any(arm.across for arm in arms):
-        names = [arm.name for arm in arms if arm.filter is None]
-        raise ValueError(f"--arms: beside an arm across none may evict, got {', '.join(names)}")
     return arms

@@ -14,32 +14,39 @@ import torch
 
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
-from eval.fidelity.siblings import Slots, proposals
+from sglang_reasoncache.cache.host_row import HostRow, Moved
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.filter.proposal import Proposal
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
+from sglang_reasoncache.sharing.state import Candidate, RequestState
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
 #: Distances seen before a threshold accepts; it lives as long as the run.
 _WARM_UP = 32
+#: No response has as many positions.
+_FAR = 1 << 32
 
 
 class ArmCache:
-    """The row of an arm in the cache of a response, the ``number``-th of its siblings; row 0 until
-    the first edit."""
+    """The row of an arm in the cache of a response, row 0 until the first edit, and which slot each of
+    its positions names by the rules of a server's rows. ``number``: unique among responses that lend
+    each other slots."""
 
     def __init__(
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
     ) -> None:
         self.arm, self.cache, self.prompt, self.row = arm, cache, prompt, 0
-        self.slots, self._block = Slots(number), arm.filter.block if arm.filter else 0
+        self._block = arm.filter.block if arm.filter else 0
+        self._first_slot, self._given_up = 1 + number * _FAR, 0
+        self._state, self._slots = RequestState(), HostRow()
         self._rotation = reader.rotation
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
         # Blocks that could share, the nearest first.
@@ -48,14 +55,14 @@ class ArmCache:
     @property
     def saved(self) -> int:
         """Positions written that have no slot of their own."""
-        return self.slots.saved + int(np.count_nonzero(self._gone))
+        return self._given_up + int(np.count_nonzero(self._gone))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Apply the block pairs whose distance the threshold accepts; of an arm that shares as much
         as it needs, the nearest so far."""
         block = self._block
         # The pipeline's rules: no position is redirected twice.
-        pairs = [pair for pair in pairs if self.slots.claim(pair.dst_start, block)]
+        pairs = [pair for pair in pairs if self._state.claim(Candidate(*pair), block)]
         accepted, distances = np.ones(len(pairs), dtype=bool), [0.0] * len(pairs)
         if pairs and (self.arm.percentile < 100 or self.arm.need < 1):
             rotation = self._rotation if self.arm.corrected else None
@@ -71,18 +78,32 @@ class ArmCache:
             heapq.heappush(self._ledger, entry)
         while self._ledger and self.saved < self.arm.need * (self.cache.length - self.prompt):
             dst_start, src_start = heapq.heappop(self._ledger)[1]
-            self._read(dst_start, src_start, self)
+            self.read(dst_start, src_start, self)
 
-    def share_across(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        """Apply a block pair whose source is another response's."""
-        if self.slots.claim(dst_start, self._block):
-            self._read(dst_start, src_start, lender)
-
-    def _read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        reads = self.slots.read(dst_start, src_start, self._block, lender.slots)
+    def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
+        """Have a block read one of ``lender``, which may be another response's row, unless that would
+        free no slot, because another response has the block's slots, too."""
+        lender._located(src_start)
+        if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
+            return
+        moves: list[Moved] = []
+        self._slots.read(dst_start, src_start, self._block, lender._slots, moves)
+        self._given_up += sum(bool(move.positions) for move in moves)
+        reads = [
+            (position, source)
+            for source, move in enumerate(moves, src_start)
+            for position in move.positions
+        ]
         if reads:
             rotation = self._rotation if self.arm.corrected else None
             self._edited().redirect(self.row, reads, rotation, (lender.cache, lender.row))
+
+    def _located(self, start: int) -> list[int]:
+        """The slots of a block: a response's first ones are its own."""
+        end = start + self._block
+        self._slots.locate(start, range(self._first_slot + start, self._first_slot + end))
+        found: list[int] = self._slots.between(start, end).tolist()
+        return found
 
     def evict(self, target: int, seed: int) -> None:
         """Give up positions by the arm's policy until ``target`` are gone."""
@@ -119,41 +140,6 @@ class ArmCache:
         return list(zip(*both, strict=True))
 
 
-class _Response:
-    """A response that is read, its arms by name, and sums of figures over what was read: dense's,
-    then the arms' in order."""
-
-    def __init__(
-        self, reader: Reader, arms: Sequence[Arm], tokens: Sequence[int], prompt: int, number: int
-    ) -> None:
-        self._reader, self._tokens, self._prompt = reader, tokens, prompt
-        self.cache = reader.cache(1 + len(arms), len(tokens))
-        self.arms = {arm.name: ArmCache(arm, reader, self.cache, prompt, number) for arm in arms}
-        self._sums = torch.zeros(1 + len(arms), 3, dtype=torch.float64)
-
-    def advance(self, end: int) -> None:
-        """Read up to position ``end``."""
-        for start in range(self.cache.length, end, _CHUNK):
-            stop = min(start + _CHUNK, end)
-            logits = self._reader.forward(self.cache, self._tokens[start:stop])
-            first = max(start, self._prompt - 1)
-            found = compare(logits[:, first - start :], self._tokens[first + 1 : stop + 1])
-            self._sums += found[[0, *(state.row for state in self.arms.values())]]
-
-    def scores(self) -> dict[str, dict[str, float]]:
-        """See :meth:`Replay.scores`."""
-        self.advance(len(self._tokens))
-        saved = [0, *(state.saved for state in self.arms.values())]
-        columns = torch.cat((torch.tensor(saved)[:, None], self._sums), dim=1)
-        count, found = len(self._tokens) - self._prompt, {}
-        for name, row in zip(("dense", *self.arms), (columns / count).tolist(), strict=True):
-            found[name] = dict(zip(("saved", "nll", "kl", "top1"), row, strict=True))
-        for name, state in self.arms.items():
-            if state.arm.across:
-                found[name]["across"] = state.slots.foreign(len(self._tokens)) / count
-        return found
-
-
 class Replay:
     """Responses through a model and all arms; evictors save as much as the arm named ``like``."""
 
@@ -161,50 +147,50 @@ class Replay:
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
     ) -> None:
         self._reader, self._arms, self._like = reader, arms, like
-        self._vocabulary = vocabulary
+        self._vocabulary, self._classes = vocabulary, TokenClasses(vocabulary)
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 
-    def scores(
-        self, siblings: Sequence[Sequence[int]], prompt: int
-    ) -> list[dict[str, dict[str, float]]]:
-        """Figures by arm and of ``dense`` over what follows the first ``prompt`` tokens, for each of
-        the responses to that prompt, which decode together: ``saved``, share of the positions
-        without a slot of their own at the end; means of a token's ``nll`` and ``kl`` (dense || arm)
-        in nats, and of ``top1``, dense's likeliest token is the arm's. Of arms across also
-        ``across``, share of the positions whose slot is a sibling's: it is held, and counted, by
-        the one whose position it was first, and saved by its readers."""
-        reading = [
-            _Response(self._reader, self._arms, tokens, prompt, number)
-            for number, tokens in enumerate(siblings)
-        ]
-        plan = self._plan(siblings, prompt)
-        for written, number in sorted(plan):
-            reading[number].advance(written)
-            for name, state in reading[number].arms.items():
+    def scores(self, tokens: Sequence[int], prompt: int) -> dict[str, dict[str, float]]:
+        """Figures by arm and of ``dense`` over what follows the first ``prompt`` tokens: ``saved``,
+        share of the positions without a slot of their own at the end; means of a token's ``nll``
+        and ``kl`` (dense || arm) in nats, and of ``top1``, dense's likeliest token is the arm's."""
+        cache = self._reader.cache(1 + len(self._arms), len(tokens))
+        states = {arm.name: ArmCache(arm, self._reader, cache, prompt) for arm in self._arms}
+        sums = torch.zeros(1 + len(states), 3, dtype=torch.float64)
+        plan = self._plan(tokens, prompt)
+        for written in sorted({*plan, len(tokens)}):
+            for start in range(cache.length, written, _CHUNK):
+                stop = min(start + _CHUNK, written)
+                logits = self._reader.forward(cache, tokens[start:stop])
+                first = max(start, prompt - 1)
+                found = compare(logits[:, first - start :], tokens[first + 1 : stop + 1])
+                sums += found[[0, *(state.row for state in states.values())]]
+            proposed = plan.get(written, {})
+            for name, state in states.items() if proposed else ():
                 if state.arm.filter is None:
-                    seed = sum(siblings[number][:prompt])
-                    state.evict(reading[number].arms[self._like].saved, seed)
-                    continue
-                for proposal in plan[written, number].get(name, ()):
-                    state.share(proposal.pairs, self._thresholds[name])
-                    for dst, src, source in proposal.across:
-                        lender = reading[source]
-                        if lender.cache.length < src + state.arm.filter.block:
-                            lender.advance(written)
-                        state.share_across(dst, src, lender.arms[name])
-        return [response.scores() for response in reading]
+                    state.evict(states[self._like].saved, sum(tokens[:prompt]))
+                for pairs in proposed.get(name, ()):
+                    state.share(pairs, self._thresholds[name])
+        saved = torch.tensor([0, *(state.saved for state in states.values())])
+        columns = torch.cat((saved[:, None], sums), dim=1) / (len(tokens) - prompt)
+        return {
+            name: dict(zip(("saved", "nll", "kl", "top1"), row, strict=True))
+            for name, row in zip(("dense", *states), columns.tolist(), strict=True)
+        }
 
     def _plan(
-        self, siblings: Sequence[Sequence[int]], prompt: int
-    ) -> Mapping[tuple[int, int], Mapping[str, list[Proposal]]]:
-        """What the plugin's filter proposes, by the tokens written by then and the response's index,
-        and by arm."""
-        found: dict[tuple[int, int], dict[str, list[Proposal]]] = defaultdict(dict)
+        self, tokens: Sequence[int], prompt: int
+    ) -> Mapping[int, Mapping[str, list[Sequence[BlockPair]]]]:
+        """What the plugin's filter proposes, by the tokens written by then and by arm."""
+        found: dict[int, dict[str, list[Sequence[BlockPair]]]] = defaultdict(dict)
         for arm in self._arms:
-            if arm.filter is not None:
-                rule = arm.filter, self._vocabulary
-                for *at, proposal in proposals(*rule, siblings, prompt, arm.across):
-                    found[at[0], at[1]].setdefault(arm.name, []).append(proposal)
+            if arm.filter is None:
+                continue
+            request = RequestFilter(arm.filter, self._classes, self._vocabulary, prompt)
+            for at in range(prompt, len(tokens)):
+                for proposal in request.push(tokens[at : at + 1]):
+                    if proposal.pairs:
+                        found[at + 1].setdefault(arm.name, []).append(proposal.pairs)
         return found
 
 

@@ -21,15 +21,16 @@ CONTEXT_LENGTH = 65_536
 _PAD = "<|pad|>"
 
 
-def replay_config() -> Any:
-    """Two layers of one KV head: 256 bytes of KV a token in bf16, 17 M parameters."""
+def replay_config(**others: Any) -> Any:
+    """Two layers of one KV head: 256 bytes of KV a token in bf16, 17 M parameters. ``others``: sizes
+    of another model with the same vocabulary."""
     # Annotations of transformers are too coarse for what these classes take.
     config: Any = Qwen3Config
-    sizes = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2, head_dim=32)
-    heads = dict(num_attention_heads=4, num_key_value_heads=1)
+    sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=32)
+    sizes |= dict(max_position_embeddings=CONTEXT_LENGTH, rope_theta=1e6, tie_word_embeddings=True)
     tokens = dict(vocab_size=VOCABULARY_SIZE, bos_token_id=None, eos_token_id=0, pad_token_id=0)
-    places = dict(max_position_embeddings=CONTEXT_LENGTH, rope_theta=1e6)
-    return config(**sizes, **heads, **tokens, **places, tie_word_embeddings=True)
+    return config(**tokens, **(sizes | others))
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

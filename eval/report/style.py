@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 
 from eval.jsonl import one_line
 
-_COLOURS = sns.color_palette("colorblind").as_hex()
-_MARKERS = "os^vD<>phX"
+sns.set_palette("colorblind")
 LABEL_SIZE = 8.5
 _MAX_CHARS = 34
 
@@ -31,12 +30,6 @@ def figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tupl
 def save(made: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     made.savefig(path, dpi=150)
-
-
-def look(number: int) -> dict[str, str]:
-    """Colour and marker of the ``number``-th method; colour is not needed to tell methods apart."""
-    marker = _MARKERS[number % len(_MARKERS)]
-    return {"color": str(_COLOURS[number % len(_COLOURS)]), "marker": marker}
 
 
 def text(name: str) -> str:

@@ -21,13 +21,12 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """Everything that a report needs of some runs; ``results`` and ``lengths`` (output tokens of
-    complete responses) are by run, task and method, over all seeds."""
+    """Everything that a report needs of some runs; ``results`` are by run, task and method, over all
+    seeds."""
 
     cells: pd.DataFrame  # a row a cell: run, task, method, seed, Figures, answered, graded, cut
     timeline: pd.DataFrame  # rows of cells' logs: run, task, method, seed, and Moment
     results: Mapping[Place, Mapping[Key, Result]]
-    lengths: Mapping[Place, Mapping[Key, float]]
     configs: Mapping[str, Mapping[str, Any]]  # by run
 
 
@@ -36,7 +35,6 @@ def load(folders: Sequence[Path]) -> Data:
     rows: list[dict[str, Any]] = []
     moments: list[dict[str, Any]] = []
     results: dict[Place, dict[Key, Result]] = {}
-    lengths: dict[Place, dict[Key, float]] = {}
     configs = {str(folder): read_config(folder) for folder in folders}
     for run, folder in zip(configs, folders, strict=True):
         for cell in cells(folder):
@@ -50,9 +48,7 @@ def load(folders: Sequence[Path]) -> Data:
             moments += [{**where, **vars(moment)} for moment in cell.timeline()]
             key = (run, cell.task, cell.method)
             results.setdefault(key, {}).update(keyed({cell.seed: graded}))
-            tokens = {(n, cell.seed): float(r.output_tokens) for n, r in answered.items()}
-            lengths.setdefault(key, {}).update(tokens)
-    return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, lengths, configs)
+    return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, configs)
 
 
 # An underscore inside a word is none of emphasis.
@@ -113,7 +109,7 @@ def methods(data: Data) -> Table:
             "TPOT p50 / p99, ms": _two(1e3 * group["tpot_p50"], 1e3 * group["tpot_p99"]),
             "running": spread(group["mean_running"]),
             "slots mean / peak": _two(group["mean_slots"], group["peak_slots"], "{:.0f}"),
-            "response tokens": interval(mean(data.lengths[key]), "{:.0f}"),
+            "response tokens": interval(mean(_lengths(data, key)), "{:.0f}"),
         }
         for key, group in groups(data)
     ]
@@ -203,12 +199,17 @@ def _two(one: pd.Series, other: pd.Series, form: str = "{:.1f}") -> str:
     return f"{spread(one, form)} / {spread(other, form)}"
 
 
+def _lengths(data: Data, key: Place) -> dict[Key, float]:
+    """Output tokens of complete responses."""
+    return {at: row.output_tokens for at, row in data.results[key].items() if row.output_tokens}
+
+
 def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
-    keys = [at for at in data.lengths[dense] if at in data.lengths[key]]
-    base = mean({at: data.lengths[dense][at] for at in keys})
-    sides = ({at: data.lengths[side][at] for at in keys} for side in (key, dense))
-    difference = differ(*sides)
-    return difference.scaled(1 / base.value, 1.0) if difference and base and base.value else None
+    ours, base = _lengths(data, key), _lengths(data, dense)
+    both = ours.keys() & base.keys()
+    ours, base = ({at: one[at] for at in base if at in both} for one in (ours, base))
+    difference, stock = differ(ours, base), mean(base)
+    return difference.scaled(1 / stock.value, 1.0) if difference and stock else None
 
 
 #: Tables of a report in their order; each is None where there is nothing to say.

@@ -126,13 +126,3 @@ async def send_all(
     except ExceptionGroup as several:
         # ``ended`` failed, on a full disk, say. The first failure tells enough.
         raise several.exceptions[0] from several
-
-
-def ask_all(
-    url: str, model: str, requests: Sequence[Request], timeout_s: float = 600.0
-) -> list[Response]:
-    """Responses to requests sent all at once, in their order; none is retried."""
-    ended: list[Response] = []
-    asyncio.run(send_all(url, model, requests, ended.append, timeout_s))
-    found = {response.problem_id: response for response in ended}
-    return [found[request.problem_id] for request in requests]

@@ -2,6 +2,7 @@
 """``config.json`` of a run: everything asked for, and what it ran on."""
 
 import contextlib
+import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -45,7 +46,7 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
     }
     asked: dict[str, Any] = {"method_flags": details, "sampling": dict(plan.body), "data": data}
     asked |= {"opens_thinking": opens_thinking, "problems": problems}
-    return {**options.to_dict(), **asked, **_circumstances()}
+    return {**dataclasses.asdict(options), **asked, **_circumstances()}
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> None:

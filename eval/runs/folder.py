@@ -2,14 +2,14 @@
 """A run's folder, as docs/evaluation.md lists it: the configuration, and what each cell left."""
 
 import contextlib
-import fcntl
 import itertools
 import json
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
+
+from filelock import FileLock, Timeout
 
 
 @dataclass(frozen=True)
@@ -188,14 +188,12 @@ def write_whole(path: Path, text: str) -> None:
 def locked(run: Path) -> Iterator[None]:
     """Hold a run's folder, made if need be, until the process ends. Raises RunError: another does."""
     run.mkdir(parents=True, exist_ok=True)
-    with (run / "lock").open("a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = file.read(20).strip() or "unknown"
-            raise RunError(f"{run / 'lock'}: process {holder} works in this folder") from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+    lock = FileLock(run / "lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RunError(f"{run / 'lock'}: another process works in this folder") from error
+    try:
         yield
+    finally:
+        lock.release()

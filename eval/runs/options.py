@@ -6,12 +6,11 @@ import shlex
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eval import command
-from eval.command import commas, flags_of, option
+from eval.command import flags_of, option
 from eval.runs.folder import RunError
 
 EMBEDDED = "tiny_reasoner"  # --model of the embedded checkpoint
@@ -43,16 +42,16 @@ class RunOptions:
     or the model's own. Raises RunError: names flag and value."""
 
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
-    tasks: tuple[str, ...] = option((), "names", read=commas(), metavar="a,b")
+    tasks: tuple[str, ...] = option((), "names", metavar="a,b")
     methods: tuple[str, ...] = option(
         ("dense", "newest"), "names with options", read=_specs, metavar="x,y"
     )
-    seeds: tuple[int, ...] = option((0,), "numbers", read=commas(int), metavar="0,1")
+    seeds: tuple[int, ...] = option((0,), "numbers", metavar="0,1")
     limit: int | None = option(None, "the first N problems of each task", least=1, metavar="N")
     in_flight: int | None = option(None, "open requests, else all at once", least=1, metavar="N")
     data: Mapping[str, str] = option((), "local JSONL of a task", read=_pair, metavar="TASK=FILE")
     server_flags: tuple[str, ...] = option(
-        (), "more of each server", read=flags_of, metavar="FLAGS"
+        (), "more of each server; one alone as --server-flags=FLAG", read=flags_of, metavar="FLAGS"
     )
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     kv_budget: int | None = option(None, "KV slots of each server", least=1, metavar="SLOTS")
@@ -89,9 +88,6 @@ class RunOptions:
         given = {name: getattr(self, name) for name in SAMPLING}
         return {name: value for name, value in given.items() if value is not None}
 
-    def to_dict(self) -> dict[str, Any]:
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
-
 
 @dataclass(frozen=True)
 class _Files:
@@ -105,9 +101,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:
     parser = command.parser_of(RunOptions, _Files, prog="python -m eval.run")
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        given = command.values_of(parser, words)
+        given = vars(parser.parse_args(words))
         if given["config"] is not None:
-            given = command.values_of(parser, [*_words(given["config"]), *words])
+            given = vars(parser.parse_args([*_words(given["config"]), *words]))
         out = given.pop("out")
         del given["config"]
         return RunOptions(**given), out

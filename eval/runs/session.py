@@ -1,31 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
 """Works on a run: measures every cell that is missing and grades all, in the order of the plan."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
-from eval.methods import Method
+from eval.methods import Method, find_method
 from eval.runs.cells import faults, measure, warm_up
-from eval.runs.folder import Cell, Result, RunError, Served
-from eval.runs.plan import Plan, Step, order
+from eval.runs.config import default_folder, make_config, settle_config
+from eval.runs.folder import Cell, Result, RunError, Served, locked
+from eval.runs.options import RunOptions
+from eval.runs.plan import Plan, Step, model_path, order, request_body
 from eval.runs.servers import Servers
 from eval.serving import ServerError
-from eval.tasks.harness import EvalTask, Problem
+from eval.tasks.harness import EvalTask, Problem, opens_thinking
+from eval.tiny_reasoner import EMBEDDED_SETTINGS
 
 
 def say(text: str) -> None:
     tqdm.write(text)
 
 
-@contextmanager
-def _bar(title: str, total: int) -> Iterator[tqdm]:
-    # Drawing shares the processors with a server without a GPU.
-    with tqdm(total=total, desc=title, mininterval=0.5, leave=False, disable=None) as bar:
-        yield bar
+def run(
+    options: RunOptions, out: Path | None, more: Mapping[str, tuple[str, ...]] | None = None
+) -> bool:
+    """Begin or go on with a run in ``out``, by default a folder named after the options. ``more``:
+    further flags of the servers of some methods. True when every request was answered and graded.
+    Raises ValueError: options or folder are wrong."""
+    if options.device == "auto":
+        import torch
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        options = dataclasses.replace(options, device=device)
+    own = EMBEDDED_SETTINGS if options.embedded else None
+    methods = [
+        dataclasses.replace(find_method(spec, own), more=(more or {}).get(spec, ()))
+        for spec in options.methods
+    ]
+    model = model_path(options)
+    plan, opens = Plan(options, request_body(options)), opens_thinking(model)
+    config = make_config(plan, methods, opens)
+    folder = out or default_folder(config)
+    with locked(folder):
+        settle_config(folder, config)
+        with Servers(folder, model, options.device, options.keep_servers) as servers:
+            whole = Session(folder, plan, methods, servers, opens).work()
+    say(f"{folder}: python -m eval.report {folder}")
+    return whole
 
 
 @dataclass(frozen=True)
@@ -75,7 +100,9 @@ class Session:
         server = self.servers.get(step.method.name, plan.server_flags(step))
         warm_up(server, plan.warm_up(), options.request_timeout)
         requests = [plan.request(problem, step.seed) for problem in problems]
-        with _bar(step.title, len(requests)) as bar:
+        # Drawing shares the processors with a server without a GPU.
+        how: Any = dict(mininterval=0.5, leave=False, disable=None)
+        with tqdm(total=len(requests), desc=step.title, **how) as bar:
             return measure(
                 cell,
                 requests,

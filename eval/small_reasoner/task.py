@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from eval.tiny_reasoner.task import STEP_END, Problem
-from eval.tiny_reasoner.task import generate as generate_by
 
 NAMES = (
     "Anna", "Ben", "Carl", "David", "Emma", "Frank", "Grace", "Henry",
@@ -163,10 +162,3 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     told.append(f"Check your work {len(checks)} times: {plan}. Say what you had at first, too.")
     answer = f"{sums[0]} then {sums[-1]}"
     return Problem(" ".join(told), answer, luck < 0.5, STEP_END.join(steps))
-
-
-def generate(
-    seed: int, count: int, split: str = "test", difficulty: Difficulty = Difficulty()
-) -> list[Problem]:
-    """As :func:`eval.tiny_reasoner.task.generate`."""
-    return generate_by(seed, count, split, difficulty, make_problem)

@@ -29,9 +29,9 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
     name, several, times = name.partition("_x")
     samples = range(int(times) if several else 1)
     count = -(-(_DEFAULT_COUNT if limit is None else limit) // len(samples))
-    generate = small.generate if name == "small_reasoner" else tiny.generate
+    make = small.make_problem if name == "small_reasoner" else tiny.make_problem
     rows = []
-    for i, one in enumerate(generate(seed, count)):
+    for i, one in enumerate(tiny.generate(seed, count, make=make)):
         body = {"temperature": 50.0, "ignore_eos": True} if name == "noise" else {}
         row = _row(f"{name}-{seed}-{i}", one.prompt, one.answer, body)
         row["max_tokens"] = _NOISE_TOKENS if name == "noise" else _REASONER_TOKENS

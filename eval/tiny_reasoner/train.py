@@ -40,7 +40,6 @@ class Options:
     decay: int = option(900, "last steps, over which the learning rate falls")
     seed: int = option(1, "of weights and problems")
     workers: int = option(2, "processes of one thread; part of the recipe")
-    save_every: int = option(50, "steps between saved checkpoints")
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def train(rank: int, args: Options, rendezvous: str) -> None:
                 f"loss {loss:.4f} right {right.mean():.4f} digits {right[digit].mean():.4f}",
                 flush=True,
             )
-        if rank == 0 and (step % args.save_every == 0 or last):
+        if rank == 0 and (step % 50 == 0 or last):
             save_checkpoint(model, args.out)
     dist.destroy_process_group()
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets admission count on sharing: a forecast of it, and SGLang's budget of slots with the forecast."""
 
-from __future__ import annotations
-
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
@@ -66,8 +64,8 @@ class SharingBudget(compat.PrefillBudget):
         return (True, chunk_limit) if self._reclaim(chunk) else self._refuse()
 
     def _refuse(self) -> tuple[bool, None]:
-        if self.allocator.request_waits is not None:
-            self.allocator.request_waits()
+        if self.allocator.controller is not None:
+            self.allocator.controller.pipeline.request_waits()
         return False, None
 
     def can_allocate_prefill(

@@ -6,8 +6,6 @@ it, and returns to the free list with its last reference. The host knows which e
 (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,22 +87,9 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     has_evicted: bool
     #: Index of a row in ``req_to_token`` -> what the host knows of it. A row that is absent shares nothing.
     rows: dict[int, HostRow]
-    #: Set by the prefix tree. Takes entries of a row or node, and the position of the first one.
-    #: Returns for each its slot if that may be shared, ``EVICTED``, or 0: an entry that shares nothing.
-    #: int64 ``[entries]``.
-    known_of: Callable[[torch.Tensor, int], np.ndarray] | None = None
-    #: Set by the prefix tree: how many entries of its nodes name a slot that is counted at another entry
-    #: of their path.
-    aliases_of_tree: Callable[[], int] | None = None
-    # Set by the plugin:
-    #: Returns how many slots the running requests can give by sharing.
-    shareable: Callable[[], int] | None = None
-    #: Has the running requests give so many slots, as far as they can.
-    reclaim: Callable[[int], None] | None = None
-    #: Is called when a request must wait for slots.
-    request_waits: Callable[[], None] | None = None
-    #: Returns the share of future output, 0 to 1, that admission counts as shared.
-    credit_source: Callable[[], float] | None = None
+    #: The prefix tree and the ``Controller``, once they are made.
+    tree: Any = None
+    controller: Any = None
     #: Calls a function that changes nothing yet. The plugin sets :meth:`Containment.once_more`, which
     #: calls it a second time if it raises.
     once_more: Callable[..., Any] = operator.call
@@ -119,7 +104,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     @property
     def saved(self) -> int:
         """Slots that sharing saves the rows now, within a request and across requests."""
-        in_tree = 0 if self.aliases_of_tree is None else self.aliases_of_tree()
+        in_tree = 0 if self.tree is None else self.tree.count_aliases()
         return self.references.extra * self.page_size - in_tree
 
     def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
@@ -134,7 +119,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
         Args:
             slots: The entries, int ``[entries]`` on the device: whole pages, but for the last one.
-            known: What the host knows of them, see :attr:`known_of`.
+            known: What the host knows of them, see ``SharedRadixCache.known_of``.
         """
         page, first = self.page_size, known[:: self.page_size]
         pages = slots[::page] // page if page > 1 else slots
@@ -170,13 +155,13 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages, but for
         the last one."""
-        if self.known_of is None or not (self.references or self.has_evicted):
+        if self.tree is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
-            self.free_known(free_index, self.once_more(self.known_of, free_index, start_pos))
+            self.free_known(free_index, self.once_more(self.tree.known_of, free_index, start_pos))
 
     def free_known(self, slots: torch.Tensor, known: np.ndarray) -> None:
-        """Free slots of a row or node. ``known``: what the host knows of them, see :attr:`known_of`."""
+        """Free slots of a row or node. ``known``: as for :meth:`prepare_known`."""
         self.commit(self.once_more(self.prepare_known, slots, known))
 
     def free_group_end(self) -> None:
@@ -211,15 +196,14 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
         short = num_tokens - self.available_size()
         # Inside a free group nothing would become free before its end.
-        if short > 0 and self.reclaim is not None and self.free_group is None:
-            self.reclaim(short)
+        if short > 0 and self.controller is not None and self.free_group is None:
+            self.controller.reclaim(short)
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
-        credit = 0.0 if self.credit_source is None else self.credit_source()
-        if credit <= 0 and self.shareable is None:
+        if self.controller is None:
             return super().create_prefill_budget(tree_cache, **mixed)
-        shareable = 0 if self.shareable is None else self.shareable()
-        return SharingBudget(self, tree_cache, shareable=shareable, credit=credit, **mixed)
+        own = {"shareable": self.controller.shareable(), "credit": self.controller.forecast.credit}
+        return SharingBudget(self, tree_cache, **own, **mixed)
 
 
 class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):

@@ -4,8 +4,6 @@
 SGLang caches keys after rotary embedding. A reader at another position rotates the key by the difference.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies tensors from a device to host memory without waiting for the device."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reductions by which tensor-parallel ranks decide alike. All ranks make each call together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ reference, and both of SGLang's tree cores (Rust and Python) count correctly wit
 publishing inserts shared positions too (``cache/aliased.py``) and needs the Python core.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,8 +43,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         super().__init__(params)
         found = self.components[compat.ComponentType.FULL]
         self._aliased = found if isinstance(found, AliasedComponent) else None
-        self.token_to_kv_pool_allocator.known_of = self._known_of
-        self.token_to_kv_pool_allocator.aliases_of_tree = self.count_aliases
+        self.token_to_kv_pool_allocator.tree = self
 
     def reset(self) -> None:
         if self.controller is not None:
@@ -55,10 +52,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         for component in self.components.values():
             if isinstance(component, AliasedComponent):
                 component.aliased = 0
-
-    @property
-    def publishes_aliased(self) -> bool:
-        return self._aliased is not None
 
     def count_aliases(self) -> int:
         """Entries of nodes whose slot is counted at another entry of their path."""
@@ -149,10 +142,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _host_row(self, kv: Any) -> HostRow:
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 
-    def _known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
-        """See ``known_of`` of the allocator. While a row is inserted, the tree frees the slots of
-        tokens that it has already. They are views of the inserted tensor, which begins at position 0,
-        so the place in memory tells the position (``tests/contract``)."""
+    def known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
+        """What the host knows of entries of a row or node, the first of which is at position ``start``:
+        for each its slot if that may be shared, ``EVICTED``, or 0: an entry that shares nothing. int64
+        ``[entries]``.
+
+        While a row is inserted, the tree frees the slots of tokens that it has already. They are views
+        of the inserted tensor, which begins at position 0, so the place in memory tells the position
+        (``tests/contract``)."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             assert 0 <= start <= len(self._inserted) - len(slots), "not a part of the row"
@@ -194,9 +191,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
         """Evicted positions of each of ``reqs``, a number each. The tree holds none."""
         return [self._host_row(req.kv).evicted for req in reqs]
-
-    def _state_of(self, req: Request) -> Any:
-        return None if self.controller is None else self.controller.state_of(req)
 
     def match_prefix(self, params: Any) -> Any:
         if params.req is not None and self._aliased is not None:

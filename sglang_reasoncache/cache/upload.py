@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies host numbers to a tensor on a device without waiting for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

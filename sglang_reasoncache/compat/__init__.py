@@ -4,8 +4,6 @@
 ``tests/contract`` resolves each entry against the installed SGLang.
 """
 
-from __future__ import annotations
-
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version

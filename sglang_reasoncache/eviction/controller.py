@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks the evicting policies about one request at a time, and evicts the positions that they give up."""
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 from array import array

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A policy's choice of positions, made once its scores are in host memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

@@ -72,11 +72,6 @@ class HeldLayer:
         keys = self._source.pool.get_key_buffer(self._number)
         return read_keys(keys, self._slots, self._shift, self.rotation)
 
-    def unrotated(self) -> torch.Tensor:
-        if self.rotation is None:
-            raise RuntimeError("a policy that un-rotates keys is refused at start-up")
-        return self.rotation.rotate(self.stored(), -self._source.cached_at.positions[self._slots])
-
     def queries(
         self, first: int, end: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What eviction stores about one request, and what it counts. Its row knows which positions are evicted."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import NamedTuple
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which block of a pair reads the other's slots, and when."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 

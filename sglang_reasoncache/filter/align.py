@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs blocks of a step with blocks of an earlier step, by their tokens or by index."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@
 token ids and |S| the length in characters; MemShare leaves the length factor out.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import deque
 

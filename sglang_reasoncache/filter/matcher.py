@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of all ways of finding block pairs, and the simplest way: at random."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from typing import Any

@@ -8,8 +8,6 @@ scheduler unpickles complete messages only. Unpickling is safe: both ends are th
 contribute numbers only.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple

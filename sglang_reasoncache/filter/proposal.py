@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results of the filter, as plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

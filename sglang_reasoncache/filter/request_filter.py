@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filter of one request: tokens in, proposed block pairs out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from sglang_reasoncache.filter.aging import AgeRule

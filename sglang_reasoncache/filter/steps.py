@@ -2,8 +2,6 @@
 """Pairs blocks of a step with blocks of similar earlier steps: stage 1 of ReasonCache, and its alignment
 of blocks. Stage 2, the distance of their K and V, is in ``sharing/``, because it needs the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

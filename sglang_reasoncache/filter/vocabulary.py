@@ -11,8 +11,6 @@ leave out at the start of a text, ``clean_up_tokenization_spaces`` over several 
 how many U+FFFD stand for bytes that are no UTF-8.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 import re

@@ -2,8 +2,6 @@
 """The program of the filter process. :mod:`sglang_reasoncache.filter.process` starts it with a socket as
 standard input."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc

@@ -8,8 +8,6 @@ chooses the compiler; without one on PATH it is the Python package ``ziglang``, 
 ``XDG_CACHE_HOME`` or ``~/.cache``).
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

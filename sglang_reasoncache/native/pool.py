@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A KV pool in host memory as the C++ kernels take it (``csrc/pool/pool.h``)."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attaches to SGLang through its own entry points; nothing is patched or copied."""
 
-from __future__ import annotations
-
 import os
 
 

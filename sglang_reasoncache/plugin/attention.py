@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a server's attention backend and what other parts take from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import gc

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the plugin's exceptions from ending a scheduler: they end sharing and evicting instead."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The controller of a scheduler process: polls the running requests, shares, evicts and reports."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +14,8 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController, longest_first
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing import state as request_state
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.state import RequestState, is_running, state_of, takes_part
+from sglang_reasoncache.sharing.state import RequestState, allows, is_running, state_of, takes_part
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
@@ -48,8 +45,7 @@ class Controller:
     eviction: EvictionController
     report: Report
     interval: int = INTERVAL
-    state_of = staticmethod(request_state.state_of)
-    allows = staticmethod(request_state.allows)
+    allows = staticmethod(allows)
 
     def __post_init__(self) -> None:
         self.forecast = SharingForecast(self.config.admission_credit)
@@ -158,12 +154,9 @@ class Controller:
         with self.containment:
             elapsed = time.perf_counter() - start
             self.stats.scheduler_seconds += elapsed
-            publishes = self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0
-            if publishes:
-                self.report.publish_selection()
             if self.stats.blocks_compared > compared:
                 self.report.publish(elapsed)
-            elif publishes:
+            elif self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0:
                 self.report.publish()
         return self._to_have - before
 

@@ -2,8 +2,6 @@
 """Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform, with or without
 ``--enable-reasoncache``."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable

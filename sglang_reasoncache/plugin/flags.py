@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command-line flags and ``sglang.Engine`` keywords, and the switch they turn."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a server's model mark reasoning, by its ``--reasoning-parser``."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

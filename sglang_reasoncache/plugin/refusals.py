@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags and settings that exclude each other, refused at start-up by name and with a reason."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 

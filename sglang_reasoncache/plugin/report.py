@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports to operators: ``GET /reasoncache``, a part of SGLang's log line, Prometheus series."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -48,10 +46,6 @@ _SELECTION = {
     "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
     "positions_read": "Positions of these rows that attention read.",
 }
-#: Counters with a label ``reason`` -> help.
-_BY_REASON = {
-    "refusals": "Blocks not shared, by reason.",
-}
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
     "slots_shareable_now": "Slots the running requests can give when SGLang is short.",
@@ -78,10 +72,11 @@ class SharingMetrics:
         names = list(self._labels)
         plain = _COUNTERS | {f"selection_{name}": text for name, text in _SELECTION.items()}
         self._counters = {
-            name: Counter(_PREFIX + name.removesuffix("_total"), text, [*names, *reason])
-            for texts, reason in ((plain, ()), (_BY_REASON, ("reason",)))
-            for name, text in texts.items()
+            name: Counter(_PREFIX + name.removesuffix("_total"), text, names)
+            for name, text in plain.items()
         }
+        text = "Blocks not shared, by reason."
+        self._counters["refusals"] = Counter(_PREFIX + "refusals", text, [*names, "reason"])
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
             for name, text in _GAUGES.items()
@@ -91,22 +86,24 @@ class SharingMetrics:
         self._seen: dict[tuple[str, ...], int] = {}
 
     def update(
-        self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
+        self,
+        stats: SharingStats,
+        gauges: Mapping[str, float],
+        selection: Mapping[str, Any],
+        latency: float | None,
     ) -> None:
-        """Set all series. ``latency``: seconds of a poll that judged blocks; None: no such poll."""
+        """Set all series. ``selection``: result of ``PageSelection.recent``, empty without one.
+        ``latency``: seconds of a poll that judged blocks; None: no such poll."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
+        for name in _SELECTION.keys() & selection:
+            self._count(f"selection_{name}", selection[name])
         for reason, total in stats.refusals.items():
             self._count("refusals", total, reason=reason)
         for name, value in gauges.items():
             self._gauges[name].labels(**self._labels).set(value)
         if latency is not None:
             self._latency.labels(**self._labels).observe(latency)
-
-    def update_selection(self, described: Mapping[str, Any]) -> None:
-        """Set the selection's series. ``described``: result of ``PageSelection.recent``."""
-        for name in _SELECTION:
-            self._count(f"selection_{name}", described[name])
 
     def _count(self, name: str, total: int, **reason: str) -> None:
         key = (name, *reason.values())
@@ -192,11 +189,8 @@ class Report:
             "disabled": self.disabled is not None,
             "uncorrected": self.uncorrected is not None,
         }
-        self.metrics.update(self.stats, gauges, latency)
-
-    def publish_selection(self) -> None:
-        if self.metrics is not None and self.selection is not None:
-            self.metrics.update_selection(self.selection.recent())
+        selection = {} if self.selection is None else self.selection.recent()
+        self.metrics.update(self.stats, gauges, selection, latency)
 
     def describe(self, credit: float, details: bool) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.

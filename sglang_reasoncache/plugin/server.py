@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the plugin's parts of a scheduler process, in the order in which SGLang asks for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging
@@ -88,15 +86,11 @@ class ServerParts:
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
         self.controller = controller = self._controller(context, tree)
         tree.controller = controller
+        self.allocator.controller = controller
         tree.record_path = functools.partial(
             self.cached.record_path, stream=self._forward_stream(runner)
         )
         self.allocator.once_more = controller.containment.once_more
-        self.allocator.shareable = controller.shareable
-        self.allocator.reclaim = controller.reclaim
-        self.allocator.request_waits = controller.pipeline.request_waits
-        if config.admission_credit > 0:
-            self.allocator.credit_source = lambda: controller.forecast.credit
         return tree
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
@@ -146,11 +140,11 @@ class ServerParts:
             ids = None if markers is None else markers[:2]
             process = FilterProcess(knobs, vocabulary, ids, config.max_pending)
         tracker = RequestTracker(process, stats, ranks, markers, config.scope == "prompt")
-        rows, min_age = params.req_to_token_pool, config.min_age
-        redirector = Redirector(self.allocator, rows, stats, ranks, min_age)
+        rows = params.req_to_token_pool
+        redirector = Redirector(self.allocator, rows, stats, ranks, config.min_age)
         threshold = AdaptiveThreshold(config.percentile, config.warmup)
         at_once = config.shares_at_once
-        return BlockPipeline(tracker, meter, redirector, threshold, block, min_age, at_once, use)
+        return BlockPipeline(tracker, meter, redirector, threshold, block, at_once, use)
 
 
 def _pool_use(allocator: Any, tree: Any) -> float:

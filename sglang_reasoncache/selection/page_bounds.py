@@ -5,8 +5,6 @@ Both have kernels of their own: in PyTorch every layer would copy the bounds of 
 multiplies them (three to six times slower in host memory), and every written token would read its
 whole page."""
 
-from __future__ import annotations
-
 import torch
 
 from sglang_reasoncache.kernels.decode import decode_attention

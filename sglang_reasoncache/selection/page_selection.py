@@ -5,8 +5,6 @@ Shapes follow the batch and its longest row, not what rows hold: on a GPU nothin
 device, and a step can be captured in a CUDA graph. Pages are the pool's own. Rows at page sizes
 above 1 are shared and evicted by whole pages."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy that selects pages."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sglang_reasoncache.policy_options import between
+from sglang_reasoncache.policy_options import bounded, check
 
 
 @dataclass(frozen=True)
@@ -20,9 +18,8 @@ class Quest:
     """
 
     name: ClassVar[str] = "quest"
-    budget: int = 1024
-    whole_layers: int = 2
+    budget: int = bounded(1024, 1, 10_000_000)
+    whole_layers: int = bounded(2, 0, 1000)
 
     def __post_init__(self) -> None:
-        between("budget", self.budget, 1, 10_000_000)
-        between("whole_layers", self.whole_layers, 0, 1000)
+        check(self)

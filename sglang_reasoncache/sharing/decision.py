@@ -5,8 +5,6 @@ The rules do not look at text or similarity. They check what must hold so that t
 stays correct.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,16 +50,16 @@ class BlockProposal:
     Attributes:
         length: Tokens.
         row: The row of ``req`` when the block was proposed. Without that row the block is refused.
-        source: The request whose block is read; None: ``req`` itself.
-        source_row: The row of the source then. Without that row the block is refused.
+        lender: The request whose slots are read, ``req`` itself or another one.
+        lender_row: The row of the lender then. Without that row the block is refused.
     """
 
     req: Request
     candidate: Candidate
     length: int
     row: HostRow | None
-    source: Request | None
-    source_row: HostRow | None
+    lender: Request
+    lender_row: HostRow | None
 
     @property
     def dst_start(self) -> int:
@@ -72,9 +70,15 @@ class BlockProposal:
         return self.candidate.src_start
 
     @property
-    def lender(self) -> Request:
-        """The request whose slots are read."""
-        return self.req if self.source is None else self.source
+    def is_across(self) -> bool:
+        """Whether another request's slots are read."""
+        return self.lender is not self.req
+
+    @property
+    def rows(self) -> tuple[HostRow, HostRow]:
+        """Both rows of a block that the rules allow."""
+        assert self.row is not None and self.lender_row is not None, "refused before"
+        return self.row, self.lender_row
 
     @property
     def dst_end(self) -> int:
@@ -87,10 +91,10 @@ class BlockProposal:
 
 def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal | None:
     """Why ``block`` must not share now, or None. ``min_age``: tokens; ``page``: tokens of a page."""
-    req, lender, across = block.req, block.lender, block.source is not None
-    row, source = block.row, block.source_row
-    if row is None or source is None or not (_has_row(req, row) and _has_row(lender, source)):
+    req, lender, across = block.req, block.lender, block.is_across
+    if not (_has_row(req, block.row) and _has_row(lender, block.lender_row)):
         return Refusal.LATE
+    row, lender_row = block.rows
     if block.dst_start < req.kv.cache_protected_len:
         # The prefix tree owns the destination; another request may read it.
         return Refusal.TREE_OWNED
@@ -106,13 +110,12 @@ def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal
         return Refusal.OVERLAP
     if block.dst_end > written - min_age or (across and block.src_end > there - min_age):
         return Refusal.TOO_YOUNG
-    if row.any_evicted(block.dst_start, block.dst_end) or source.any_evicted(
-        block.src_start, block.src_end
-    ):
+    evicted = row.any_evicted(block.dst_start, block.dst_end)
+    if evicted or lender_row.any_evicted(block.src_start, block.src_end):
         return Refusal.EVICTED
     return None
 
 
-def _has_row(req: Request, row: HostRow) -> bool:
+def _has_row(req: Request, row: HostRow | None) -> bool:
     state = state_of(req)
     return state is not None and state.row is row and has_row(req)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads slots and KV distances of a batch of block pairs from the device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

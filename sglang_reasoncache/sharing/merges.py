@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which positions will name the same slot once every accepted block shares."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 
 #: ``HostRow.number`` and a position.

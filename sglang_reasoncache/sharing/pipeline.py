@@ -5,28 +5,22 @@ block in the ledger, and redirect it at once or when SGLang is short of slots.
 Nothing here waits for the filter process or for the device.
 """
 
-from __future__ import annotations
-
 import collections
 import math
 import weakref
 from collections.abc import Callable, Iterable
 
-from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.proposal import StepResult
-from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
-from sglang_reasoncache.sharing.ledger import Entry, Ledger
+from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
+from sglang_reasoncache.sharing.ledger import Ledger
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
-from sglang_reasoncache.sharing.merges import Key
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
-#: Replies taken from the filter at once, unless their blocks fill a batch before.
-_TAKE_LIMIT = 256
-#: Most blocks measured at once: many steps may end together.
+#: Most blocks measured at once, and most replies taken from the filter: many steps may end together.
 _MAX_BATCH = 256
 #: Most positions that may name one slot of a block before it is redirected. All of them are redirected
 #: with it; more would save little and take the scheduler's thread long.
@@ -48,7 +42,6 @@ class BlockPipeline:
     A batch is judged once its distances are in host memory on all ranks.
 
     Args:
-        min_age: Tokens that a block must lie behind the end of its response.
         at_once: Blocks share when they are accepted; False: when :meth:`reclaim` is called.
         use: Returns the share of the pool in use, 0 to 1, the same on all ranks.
 
@@ -66,7 +59,6 @@ class BlockPipeline:
         redirector: Redirector,
         threshold: AdaptiveThreshold,
         block: int,
-        min_age: int = 0,
         at_once: bool = True,
         use: Callable[[], float] = lambda: 1.0,
     ) -> None:
@@ -74,8 +66,7 @@ class BlockPipeline:
         self.ledger, self.redirector, self.at_once = Ledger(), redirector, at_once
         self._use, self._polls_to_measure, self._measures = use, 0, False
         self.tracker, self._stats, self._ranks = tracker, tracker.stats, tracker.ranks
-        self._min_age, self._page = min_age, redirector.page
-        self._waiting: collections.deque[Batch] = collections.deque()
+        self._waiting: collections.deque[BlockProposal] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 
     @property
@@ -88,11 +79,15 @@ class BlockPipeline:
         """Those of :attr:`saved` that several requests share."""
         return self.saved - self.redirector.within
 
+    @property
+    def _unjudged(self) -> Batch:
+        """Blocks that wait to be measured, or are being measured."""
+        return [*self._waiting, *(self._in_flight[0] if self._in_flight else ())]
+
     def expected(self, running: Iterable[RequestState]) -> float:
         """Slots that the blocks of ``running`` requests can give, or are expected to give once they are
         measured. All ranks call this together."""
-        batches = [*self._waiting, self._in_flight[0] if self._in_flight else []]
-        unmeasured = sum(map(len, batches)) + sum(len(state.pending) for state in running)
+        unmeasured = len(self._unjudged) + sum(len(state.pending) for state in running)
         if self.tracker.in_groups:
             # Ranks may differ in which sources of pending blocks still exist.
             unmeasured = self._ranks.least(unmeasured)
@@ -147,7 +142,6 @@ class BlockPipeline:
         if not self._measures:
             return
         waiting, state.pending = state.pending, []
-        blocks: Batch = []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
             # The source is gone for good. The block keeps its positions: whether a request that only
@@ -155,16 +149,13 @@ class BlockPipeline:
             if source is None or source.finished():
                 continue
             if has_row(source):
-                blocks.append(self._block(req, candidate, source))
+                self._waiting.append(self._block(req, candidate, source))
             else:
                 state.pending.append(candidate)
-        if blocks:
-            self._waiting.append(blocks)
 
     def returning(self) -> set[int]:
         """``id`` of the requests that wait for a block to be judged which shared before a retraction."""
-        batches = [*self._waiting, self._in_flight[0] if self._in_flight else []]
-        return {id(block.req) for batch in batches for block in batch if block.candidate.shared_at}
+        return {id(block.req) for block in self._unjudged if block.candidate.shared_at}
 
     def forget(self, req: Request) -> None:
         """The row of ``req`` is gone. Blocks of other requests that would have read it become pending
@@ -172,19 +163,17 @@ class BlockPipeline:
         state = _state_of(req)
         if state.row is not None:
             state.merges.remove(state.row.number)
-        for entry in self.ledger.of(req):
-            self.ledger.remove(entry)
-            if entry.block.req is not req:
-                _state_of(entry.block.req).pending.append(entry.block.candidate)
+        for block in self.ledger.of(req):
+            self.ledger.remove(block)
+            if block.req is not req:
+                _state_of(block.req).pending.append(block.candidate)
 
     def evicted(self, req: Request) -> None:
         """Positions of ``req`` were evicted: remove the blocks of the ledger that contain or would read
         any of them."""
-        for entry in self.ledger.of(req):
-            refusal = self._refusal_of(entry.block)
-            if refusal is not None:
-                self.ledger.remove(entry)
-                self._refuse(entry.block, refusal)
+        for block in self.ledger.of(req):
+            if not self._allows(block):
+                self.ledger.remove(block)
 
     def drop(self) -> None:
         """Forget all blocks that do not share yet."""
@@ -194,31 +183,25 @@ class BlockPipeline:
 
     def _collect(self) -> bool:
         """Take blocks from the filter's replies. False if no reply had a result."""
-        blocks: Batch = []
-        results = self.tracker.take(_TAKE_LIMIT, _MAX_BATCH)
+        results = self.tracker.take(_MAX_BATCH, _MAX_BATCH)
         for req, result in results:
-            state = None if req is None else state_of(req)
-            if req is None or state is None:
-                late = len(result.pairs) + len(result.across)
-                self._stats.refusals[Refusal.LATE.value] += late
+            if req is None:
+                self._stats.refusals[Refusal.LATE.value] += len(result.pairs) + len(result.across)
                 continue
             # The rules are asked here and again later: ranks may differ in which requests still exist,
             # but must make the same batches.
             for block in self._blocks(req, result):
                 if not self._allows(block):
                     continue
-                if state.claim(block.candidate, block.length):
-                    if self._measures:
-                        blocks.append(block)
-                    else:
-                        state.pending.append(block.candidate)
-                else:
+                if not _state_of(req).claim(block.candidate, block.length):
                     self._refuse(block, Refusal.OVERLAP)
-        if blocks:
-            self._waiting.append(blocks)
+                elif self._measures:
+                    self._waiting.append(block)
+                else:
+                    _state_of(req).pending.append(block.candidate)
         return bool(results)
 
-    def _blocks(self, req: Request, result: StepResult) -> list[BlockProposal]:
+    def _blocks(self, req: Request, result: StepResult) -> Batch:
         blocks = [self._block(req, Candidate(*pair), req) for pair in result.pairs]
         for dst, src, member in result.across:
             source = self.tracker.source(req, member)
@@ -229,20 +212,15 @@ class BlockPipeline:
                 blocks.append(self._block(req, candidate, source))
         return blocks
 
-    def _block(self, req: Request, candidate: Candidate, source: Request) -> BlockProposal:
-        """A proposal for the current rows. ``source``: the request whose row holds ``src_start``."""
-        other = None if source is req else source
-        rows = _state_of(req).row, _state_of(source).row
-        return BlockProposal(req, candidate, self.block, rows[0], other, rows[1])
+    def _block(self, req: Request, candidate: Candidate, lender: Request) -> BlockProposal:
+        """A proposal for the current rows."""
+        rows = _state_of(req).row, _state_of(lender).row
+        return BlockProposal(req, candidate, self.block, rows[0], lender, rows[1])
 
     def _launch(self) -> bool:
         """Measure the next waiting blocks. False if the rules allow none of them."""
-        first: Batch = []
-        while self._waiting and len(first) < _MAX_BATCH:
-            first += self._waiting.popleft()
-        if len(first) > _MAX_BATCH:
-            self._waiting.appendleft(first[_MAX_BATCH:])
-        batch = [block for block in first[:_MAX_BATCH] if self._allows(block)]
+        some = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MAX_BATCH))]
+        batch = [block for block in some if self._allows(block)]
         if batch:
             self._in_flight = batch, self.meter.measure(batch)
         return bool(batch)
@@ -262,32 +240,28 @@ class BlockPipeline:
             if i in too_far:
                 self._refuse(block, Refusal.DISTANCE if self.threshold.is_warm else Refusal.WARMUP)
                 continue
-            assert block.row is not None and block.source_row is not None, "it is allowed"
-            block.row.locate(block.dst_start, dst_slots[i])
-            block.source_row.locate(block.src_start, src_slots[i])
+            row, lender_row = block.rows
+            row.locate(block.dst_start, dst_slots[i])
+            lender_row.locate(block.src_start, src_slots[i])
             refusal = self.redirector.refusal_of_slots(block) or self._refusal_of_merge(block)
             if refusal is None:
                 block.candidate.accepted = True
-                self.ledger.add(Entry(block, distances[i]))
+                self.ledger.add(block, distances[i])
             else:
                 self._refuse(block, refusal)
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
         """Why the other accepted blocks forbid this one. None: they do not, and the block's positions
         are joined with its source's."""
-        merges = _state_of(block.req).merges
-        dst = self._keys(block.row, block.dst_start)
-        src = self._keys(block.source_row, block.src_start)
+        merges, (row, lender_row) = _state_of(block.req).merges, block.rows
+        pages = range(0, self.block, self.redirector.page)
+        dst = [(row.number, block.dst_start + at) for at in pages]
+        src = [(lender_row.number, block.src_start + at) for at in pages]
         if max(merges.size(key) for key in dst) > MAX_READERS:
             return Refusal.READERS
         if any(merges.is_across(key) for key in dst):
             return Refusal.ACROSS
         return None if merges.join(dst, src) else Refusal.SAME_SLOTS
-
-    def _keys(self, row: HostRow | None, start: int) -> list[Key]:
-        """Row number and first position of each page of the block."""
-        assert row is not None, "it is allowed"
-        return [(row.number, at) for at in range(start, start + self.block, self._page)]
 
     def _share(self, wanted: float) -> None:
         """Redirect one batch of blocks, fewer once ``wanted`` slots came back."""
@@ -295,20 +269,17 @@ class BlockPipeline:
             self._stats.blocks_missed += 1
             self._refuse(block, refusal)
 
-    def _refusal_of(self, block: BlockProposal) -> Refusal | None:
-        return refusal_of(block, self._min_age, self._page)
-
     def _allows(self, block: BlockProposal) -> bool:
         """Whether the rules allow the block; counts it if they refuse it."""
-        refusal = self._refusal_of(block)
+        refusal = self.redirector.refusal_of(block)
         if refusal is not None:
             self._refuse(block, refusal)
         return refusal is None
 
     def _refuse(self, block: BlockProposal, refusal: Refusal) -> None:
         self._stats.refusals[refusal.value] += 1
-        state, candidate = state_of(block.req), block.candidate
-        if state is None or state.candidates.get(block.dst_start) is not candidate:
+        state, candidate = _state_of(block.req), block.candidate
+        if state.candidates.get(block.dst_start) is not candidate:
             return
         if refusal is not Refusal.LATE:
             del state.candidates[block.dst_start]

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Redirects blocks of the ledger: their rows name the slots of their sources, and slots become free."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -38,7 +36,8 @@ class Redirector:
     """Redirects blocks between two forwards. One per scheduler.
 
     A forward in flight may still read the old slots. SGLang can hand them out at once, because only a
-    later forward on the same stream overwrites them.
+    later forward on the same stream overwrites them. ``min_age``: tokens that a block must lie behind
+    the end of its response.
     """
 
     def __init__(
@@ -74,20 +73,19 @@ class Redirector:
         freed = moved = 0
         try:
             while freed < wanted and moved < _MAX_BATCH:
-                entry = ledger.take()
-                if entry is None:
+                block = ledger.take()
+                if block is None:
                     break
-                refusal = refusal_of(entry.block, self._min_age, self.page)
-                refusal = refusal or self.refusal_of_slots(entry.block)
+                refusal = self.refusal_of(block) or self.refusal_of_slots(block)
                 if refusal is not None:
-                    refused.append((entry.block, refusal))
+                    refused.append((block, refusal))
                     continue
-                done.append(Redirected(entry.block, entry.block.req.kv.req_pool_idx, []))
-                self._read(done[-1])
+                moves = list[Moved]()
+                done.append(Redirected(block, block.req.kv.req_pool_idx, moves))
+                row, lender = block.rows
+                row.read(block.dst_start, block.src_start, block.length, lender, moves)
                 freed += done[-1].freed
-                moved += (
-                    1 + sum(len(move.positions) for move in done[-1].moves) // entry.block.length
-                )
+                moved += 1 + sum(len(move.positions) for move in moves) // block.length
             if done:
                 commit = self.prepare(done)
                 # All ranks are prepared: nothing after this can fail.
@@ -100,23 +98,23 @@ class Redirector:
             self._count(shared)
         return refused
 
+    def refusal_of(self, block: BlockProposal) -> Refusal | None:
+        """Why the rules forbid the block now, or None."""
+        return refusal_of(block, self._min_age, self.page)
+
     def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
         """Why the slots of a block that the rules allow must not be shared now, or None. Its slots and
         its source's must be located."""
-        row, lender = _rows_of(block)
+        row, lender = block.rows
         read = range(block.src_start, block.src_end)
-        if block.source is not None:
-            owned = block.source.kv.cache_protected_len
+        if block.is_across:
+            owned = block.lender.kv.cache_protected_len
             if any(at < owned for position in read for at in lender.readers(position)):
                 return Refusal.TREE_OWNED
         slots = row.between(block.dst_start, block.dst_end).tolist()
         if slots == lender.between(block.src_start, block.src_end).tolist():
             return Refusal.SAME_SLOTS
         return None if row.in_other_rows.isdisjoint(slots) else Refusal.ACROSS
-
-    def _read(self, shared: Redirected) -> None:
-        block, (row, lender) = shared.block, _rows_of(shared.block)
-        row.read(block.dst_start, block.src_start, block.length, lender, shared.moves)
 
     def prepare(self, done: Sequence[Redirected]) -> Callable[[], None]:
         """Do all of the change that can fail. The returned function then writes the rows and moves the
@@ -159,12 +157,6 @@ class Redirector:
         state.redirected.append(candidate)
         stats.blocks_reapplied += not fresh
         stats.blocks_shared += fresh
-        stats.blocks_shared_across += block.source is not None and fresh
+        stats.blocks_shared_across += block.is_across and fresh
         stats.slots_saved_total += shared.freed
         stats.slots_saved_across_total += sum(move.borrowed for move in shared.moves)
-
-
-def _rows_of(block: BlockProposal) -> tuple[HostRow, HostRow]:
-    """The row of the block and the row of its source."""
-    assert block.row is not None and block.source_row is not None, "refused before"
-    return block.row, block.source_row

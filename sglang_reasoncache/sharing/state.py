@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What sharing stores about one request. It is attached to SGLang's request and ends with it."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
-from weakref import ref
+from weakref import finalize, ref
 
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
@@ -57,43 +55,37 @@ class Followed:
     The request is a member of ``group``, if it has one, while its row is complete.
 
     SGLang drops a request that is aborted while it waits to be scheduled again, and tells nobody. Then
-    ``__del__`` of this object appends the id to ``orphans``, and the thread that feeds the filter closes
-    it. ``__del__`` cannot do that, because the garbage collector may run in any thread.
+    the id is appended to ``orphans``, and the thread that feeds the filter closes it: the garbage
+    collector may run in any thread.
     """
-
-    _process: FilterProcess | None = None
 
     def __init__(
         self,
+        req: Request,
         process: FilterProcess,
-        start_position: int,
         inside: bool,
         orphans: deque[int],
         group: PromptGroup | None = None,
     ) -> None:
-        self._orphans, self.group = orphans, group
-        self.id = process.open(start_position, inside)
-        self._process = process
+        self._process, self.group = process, group
+        self.id = process.open(len(req.origin_input_ids), inside)
+        self._dropped = finalize(req, orphans.append, self.id)
+        self._dropped.atexit = False
         self.join(True)
 
     def join(self, yes: bool) -> None:
         """Join the group, as the row is complete; with False leave it, as the row is gone."""
-        if self.group is not None and self._process is not None:
+        if self.group is not None and self._dropped.alive:
             self._process.join(self.id, self.group.number if yes else -1)
 
     def close(self) -> None:
         """Have the filter forget the request. Only the thread that feeds the filter calls this."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close(self.id)
+        if self._dropped.detach():
+            self._process.close(self.id)
 
     def abandon(self) -> None:
         """The filter process ended and knows the request no more: there is nothing to close."""
-        self._process = None
-
-    def __del__(self) -> None:
-        if self._process is not None:
-            self._orphans.append(self.id)
+        self._dropped.detach()
 
 
 @dataclass

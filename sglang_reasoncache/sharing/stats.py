@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts of what one scheduler did to rows."""
 
-from __future__ import annotations
-
 import collections
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +22,7 @@ class SharingStats(EvictionStats):
         finished_positions: Positions of finished requests, prompts included.
         finished_redirected: Of these, positions that named a slot which another position owns.
         finished_evicted: Of these, evicted positions.
-        sum_logical: Positions of the running requests, added up over all polls.
-        sum_saved: Slots that they saved by sharing and eviction, added up over all polls.
+        sum_saved: Slots that the running requests saved by sharing and eviction, added up over all polls.
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
 
@@ -56,7 +53,6 @@ class SharingStats(EvictionStats):
     polls: int = 0
     sum_running: int = 0
     sum_saved: int = 0
-    sum_logical: int = 0
     sum_across: int = 0
     sum_step_ratio: float = 0.0
     sum_final_ratio: float = 0.0
@@ -74,7 +70,6 @@ class SharingStats(EvictionStats):
         self.polls += 1
         self.sum_running += running
         self.sum_saved += saved
-        self.sum_logical += logical
         self.sum_across += across
         self.sum_step_ratio += saved / logical
 

@@ -5,8 +5,6 @@ A block pair may share if its distance is at most the p-th percentile of the dis
 During a warm-up nothing shares.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

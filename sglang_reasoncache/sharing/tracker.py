@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follows the running requests: which of them take part, and which of their tokens the filter has."""
 
-from __future__ import annotations
-
 import collections
 import weakref
 from array import array
@@ -77,10 +75,9 @@ class RequestTracker:
         state = attach(req, RequestState(takes_part=self.count(req)))
         process = self._process
         if state.takes_part and process is not None and not process.given_up:
-            prompt = req.origin_input_ids
-            inside = self._markers is None or self._markers.inside_after(prompt)
+            inside = self._markers is None or self._markers.inside_after(req.origin_input_ids)
             group = self._group_of(req)
-            state.followed = Followed(process, len(prompt), inside, self._orphans, group)
+            state.followed = Followed(req, process, inside, self._orphans, group)
             if group is not None:
                 state.merges = group.merges
             self._requests[state.followed.id] = req

@@ -19,7 +19,6 @@ LAYERS = (
     ("registry",),
     ("config",),
     ("sharing",),
-    ("settings_table",),
     ("plugin",),
     ("cpu_platform",),
 )

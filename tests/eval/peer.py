@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """An HTTP peer that answers chat completions, the server of a run that speaks for it, and rows."""
 
+import asyncio
 import contextlib
 import json
 import threading
 import time
+from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any, Self
 
+from eval.runs.client import Request, send_all
 from eval.runs.folder import Moment, Response, Result, Served
 from eval.runs.servers import Server
 
@@ -34,6 +37,14 @@ def answer(text: str, finish_reason: str = "stop") -> bytes:
     usage = {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
     end = event({}, finish_reason=finish_reason) + event(usage=usage) + END
     return HEAD + event({"content": text}) + end
+
+
+def ask_all(url: str, model: str, requests: Sequence[Request]) -> list[Response]:
+    """Responses to requests sent all at once, in their order; none is retried."""
+    ended: list[Response] = []
+    asyncio.run(send_all(url, model, requests, ended.append, 600.0))
+    found = {response.problem_id: response for response in ended}
+    return [found[request.problem_id] for request in requests]
 
 
 class Peer(ThreadingHTTPServer):

@@ -10,19 +10,19 @@ from matplotlib.image import imread
 
 from eval import command
 from eval.bench import policies
-from eval.bench.policies import EMBEDDED, POLICIES, REPLAYED, Options, method_of
-from eval.methods import DENSE, find_method
+from eval.bench.policies import POLICIES, Options, method_of, points
+from eval.methods import DENSE, MethodError, find_method
 from eval.runs.folder import Cell
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
 from tests.eval.peer import moment, response, result, served
 
 
 def asked(*words: str) -> Options:
-    return command.parse(Options, ["traces", *words])
+    return command.parse(Options, list(words))
 
 
 def test_every_setting_is_a_method_that_the_server_takes() -> None:
-    found = asked().answered
+    found = points(POLICIES, asked().saved)
     methods = [point.method for point in found]
     assert len(set(methods)) == len(methods)
     for method in methods:
@@ -34,33 +34,28 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "saving", "replayed", "method"),
+    ("policy", "saving", "method"),
     [
         # Random sharing and random eviction are two things.
-        ("random", 0.2, False, "random:random_ratio=0.24"),
-        ("random_eviction", 0.2, False, "policy=random:budget=321:slack=8"),
-        ("reasoncache+snapkv", 0.1, True, "policy=reasoncache+snapkv:share=0.5"),
-        ("reasoncache+snapkv", 0.2, False, None),
+        ("random", 0.2, "random:random_ratio=0.24"),
+        ("random_eviction", 0.2, "reasoncache:policy=random:budget=321:slack=8"),
+        ("reasoncache+snapkv", 0.1, "reasoncache:policy=reasoncache+snapkv:share=0.5"),
+        ("reasoncache+snapkv", 0.2, None),
         # A pair has its evictor's budget.
-        ("keydiff", 0.4, False, "policy=keydiff:budget=214:slack=8"),
-        ("reasoncache+keydiff", 0.4, False, "policy=reasoncache+keydiff:budget=214:slack=8"),
-        ("reasoncache+random_eviction", 0.6, True, "policy=reasoncache+random:budget=344:slack=32"),
+        ("keydiff", 0.4, "reasoncache:policy=keydiff:budget=214:slack=8"),
+        ("reasoncache+keydiff", 0.4, "reasoncache:policy=reasoncache+keydiff:budget=214:slack=8"),
     ],
 )
-def test_settings(policy: str, saving: float, replayed: bool, method: str | None) -> None:
-    found = method_of(policy, saving, REPLAYED if replayed else EMBEDDED)
-    if method is not None:
-        method = method if method.startswith("random:") else f"reasoncache:{method}"
-        method += ",block=8,warmup=32" if replayed else ""
-        assert find_method(method).values.get("block") == (8 if replayed else None)
-    assert found == method
+def test_settings(policy: str, saving: float, method: str | None) -> None:
+    assert method_of(policy, saving) == method
+    assert method is None or find_method(method).shares
 
 
 def test_a_budget_leaves_out_what_is_aimed_at() -> None:
     """Averaged over the steps of a request that grows from 45 positions to 580."""
     lengths = range(45, 580)
     for saving in (0.1, 0.2, 0.4, 0.6):
-        method = method_of("keydiff", saving, EMBEDDED)
+        method = method_of("keydiff", saving)
         assert method is not None
         budget = int(method.split("budget=")[1].split(":")[0])
         left_out = sum(max(0, length - budget) for length in lengths)
@@ -70,8 +65,6 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["--policies", "keydif"], "no policy 'keydif'; there are reasoncache"),
-        (["--policies", "keydiff+reasoncache"], "no policy 'keydiff+reasoncache'"),
         (["--policies", "keydiff,keydiff"], "none twice"),
         (["--saved", "0.2,1.2"], "at most 0.99, got 0.2,1.2"),
         (["--problems", "1"], "at least 2, got 1"),
@@ -88,9 +81,10 @@ def test_bad_commands_are_refused(
 def test_a_plan_tells_settings(capsys: pytest.CaptureFixture[str]) -> None:
     policies.work(asked("--plan", "--policies", "reasoncache,keydiff", "--saved", "0.1,0.4"))
     told = capsys.readouterr().out.splitlines()
-    assert told[2] == "keydiff at 40%: reasoncache:policy=keydiff:budget=214:slack=8"
-    assert told[-1] == "keydiff at 20%: reasoncache:policy=keydiff:budget=833:slack=32"
-    assert len(told) == 5
+    with pytest.raises(MethodError, match="not 'keydif'"):
+        policies.work(asked("--plan", "--policies", "keydif"))
+    assert told[-1] == "keydiff at 40%: reasoncache:policy=keydiff:budget=214:slack=8"
+    assert len(told) == 3
 
 
 def test_rows_table_and_picture(
@@ -115,7 +109,7 @@ def test_rows_table_and_picture(
         return {name: [Cell(out, task, name, 0)] for name in methods}
 
     monkeypatch.setattr(policies.sides, "in_turns", in_turns)
-    words = ["--out", str(tmp_path), "--rounds", "0", "--saved", "0.1", "--problems", "8"]
+    words = ["--out", str(tmp_path), "--saved", "0.1", "--problems", "8"]
     policies.work(asked(*words, "--policies", "reasoncache,keydiff,quest"))
     (call,) = called
     quest = call["methods"][-1]

@@ -4,11 +4,11 @@ Llama of random weights."""
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eval import command
 from eval.fidelity import summary
@@ -16,7 +16,6 @@ from eval.fidelity.__main__ import Options, loops, read, work
 from eval.fidelity.arms import default_name, default_names, parse, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay, compare
-from eval.fidelity.siblings import proposals
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
@@ -95,100 +94,11 @@ def test_a_rotated_key_is_the_recomputed_one_of_layer_0(reader: Reader) -> None:
     torch.testing.assert_close(cache.keys[:, row, :, 0], before[:, 0, :, 8])
 
 
-class ByHand:
-    """Slots and rows as a server has them, under transformers' own forward, a token a step."""
-
-    def __init__(self, model: Any, siblings: list[list[int]]) -> None:
-        self.model, self.siblings = model, siblings
-        # Slots are named by who wrote them and where; keys are as cached.
-        self.slots: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.rows: list[list[tuple[int, int]]] = [[] for _ in siblings]
-        self.claimed: set[tuple[int, int]] = set()
-        self.carried = 0
-
-    def decode(self, number: int) -> float:
-        """Negative log-likelihood of the token behind the next one."""
-        row, tokens = self.rows[number], self.siblings[number]
-        at, cache = len(row), cast(Any, DynamicCache())
-        shift = torch.arange(at) - torch.tensor([where for _, where in row], dtype=torch.int64)
-        angles = shift[:, None] * self.model.model.rotary_emb.inv_freq.repeat(2)
-        for layer in range(2 if row else 0):
-            keys, values = (torch.cat([self.slots[s][layer][i] for s in row], 2) for i in (0, 1))
-            half = torch.cat((-keys[..., 8:], keys[..., :8]), -1)
-            cache.update(keys * angles.cos() + half * angles.sin(), values, layer)
-        with torch.no_grad():
-            logits = self.model(torch.tensor([[tokens[at]]]), past_key_values=cache).logits
-        self.slots[number, at] = [(kv.keys[:, :, -1:], kv.values[:, :, -1:]) for kv in cache.layers]
-        row.append((number, at))
-        return float(-logits[0, -1].log_softmax(-1)[[*tokens, 0][at + 1]])
-
-    def share(self, number: int, dst: int, src: int, lender: int) -> None:
-        row, block = self.rows[number], [(number, dst + i) for i in range(8)]
-        others = {slot for i, r in enumerate(self.rows) if i != number for slot in r}
-        if not self.claimed.isdisjoint(block):
-            return
-        self.claimed.update(block)
-        if not others.isdisjoint(row[dst : dst + 8]):
-            return
-        for i in range(8):
-            old, new = row[dst + i], self.rows[lender][src + i]
-            self.carried += (row.count(old) > 1) * (lender != number)
-            row[:] = [new if slot == old else slot for slot in row]
-
-
-def siblings_of(*texts: str) -> list[list[int]]:
-    return [TOKENIZER(f"We add {text}", add_special_tokens=False)["input_ids"] for text in texts]
-
-
-def test_siblings_are_read_as_a_server_decodes_them(model: Any, reader: Reader) -> None:
-    lines = [OTHER.format(i) for i in range(9)]
-    three = siblings_of(
-        "".join((STEP, lines[1], lines[2], lines[3], STEP, lines[4], lines[5])),
-        "".join((lines[0], STEP, STEP, lines[6], lines[1], lines[7], lines[8])),
-        "".join((lines[3], STEP, lines[4], lines[5])),
-    )
-    arm, vocabulary, prompt = parse("newest-runs-8-age16-across"), vocabulary_of(TOKENIZER), 2
-    assert arm.filter is not None
-    found = Replay(reader, vocabulary, [arm], "").scores(three, prompt)
-    hand, sums = ByHand(model, three), [0.0] * 3
-    steps = list(proposals(arm.filter, vocabulary, three, prompt, True))
-    for at in range(max(map(len, three))):
-        for number in (i for i, tokens in enumerate(three) if at < len(tokens)):
-            nll = hand.decode(number)
-            sums[number] += nll * (prompt <= at + 1 < len(three[number]))
-        for _, number, step in (one for one in steps if one[0] == at + 1):
-            for dst, src, lender in [*((*pair, number) for pair in step.pairs), *step.across]:
-                hand.share(number, dst, src, lender)
-    assert hand.carried, "a slot that several positions read is given up for a sibling's"
-    for number, (tokens, row) in enumerate(zip(three, hand.rows, strict=True)):
-        count, figures = len(tokens) - prompt, found[number][arm.name]
-        own = {slot for slot in row if slot[0] == number}
-        assert figures["saved"] == pytest.approx((len(tokens) - len(own)) / count)
-        foreign = sum(slot[0] != number for slot in row)
-        assert figures["across"] == pytest.approx(foreign / count)
-        assert figures["nll"] == pytest.approx(sums[number] / count, abs=1e-4)
-    assert found[1][arm.name]["across"] > 0 and found[1][arm.name]["kl"] > 1e-3
-
-
-def test_copies_share_all_that_is_old_and_disjoint_responses_nothing(reader: Reader) -> None:
-    within, across = parse_all(["newest-runs-8-age16", "newest-runs-8-age16-across"], "")
-    replay = Replay(reader, vocabulary_of(TOKENIZER), [within, across], "")
-    text = "".join(OTHER.format(i) for i in range(6))
-    first, second = replay.scores(siblings_of(text, text), 2)
-    # The copies' KV are equal where they are shared.
-    assert first[across.name] == {**first[within.name], "across": 0}
-    assert second[across.name]["saved"] > 0.05 + second[within.name]["saved"]
-    assert second[across.name]["kl"] == pytest.approx(second[within.name]["kl"], abs=1e-5)
-    for one in replay.scores(siblings_of(STEP * 6, "another way to write the same\n\n" * 20), 2):
-        assert one[across.name] == {**one[within.name], "across": 0}
-        assert one[across.name]["saved"] > 0.3
-
-
 def test_random_sharing_hurts_more_than_equal_blocks(model: Any, reader: Reader) -> None:
     text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     arms = parse_all([*ARMS, *NOTHING], ARMS[0])
-    found = Replay(reader, vocabulary_of(TOKENIZER), arms, ARMS[0]).scores([tokens], 6)[0]
+    found = Replay(reader, vocabulary_of(TOKENIZER), arms, ARMS[0]).scores(tokens, 6)
     assert found["dense"]["kl"] == 0 and found["dense"]["top1"] == 1
     wanted = -forward(model, tokens).log_softmax(-1)[5:-1]
     nll = wanted.gather(1, torch.tensor(tokens[6:])[:, None]).mean()
@@ -206,7 +116,7 @@ def test_an_arm_that_needs_less_shares_less_the_nearest_first(reader: Reader) ->
     text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     arms = parse_all([ARMS[0], f"{ARMS[0]}-need5", f"{ARMS[0]}-need100"], ARMS[0])
-    found = Replay(reader, vocabulary_of(TOKENIZER), arms, ARMS[0]).scores([tokens], 6)[0]
+    found = Replay(reader, vocabulary_of(TOKENIZER), arms, ARMS[0]).scores(tokens, 6)
     every, some, all_ = (found[arm.name] for arm in arms)
     assert all_ == every
     block = 8 / (len(tokens) - 6)
@@ -231,7 +141,7 @@ def test_names(name: str, knobs: tuple[object, ...]) -> None:
 
 
 def test_default_arms() -> None:
-    assert default_name() in [arm.name for arm in parse_all(default_names(8), default_name())]
+    assert default_name() in [arm.name for arm in parse_all(default_names(), default_name())]
     found, shipped = parse(default_name()).filter, ReasonCacheConfig()
     for field in ("direction", "match", "block", "min_age"):
         assert getattr(found, field) == getattr(shipped, field)
@@ -247,10 +157,7 @@ def test_default_arms() -> None:
         (["h2o"], "reads queries"),
         (["keydiff", "keydiff"], "--arms must name none twice"),
         (["keydiff"], "--like must be an arm that shares"),
-        (["newest-steps-8-across"], "--reasoncache-scope must be response unless match=runs"),
-        (["newest-runs-8-across-p80"], "not measured across responses"),
         (["newest-runs-8-need0"], "needN must be between 1 and 100, got 0"),
-        (["newest-runs-8", "newest-runs-8-across", "keydiff"], "none may evict, got keydiff"),
     ],
 )
 def test_bad_names(names: list[str], said: str) -> None:
@@ -292,26 +199,6 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         for name in ("saved", "kl", "nll", "top1"):
             low, high = row[f"{name}_95"]
             assert low - 1e-9 <= row[name] <= high + 1e-9
-
-
-def test_the_program_reads_siblings_together(folder: Path, tmp_path: Path) -> None:
-    path, out = tmp_path / "rows.jsonl", tmp_path / "fidelity.json"
-    text = "".join(OTHER.format(i) for i in range(4))
-    asked = ["one", "two", "one", "three", "two", "one"]
-    rows = [{"question": ask, "response": text, "correct": i != 2} for i, ask in enumerate(asked)]
-    write_rows(path, *rows)
-    arms = "newest-runs-8-age0,newest-runs-8-age0-across"
-    arguments = [str(folder), str(path), f"--out={out}", "--cap=400", "--shortest=50"]
-    arguments += [f"--arms={arms}", "--groups=right", "--siblings=3"]
-    main([*arguments, "--limit=1"])
-    main(arguments)
-    records = [json.loads(line) for line in out.with_suffix(".jsonl").open()]
-    assert [one["response"] for one in records] == [f"rows:{i}" for i in (1, 3, 6, 2, 5)]
-    within, across = json.loads(out.read_text())["rows"]
-    assert (across["group"], across["responses"]) == ("right", 4)
-    assert within["across"] is None and across["across"] > 0.3
-    with pytest.raises(SystemExit, match="several to a question"):
-        main([*arguments, "--groups=loops"])
 
 
 def test_one_response_has_no_interval() -> None:

@@ -113,7 +113,7 @@ def test_every_part_runs(checkout: Path) -> None:
     calls = (checkout / "calls").read_text()
     assert "-m pytest tests/server/test_cuda.py" in calls
     assert "-m pytest tests/kernels tests/unit/test_no_wait.py" in calls
-    assert "-m eval.bench.attention --devices cuda --rounds 2" in calls
+    assert "-m eval.bench.attention --device cuda --rounds 2" in calls
     assert "-m eval.bench.gpu some --reference stock:flashinfer" in calls
 
 
@@ -151,7 +151,7 @@ def test_what_only_tasks_need_is_not_needed() -> None:
         f"tests.kernels.{path.stem}" for path in SCRIPT.parents[1].glob("tests/kernels/*.py")
     ]
     tests = ["tests.conftest", *kernels, "tests.unit.test_no_wait", "tests.server.test_cuda"]
-    bench = ["eval.bench.attention", "eval.bench.attention_cuda", "eval.bench.distance"]
+    bench = ["eval.bench.attention", "eval.bench.attention_cuda"]
     found = imported(*tests, *bench, "eval.bench.gpu")
     assert {"eval.bench.gpu", "torch", "eval.serving", "sglang_reasoncache.config"} <= found
     assert not {"lm_eval", "statsmodels", "datasets", "zss"} & {

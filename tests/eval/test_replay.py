@@ -16,12 +16,13 @@ from eval.replay.__main__ import Options, work
 from eval.replay.forcing import FORCED, forced_request
 from eval.replay.model import CONTEXT_LENGTH, VOCABULARY_SIZE
 from eval.runs.cells import retractions
-from eval.runs.client import Request, ask_all
+from eval.runs.client import Request
 from eval.serving import MODEL_NAME, ServerProcess
 from eval.tasks.documents import replay
 from eval.tasks.harness import EvalTask, Source, TaskError
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
+from tests.eval.peer import ask_all
 from tests.eval.rows import write_rows
 
 
@@ -131,18 +132,18 @@ def test_pieces_are_whole_steps_in_order(tmp_path: Path, monkeypatch: pytest.Mon
         assert len(left) < tokens or not left
     assert cut(response, tokenizer, 10_000) == []
     assert cut("", tokenizer, 5) == []
-    # Records take sizes in turn; short responses are not cut.
-    texts = {"long": "j = q\n\n" * 50, "other": "j = q\n\n" * 50, "short": "j = q\n\n" * 5}
+    # Short responses are not cut.
+    texts = {"long": "j = q\n\n" * 50, "short": "j = q\n\n" * 5}
     problems: list[dict[str, Any]] = [
         {"id": name, "prompt": "q", "target": text, "max_tokens": len(tokenizer.encode(text))}
         for name, text in texts.items()
     ]
     least, path = problems[0]["max_tokens"], tmp_path / "pieces.jsonl"
     monkeypatch.setattr(serve, "LOOPING", least)
-    write_pieces(problems, tokenizer, (least // 2, least), path)
+    write_pieces(problems, tokenizer, least // 2, path)
     found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["id"] for row in found] == ["long.0", "long.1", "other.0"]
-    assert "".join(row["response"] for row in found) == texts["long"] + texts["other"]
+    assert [row["id"] for row in found] == ["long.0", "long.1"]
+    assert "".join(row["response"] for row in found) == texts["long"]
 
 
 @pytest.mark.server
@@ -156,7 +157,7 @@ def test_replay_over_retractions(recorded: Path, tmp_path: Path) -> None:
     ]
     env = {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64"}
     with ServerProcess(CHECKPOINT, flags=flags, env=env, log_path=tmp_path / "log") as server:
-        responses = ask_all(server.url, MODEL_NAME, requests, 300.0)
+        responses = ask_all(server.url, MODEL_NAME, requests)
         totals = server.get("/reasoncache").json()["schedulers"][0]["totals"]
         thrown_out = retractions(server.log_text())
     assert [row.error for row in responses] == [None] * len(requests)

@@ -12,16 +12,27 @@ from unittest import mock
 import pytest
 
 from eval.measures.figures import ratio
-from eval.methods import find_methods
+from eval.methods import find_method
 from eval.runs import client
 from eval.runs.cells import cut_prompts, faults, measure, moments, retractions
-from eval.runs.client import Request, ask_all, send_all
+from eval.runs.client import Request, send_all
 from eval.runs.folder import CONFIG, Cell, Response, RunError, Served, cells, write_json
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan
 from eval.runs.session import Session
 from sglang_reasoncache.sharing.stats import SharingStats
-from tests.eval.peer import END, HEAD, Peer, PeerServer, answer, event, raw, response, served
+from tests.eval.peer import (
+    END,
+    HEAD,
+    Peer,
+    PeerServer,
+    answer,
+    ask_all,
+    event,
+    raw,
+    response,
+    served,
+)
 
 SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "polls": 4, "memory_saving_ratio": 0.1}
 # As stock and sharing servers of version 0.5.23 wrote them.
@@ -71,7 +82,9 @@ def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, i
     config: dict[str, Any] = {"tasks": ["tiny_reasoner"], "methods": list(methods), "seeds": [0]}
     write_json(run / CONFIG, config)
     servers: Any = SimpleNamespace(get=get, close=lambda: closed.append(None))
-    return Session(run, plan, find_methods(methods), servers, False).work(), len(closed)
+    return Session(run, plan, [find_method(one) for one in methods], servers, False).work(), len(
+        closed
+    )
 
 
 def test_a_cell_is_written_whole(peer: Peer, tmp_path: Path) -> None:

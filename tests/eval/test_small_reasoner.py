@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.small_reasoner import ADAPTER
 from eval.small_reasoner.__main__ import write
-from eval.small_reasoner.task import CHANGED, NOTED, Difficulty, generate, make_problem
+from eval.small_reasoner.task import CHANGED, NOTED, Difficulty, make_problem
 from eval.tasks.harness import EvalTask, Source
 from eval.tiny_reasoner import CHECKPOINT
-from eval.tiny_reasoner.task import split_of
+from eval.tiny_reasoner.task import generate, split_of
 
 _SUM = re.compile(r"(\d+) ([+-]) (\d+) = (-?\d+)")
 
@@ -43,7 +43,7 @@ def test_a_reference_response_computes_and_corrects_what_it_says(difficulty: Dif
 
 def test_problems_of_a_run_are_held_out_and_graded() -> None:
     problems = EvalTask("small_reasoner", Source(seed=3, limit=30)).problems
-    made = {one.prompt: one for one in generate(3, 30)}
+    made = {one.prompt: one for one in generate(3, 30, make=make_problem)}
     assert [one.messages[-1]["content"] for one in problems] == list(made)
     assert {split_of(prompt) for prompt in made} == {"test"}
     task = EvalTask("small_reasoner", Source(seed=3, limit=30))

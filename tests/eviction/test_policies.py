@@ -235,12 +235,8 @@ def norms(own: torch.Tensor) -> list[float]:
     return [norm * len(found) / sum(found) for norm in found]
 
 
-def similarities(own: torch.Tensor, anchor: str) -> list[float]:
-    """The formulas of the paper, pair by pair."""
-    if anchor == "pairwise":
-        return [sum(cosine(key, other) for other in own) / len(own) for key in own]
-    some = own if anchor == "mean_raw" else torch.stack([key / key.norm() for key in own])
-    return [cosine(key, some.mean(dim=0)) for key in own]
+def similarities(own: torch.Tensor) -> list[float]:
+    return [cosine(key, own.mean(dim=0)) for key in own]
 
 
 def redundancies(own: torch.Tensor, threshold: float = 0.5, reach: int = 10**9) -> list[float]:
@@ -268,8 +264,7 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
     if isinstance(policy, L2Norm):
         return averaged(keys, norms)
     if isinstance(policy, KeyDiff):
-        read = keys.flip(1) if policy.keys == "unrotated" else keys
-        return averaged(read, lambda own: similarities(own, policy.anchor))
+        return averaged(keys, similarities)
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
@@ -278,18 +273,13 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
         redundant = averaged(keys, redundancies)
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
     # Of the last 6 queries, pooled over 5 of the 34 positions of the prompt before them.
-    pool = np.mean if policy.pooling == "avg" else max
-    return [-float(pool(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
+    return [-float(np.mean(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
 
 
 #: Policy, positions, first one and end of those that may go, and how many slots shall.
 RULES: list[tuple[Any, int, int, int, int]] = [
     (L2Norm(budget=8, recent=1), 24, 5, 23, 9),
-    *(
-        (KeyDiff(budget=10, anchor=anchor, recent=4), 20, 2, 16, 8)
-        for anchor in ("mean_raw", "mean_norm", "pairwise")
-    ),
-    (KeyDiff(budget=10, keys="unrotated", recent=1), 20, 0, 19, 8),
+    (KeyDiff(budget=10, recent=4), 20, 2, 16, 8),
     # Heavy hitters and the newest half stay.
     (H2O(budget=20, recent=1, prompt_queries=40), 40, 3, 30, 20),
     *(
@@ -297,10 +287,7 @@ RULES: list[tuple[Any, int, int, int, int]] = [
         for mix in (0.0, 0.1, 0.9, 1.0)
     ),
     # 40 of the prompt and 10 of the response, which stay; of the prompt 20 are too many.
-    *(
-        (SnapKV(budget=20, window=6, kernel=5, pooling=pooling, recent=1), 50, 2, 34, 20)
-        for pooling in ("avg", "max")
-    ),
+    (SnapKV(budget=20, window=6, kernel=5, recent=1), 50, 2, 34, 20),
 ]
 
 
@@ -463,8 +450,7 @@ def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
 OUT_OF_BOUNDS: dict[Any, dict[str, Any]] = {
     RKV: {"mix": 1.5, "alpha": 65, "kernel": 0, "threshold": 2, "reach": 0},
     H2O: {"recent_share": -0.1, "prompt_queries": 5000},
-    SnapKV: {"window": 0, "pooling": "sum", "prompt": False},
-    KeyDiff: {"anchor": "mean", "keys": "rotated"},
+    SnapKV: {"window": 0, "prompt": False},
     StreamingLLM: {"sinks": -1, "slack": -1, "recent": 0, "when": "soon"},
     RandomAttention: {"seed": -1},
     TriAttention: {"window": 0, "reach": 0},

@@ -32,10 +32,6 @@ class GivenLayer:
     def used(self) -> torch.Tensor:
         return self.keys
 
-    def unrotated(self) -> torch.Tensor:
-        # Some other keys, so that it shows which were asked for.
-        return self.keys.flip(0)
-
     def queries(self, first: int, end: int | None = None) -> Any:
         raise NotImplementedError
 

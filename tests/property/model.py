@@ -15,6 +15,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.sharing.pipeline import MAX_READERS
+from sglang_reasoncache.sharing.state import state_of
 from tests.property.world import NOTHING, Eviction, Pair, World
 
 #: What an evicted position shows.
@@ -190,7 +191,7 @@ class Memory:
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
-            state = self.world.controller.state_of(track.req)
+            state = state_of(track.req)
             for block in state.redirected[len(track.blocks) :] if state else ():
                 self.shared(track, Pair(block.dst_start, block.src_start))
 
@@ -294,7 +295,7 @@ class Memory:
             path = paths[-1]
             for end in range(page, len(slots) + 1, page):
                 found[paths[end - 1]] = tuple(contents[end - page : end])
-            if not tree.publishes_aliased:
+            if not tree._aliased:
                 for at, content in zip(paths, contents, strict=True):
                     assert self.is_exact_at(content, at), "approximation in an exact tree"
             pages = self._page_ids(slots)
@@ -352,14 +353,14 @@ class Memory:
 
     def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
         """What evictors are told: which positions of the row have the same slot."""
-        state = self.world.controller.state_of(req)
+        state = state_of(req)
         if state is None:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
         first = known.first_readers(held)
         # What policies are asked with. Two positions of the tree may share a slot of their own.
         slots, found = len(row) - known.evicted - known.saved, len(np.unique(first))
-        assert found == slots or (found < slots and self.world.tree.publishes_aliased)
+        assert found == slots or (found < slots and self.world.tree._aliased)
         own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
         _, by_slot = np.unique(row[held], return_inverse=True)
         _, by_place = np.unique(first, return_inverse=True)

@@ -300,7 +300,7 @@ class MemoryMachine(RuleBasedStateMachine):
             req = track.req
             req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
             req.finished_len = len(req.output_ids)
-            exact = not self.world.tree.publishes_aliased
+            exact = not self.world.tree._aliased
             shared = [block.dst_start for block in track.blocks if exact]
             up_to = min([len(track.shows), *shared, *track.evicted])
             self.memory.publish(track, up_to)
@@ -540,7 +540,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if exact_only:
             for content, path in zip(contents, paths, strict=False):
                 assert self.memory.is_exact_at(content, path)
-        if not exact_only or not self.world.tree.publishes_aliased:
+        if not exact_only or not self.world.tree._aliased:
             page = self.setup.page
             held = sum(path in self.memory.tree for path in paths[page - 1 :: page])
             assert result.device_prefix_len == held * page

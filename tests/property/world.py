@@ -265,15 +265,13 @@ class World:
         redirector = Redirector(self.allocator, self.rows, stats, self.ranks, min_age)
         threshold = AdaptiveThreshold(config.percentile, config.warmup)
         pipeline = BlockPipeline(
-            tracker, meter, redirector, threshold, block, min_age, config.shares_at_once
+            tracker, meter, redirector, threshold, block, config.shares_at_once
         )
         report = Report(config, stats, pipeline, eviction)
         self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
         self.tree.controller = self.controller
         self.allocator.once_more = self.controller.containment.once_more
-        self.allocator.shareable = self.controller.shareable
-        self.allocator.reclaim = self.controller.reclaim
-        self.allocator.request_waits = pipeline.request_waits
+        self.allocator.controller = self.controller
         # Views of the same memory; NumPy reads small pieces faster.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)

@@ -47,7 +47,7 @@ class Replayed:
             if source:
                 lender = siblings[source[0]]
                 lender._read(src + _BLOCK, siblings)
-                self._arm.share_across(dst, src, lender._arm)
+                self._arm.read(dst, src, lender._arm)
             else:
                 self._arm.share([BlockPair(dst, src)], AdaptiveThreshold(100, 0))
         self._forward(end)

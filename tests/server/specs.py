@@ -126,7 +126,7 @@ TWO_RANKS = SHARED.having(
 EVICTING_PAGES = SHARED.having(
     "keydiff-page16",
     *(TIGHT, PAGED_READS, PAGE16, "--disable-overlap-schedule"),
-    *(POLICY, "keydiff:share=0.6:keys=unrotated"),
+    *(POLICY, "keydiff:share=0.6"),
     **retracting(25),
 ).for_long_runs()
 #: Sharing and evicting on the same rows, under forced retractions, without the overlap schedule.

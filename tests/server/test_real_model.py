@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from eval.fidelity.cache import Reader
 from eval.serving import ServerProcess
 from eval.small_reasoner import MODEL
-from eval.small_reasoner.task import generate
+from eval.small_reasoner.task import make_problem
+from eval.tiny_reasoner.task import generate
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import respond
 from tests.server.replayed import Replayed, assert_computed
@@ -45,7 +46,7 @@ def test_a_server_computes_what_the_harness_computes(server: ServerProcess) -> N
             add_generation_prompt=True,
             tokenize=False,
         )
-        for problem in generate(3, 4)
+        for problem in generate(3, 4, make=make_problem)
     ]
     reader = Reader(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
     shared = 0

@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.filter.align import AcrossPair
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY, state_of
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import (
@@ -72,7 +72,7 @@ def world_of(setup: Setup, **options: Any) -> World:
 
 
 def number(world: World, req: Req) -> int:
-    state: Any = world.controller.state_of(req)
+    state: Any = state_of(req)
     return state.followed.id
 
 
@@ -196,7 +196,7 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     assert sum(freed) == 4 and freed[-1] == 0
     assert (world.row(reader)[12:16] == world.row(source)[20:24]).all()
     balance(world)
-    state: Any = world.controller.state_of(reader)
+    state: Any = state_of(reader)
     assert not state.pending and len(state.redirected) == 1
 
 
@@ -207,7 +207,7 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
         retract(world, req)
     come_back(world, reader)
     world.controller.after_decode([reader])
-    state: Any = world.controller.state_of(reader)
+    state: Any = state_of(reader)
     assert len(state.pending) == 1
     source.finished_reason = FINISH_ABORT("client left")
     world.controller.after_decode([reader])

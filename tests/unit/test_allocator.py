@@ -9,7 +9,6 @@ import torch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.allocator import (
     ReferenceCountError,
     SharedPagedAllocator,
@@ -155,13 +154,9 @@ def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
     assert either.available_size() == SLOTS
 
 
-@pytest.mark.parametrize("credit", [None, 0.0, 0.25])
-def test_credit_above_zero_replaces_the_prefill_budget(credit: float | None) -> None:
-    allocator = allocator_of(1, SLOTS)
-    if credit is not None:
-        allocator.credit_source = lambda: credit
-    budget = allocator.create_prefill_budget(None, num_mixed_decode_tokens=3)
-    assert type(budget) is (SharingBudget if credit else PrefillBudget)
+def test_without_a_controller_the_prefill_budget_is_sglangs() -> None:
+    budget = allocator_of(1, SLOTS).create_prefill_budget(None, num_mixed_decode_tokens=3)
+    assert type(budget) is PrefillBudget
     assert budget.total_offset == budget.current_offset == 3
 
 

@@ -34,6 +34,7 @@ from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.filter.align import AcrossPair
 from sglang_reasoncache.plugin import attention, hooks
 from sglang_reasoncache.plugin.containment import Containment
+from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.property.model import Memory
 from tests.property.world import (
@@ -247,14 +248,14 @@ class Load:
 
     def share(self, *pairs: Pair) -> None:
         for req in self.running:
-            state = self.controller.state_of(req)
+            state = state_of(req)
             if state is not None and state.followed is not None:
                 self.world.engine.waiting[state.followed.id] += pairs
         self.decode(1)
         self.decode(1)
 
     def lend(self, source: Req, reader: Req, pair: Pair) -> None:
-        states = [self.controller.state_of(req) for req in (source, reader)]
+        states = [state_of(req) for req in (source, reader)]
         if all(state is not None and state.followed is not None for state in states):
             ids = [state.followed.id for state in states]
             self.world.engine.lent[ids[1]] = [AcrossPair(*pair, ids[0])]

@@ -11,6 +11,7 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.sharing.merges import Key, Merges
+from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import ENDS, Pair, Setup, World, come_back, decode, retract, start
@@ -24,7 +25,7 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 def find(world: World, req: Req, *pairs: Pair) -> None:
     """The engine proposes blocks, and the next poll takes them."""
-    state: Any = world.controller.state_of(req)
+    state: Any = state_of(req)
     world.engine.waiting[state.followed.id] += pairs
     for _ in range(2):
         decode(world, req)
@@ -45,7 +46,7 @@ def ledger(world: World) -> Any:
 
 
 def pairs_of(world: World, req: Req) -> list[tuple[int, int]]:
-    state: Any = world.controller.state_of(req)
+    state: Any = state_of(req)
     return [(block.dst_start, block.src_start) for block in state.redirected]
 
 
@@ -94,7 +95,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     pipeline._use = lambda: use[0]
     req = start(world)
     find(world, req, Pair(8, 24))
-    stats, state = world.controller.stats, world.controller.state_of(req)
+    stats, state = world.controller.stats, state_of(req)
     assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
     expects = world.controller.pipeline.expected
     assert expects([state]) == 4 and world.controller.shareable() == 0, "expected, not promised"

@@ -14,6 +14,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import (
@@ -64,7 +65,7 @@ def arrive(world: World, yes: bool) -> None:
 
 
 def state(world: World, req: Req) -> Any:
-    return world.controller.state_of(req)
+    return state_of(req)
 
 
 def pairs_of(world: World, req: Req) -> list[tuple[int, int]]:

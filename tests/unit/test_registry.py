@@ -9,7 +9,7 @@ import pytest
 from eval.methods import MethodError, find_method
 from sglang_reasoncache import registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
-from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
+from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 
 
 @pytest.mark.parametrize(
@@ -20,8 +20,8 @@ from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
         ("streamingllm:budget=64", ["streamingllm"]),
         ("reasoncache+streamingllm:budget=64", ["streamingllm"]),
         ("l2norm:share=0.5+random:share=0.4", ["l2norm", "random"]),
-        ("keydiff:budget=512,recent=64,anchor=mean_norm,keys=unrotated", ["keydiff"]),
-        ("keydiff:budget=512:recent=64:anchor=mean_norm:keys=unrotated", ["keydiff"]),
+        ("snapkv:budget=512,recent=64,window=16", ["snapkv"]),
+        ("snapkv:budget=512:recent=64:window=16", ["snapkv"]),
     ],
 )
 def test_names_in_sequence(text: str, names: list[str]) -> None:
@@ -29,9 +29,8 @@ def test_names_in_sequence(text: str, names: list[str]) -> None:
     choice = registry.parse(text)
     assert choice.shares is text.startswith("reasoncache")
     assert [name for name, _ in choice.evictors] == names
-    if names == ["keydiff"]:
-        expected = KeyDiff(budget=512, recent=64, anchor="mean_norm", keys="unrotated")
-        assert choice.evictors[0].policy == expected
+    if names == ["snapkv"]:
+        assert choice.evictors[0].policy == SnapKV(budget=512, recent=64, window=16)
 
 
 @pytest.mark.parametrize("name", [name for name in registry.BUILT_IN if name != "quest"])
@@ -58,7 +57,6 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("streamingllm:budget", "key=value for streamingllm instead of 'budget'"),
         ("streamingllm:budget=1:budget=2", "budget of streamingllm once"),
         ("random:budget=64:seed=-1", "seed of random between 0 and"),
-        ("keydiff:budget=64:anchor=median", "anchor of keydiff one of mean_raw, mean_norm, pair"),
         ("keydiff:budget=64+keydiff:budget=32", "with keydiff once"),
         ("reasoncache:block=8", "reasoncache without options"),
         ("none+streamingllm:budget=64", "none alone"),

@@ -30,10 +30,6 @@ class Layer(Protocol):
     def used(self) -> torch.Tensor:
         """fp32 ``[held, kv_heads, head_dim]``: keys as attention uses them, at their positions."""
 
-    def unrotated(self) -> torch.Tensor:
-        """fp32 ``[held, kv_heads, head_dim]``: keys before rotary embedding. Raises RuntimeError
-        without a rotation."""
-
     def queries(
         self, first: int, end: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from sglang_reasoncache.policy_options import OptionError, between, one_of
+from sglang_reasoncache.policy_options import OptionError, bounded, check
 
 if TYPE_CHECKING:
     import torch
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 
 #: Values of ``when``.
 ALWAYS, SHORT = "always", "short"
-
-
-def bounded(default: float, low: float, high: float) -> Any:
-    """A field of a policy whose value must lie in ``[low, high]``."""
-    return dataclasses.field(default=default, metadata={"bounds": (low, high)})
 
 
 @dataclass(frozen=True)
@@ -46,10 +40,10 @@ class Evictor:
     Raises OptionError for a value out of bounds.
     """
 
-    budget: int | None = None
+    budget: int | None = bounded(None, 1, 10_000_000)
     share: float | None = None
-    slack: int = 32
-    recent: int = 32
+    slack: int = bounded(32, 0, 65_536)
+    recent: int = bounded(32, 1, 65_536)
     prompt: bool = False
     when: str = ALWAYS
 
@@ -67,18 +61,13 @@ class Evictor:
         return False
 
     def __post_init__(self) -> None:
-        for option in dataclasses.fields(self):
-            if bounds := option.metadata.get("bounds"):
-                between(option.name, getattr(self, option.name), *bounds)
+        check(self)
         if (self.budget is None) == (self.share is None):
             raise OptionError("budget or share", "given, one of the two")
-        if self.budget is not None:
-            between("budget", self.budget, 1, 10_000_000)
         if self.share is not None and not 0 < self.share < 1:
             raise OptionError("share", "above 0 and below 1")
-        between("slack", self.slack, 0, 65_536)
-        between("recent", self.recent, 1, 65_536)
-        one_of("when", self.when, (ALWAYS, SHORT))
+        if self.when not in (ALWAYS, SHORT):
+            raise OptionError("when", f"one of {ALWAYS}, {SHORT}")
 
     def allowed(self, positions: int) -> int:
         """Slots that a request with so many positions may take."""

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """H2O: heavy hitters stay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

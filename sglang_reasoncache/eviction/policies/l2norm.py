@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """L2 norm: keys of low norm stay."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

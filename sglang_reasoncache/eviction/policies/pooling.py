@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of neighbours taken together."""
 
-from __future__ import annotations
-
 import torch
 from torch.nn import functional
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random Attention: the prompt stays, of the rest a uniform sample."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """R-KV: what is looked at, and not said again."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +56,8 @@ class RKV(Evictor):
             which holds no more than its budget.
     """
 
-    slack: int = 128
-    recent: int = 8
+    slack: int = bounded(128, 0, 65_536)
+    recent: int = bounded(8, 1, 65_536)
     mix: float = bounded(0.1, 0, 1)
     alpha: int = bounded(8, 1, 64)
     kernel: int = bounded(7, 1, 63)

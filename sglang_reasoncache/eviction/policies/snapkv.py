@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """SnapKV: of the prompt stays what its end looks at."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +9,7 @@ import torch
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 from sglang_reasoncache.eviction.policies.pooling import pooled
-from sglang_reasoncache.policy_options import OptionError, one_of
+from sglang_reasoncache.policy_options import OptionError
 
 
 @dataclass(frozen=True)
@@ -24,20 +22,17 @@ class SnapKV(Evictor):
 
     Attributes:
         window: Positions at the end of the prompt that stay, and queries that count.
-        kernel: Positions pooled.
-        pooling: ``avg`` or ``max``.
+        kernel: Positions averaged.
     """
 
     # At once: later queries push those of the prompt out of the window.
-    slack: int = 1
+    slack: int = bounded(1, 0, 65_536)
     prompt: bool = True
     window: int = bounded(32, 1, 256)
     kernel: int = bounded(7, 1, 63)
-    pooling: str = "avg"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        one_of("pooling", self.pooling, ("avg", "max"))
         if not self.prompt:
             raise OptionError("prompt", "true, as it gives up positions of the prompt only")
 
@@ -59,5 +54,5 @@ class SnapKV(Evictor):
         end = min(view.prompt, view.written) - self.window
         prompt = int(np.searchsorted(view.held, end))
         weights = view.mean(lambda layer: layer.weights(view.written - self.window))
-        weights[:prompt] = pooled(weights[:prompt], self.kernel, self.pooling)
+        weights[:prompt] = pooled(weights[:prompt], self.kernel, "avg")
         return weights

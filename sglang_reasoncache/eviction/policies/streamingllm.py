@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """StreamingLLM: sinks and a window."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

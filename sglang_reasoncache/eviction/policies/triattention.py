@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TriAttention: what queries like the recent ones will look at."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +28,7 @@ class TriAttention(Evictor):
         reach: Farthest query ahead, at most as far as the rotary table goes.
     """
 
-    slack: int = 128
+    slack: int = bounded(128, 0, 65_536)
     window: int = bounded(32, 1, 256)
     reach: int = bounded(65_536, 1, 1 << 20)
 

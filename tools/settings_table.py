@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m sglang_reasoncache.settings_table`` writes docs/settings.md to stdout."""
+"""``python -m tools.settings_table`` writes docs/settings.md to stdout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sglang_reasoncache.config import SETTINGS
 
 _HEAD = f"""# Settings
 
-Made by `python -m sglang_reasoncache.settings_table`. Settings without a flag of their own are
+Made by `python -m tools.settings_table`. Settings without a flag of their own are
 given as `{SET} key=value,key=value`, which may be repeated. `sglang.Engine` takes every setting
 as the keyword `reasoncache_<key>`.
 """
