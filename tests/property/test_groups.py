@@ -28,6 +28,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.state import state_of
 from tests.filter.words import Words
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, World, retract
 from tests.server.faulty.waiting_reasoncache import wait_for
@@ -216,7 +217,7 @@ class GroupMachine(RuleBasedStateMachine):
             # What the tree may evict is read by those only who lock it.
             path = set((row[:protected:page] // page).tolist())
             assert set(mine) & set(in_tree) <= path
-            state = world.controller.state_of(req)
+            state = state_of(req)
             lent = world.allocator.row_of(req.kv.req_pool_idx).in_other_rows
             assert state is None or state.takes_part or not lent
         free = world.free_pages()

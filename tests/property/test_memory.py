@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_reasoncache.sharing.state import state_of
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Eviction, Pair, Setup, World
 
@@ -187,7 +188,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.starved = max(0, self.starved - 1)
         self.memory.reclaimed()
         for track in batch:
-            state = self.world.controller.state_of(track.req)
+            state = state_of(track.req)
             again, track.returned = track.candidates if track.returned else [], False
             late: list[Pair] = []
             fresh: list[Pair] = []
@@ -262,7 +263,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _script(self, track: Track, draws: Draws, ready: int) -> None:
         """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
-        state = self.world.controller.state_of(track.req)
+        state = state_of(track.req)
         if state is None or state.followed is None:
             return
         waiting = self.world.engine.waiting[state.followed.id]
@@ -424,7 +425,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for i, track in enumerate(batch):
                 self.memory.computed(track, slots[i : i + 1])
                 self._append(track, token_of(bits, step + spread * i))
-            if any(self.world.controller.state_of(track.req) is None for track in batch):
+            if any(state_of(track.req) is None for track in batch):
                 # The controller makes a filter for a request when it first sees it.
                 self._after_decode()
         for i, track in enumerate(batch):

@@ -43,7 +43,7 @@ from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.measure import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY, state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
@@ -437,7 +437,7 @@ def decode(world: World, req: Req, token: int = 7) -> None:
 
 def propose(world: World, req: Req, *pairs: Pair) -> None:
     """The next token completes a step, and the engine compares it."""
-    state: Any = world.controller.state_of(req)
+    state: Any = state_of(req)
     world.engine.waiting[state.followed.id] += pairs
     decode(world, req)
     assert world.controller.after_decode([req]) == 0
