@@ -101,7 +101,7 @@ def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | N
         r = _phi(x, y, effective / n)
         down = _combine(float(x.mean()) - l1, u2 - float(y.mean()), r)
         up = _combine(u1 - float(x.mean()), float(y.mean()) - l2, r)
-        return Estimate(value, value - down, value + up, n)
+        return Estimate(value, max(value - down, -1.0), min(value + up, 1.0), n)
     return _student(value, x - y)
 
 

@@ -255,7 +255,7 @@ class Load:
         self.decode(1)
 
     def lend(self, source: Req, reader: Req, pair: Pair) -> None:
-        states = [state_of(req) for req in (source, reader)]
+        states: list[Any] = [state_of(req) for req in (source, reader)]
         if all(state is not None and state.followed is not None for state in states):
             ids = [state.followed.id for state in states]
             self.world.engine.lent[ids[1]] = [AcrossPair(*pair, ids[0])]

@@ -132,7 +132,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
     """Whole pages, one not in the other, and no reader that the model just wrote."""
     world = World(Setup(page=4, block=4, slots=160, publish="exact"))
-    world.controller.pipeline._min_age = min_age
+    world.controller.pipeline.redirector._min_age = min_age
     req = start(world)
     before = world.row(req).copy()
     propose(world, req, pair)
