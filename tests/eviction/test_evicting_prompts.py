@@ -13,8 +13,8 @@ from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.eviction.rows import steps, world_of
-from tests.property.world import Eviction, Setup, World, abort, decode, finish, retract
-from tests.unit.test_pipeline import state, used
+from tests.property.world import Eviction, Setup, World
+from tests.unit.test_pipeline import used
 
 #: Smaller than a prompt.
 SINGLE = Setup(page=1, block=4, slots=64, publish="exact")
@@ -99,56 +99,6 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
 
 
 @SETUPS
-def test_what_is_published_ends_at_the_first_evicted_position(setup: Setup) -> None:
-    """Nothing while the request runs, then what comes before its first evicted position: its sinks.
-    Admission does not count on the rest."""
-    world = world_of(setup, hard())
-    req = start(world)
-    assert setup == PAGED or held(world, req) == [0, 1, 2, 3, *range(80, 100)]
-    assert req.kv.cache_protected_len == 0 and world.tree.protected_size() == 0
-    steps(world, req, 8, first=100)
-    finish(world, req)
-    assert world.controller.stats.positions_evicted > 50
-    assert world.controller.forecast.credit == 0
-    assert world.tree.evictable_size() == used(world) == 4
-    again = world.request("again", PROMPT)
-    for _ in chunks(world, again):
-        assert again.kv.cache_protected_len == 4
-    # The tree's part stays, and counts.
-    assert held(world, again)[:4] == [0, 1, 2, 3] and len(held(world, again)) <= BUDGET
-
-
-@SETUPS
-@TREES
-@pytest.mark.parametrize("chunks", [1, 5, 9])
-def test_a_prompt_given_up_halfway(setup: Setup, no_tree: bool, chunks: int) -> None:
-    """Aborted between two chunks."""
-    world = world_of(setup, hard(), no_tree=no_tree)
-    req = world.request("r", PROMPT)
-    for i in range(chunks):
-        assert chunk(world, req, first=i == 0)
-    abort(world, req)
-    assert used(world) == 0 and world.controller.saved_positions == 0
-
-
-@SETUPS
-@pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
-def test_a_retracted_request_comes_back_within_its_budget(setup: Setup, kind: type) -> None:
-    """What was evicted from the earlier row is evicted again as soon as it was computed."""
-    world = world_of(setup, hard(kind))
-    req = start(world)
-    steps(world, req, 12, first=100)
-    gone = set(range(100)) - set(held(world, req))
-    retract(world, req)
-    assert used(world) == 0 and world.controller.saved_positions == 0
-    for _ in chunks(world, req):
-        assert len(held(world, req)) <= BUDGET
-        assert not gone & set(held(world, req)[:-CHUNK])
-    assert len(held(world, req)) <= BUDGET
-    assert world.controller.saved_positions == len(world.row(req)) - len(held(world, req))
-
-
-@SETUPS
 @TREES
 def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: bool) -> None:
     """Also where no tree owns it, whatever a policy wants to give up."""
@@ -163,21 +113,5 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     req = start(world, prompt=PROMPT[:32])
     world.controller.after_decode([req])
     world.evictor.waiting["r"] = [Eviction(8, 8)]
-    decode(world, req, 32)
+    world.step(req, 32)
     assert world.controller.after_decode([req]) == 0
-
-
-def test_what_no_policy_touches_is_published_as_ever() -> None:
-    """A request without an eviction as a whole when it ends, an opted-out prompt chunk by chunk."""
-    world = world_of(SINGLE, hard())
-    req = start(world, prompt=PROMPT[:12])
-    assert world.tree.evictable_size() == world.tree.protected_size() == 0
-    decode(world, req)
-    finish(world, req)
-    assert world.tree.evictable_size() == 13
-    world = world_of(SINGLE, hard())
-    req = world.request("exact", PROMPT[:40], True)
-    lengths = [req.kv.cache_protected_len for _ in chunks(world, req)]
-    assert lengths[0] == CHUNK
-    assert req.kv.cache_protected_len == 40
-    assert state(world, req) is None or not state(world, req).served

@@ -2,33 +2,17 @@
 """Policies with ``when=short``: SGLang's pools run short, and its allocator asks."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.runtime_context import get_context
 
-from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
-from tests.eviction.rows import PAGED, SETUPS, SINGLE, evicted, world_of
+from tests.eviction.rows import SETUPS, SINGLE, evicted, world_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import (
-    PROMPT,
-    Pair,
-    Setup,
-    World,
-    decode,
-    finish,
-    prefill,
-    propose,
-    respond,
-    retract,
-)
-from tests.two_ranks import on_two_ranks
+from tests.property.world import PROMPT, Pair, Setup, World
 from tests.unit.test_ledger import lack
 from tests.unit.test_pipeline import used
 
@@ -38,7 +22,7 @@ OLDEST = StreamingLLM(budget=16, slack=0, recent=1, when="short")
 
 def grown(world: World, name: str, length: int) -> Req:
     req = world.request(name, PROMPT)
-    respond(world, req, [ord(name), *(50 + i % 40 for i in range(length))])
+    world.respond(req, [ord(name), *(50 + i % 40 for i in range(length))])
     return req
 
 
@@ -55,7 +39,7 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
     """And not a page more, nor before; the next one gives once the first is down to its budget."""
     world, (short, long) = begun(setup, OLDEST, 40, 80)
     for i in range(8):
-        decode(world, long, i)
+        world.step(long, i)
         world.controller.after_decode([short, long])
     assert world.controller.stats.positions_evicted == lack(world, 0) == 0
     assert lack(world, 10) == -(-10 // setup.page) * setup.page
@@ -70,7 +54,7 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
     assert lack(world, 1000) == 0
     for req in (short, long):
         assert len(world.row(req)) - len(evicted(world, req)) <= 16 + setup.page
-        decode(world, req)
+        world.step(req)
 
 
 def test_more_goes_than_is_missing_where_the_slack_is_more() -> None:
@@ -85,7 +69,7 @@ def test_no_request_is_retracted_while_another_one_has_to_give(policy: Evictor) 
     world, reqs = begun(SINGLE, policy, 60, 70)
     for i in range(60):
         for req in reqs:
-            decode(world, req, i)
+            world.step(req, i)
         world.controller.after_decode(reqs)
     assert used(world) <= world.total < sum(len(world.row(req)) for req in reqs)
     assert world.controller.stats.shortages > 0
@@ -98,7 +82,7 @@ def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -
     world, reqs = begun(SINGLE, dataclasses.replace(KEYDIFF, budget=budget, slack=slack), 60, 70)
     for i in range(40):
         for req in reqs:
-            decode(world, req, i)
+            world.step(req, i)
         lack(world, 1000)
         for req in reqs:
             held = len(world.row(req)) - len(evicted(world, req))
@@ -109,57 +93,21 @@ def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -
 def test_sharing_comes_first() -> None:
     """Blocks of the ledger are exact copies, or nearly; positions are not."""
     setup = dataclasses.replace(SINGLE, when="short")
-    assert not ReasonCacheConfig(policy="reasoncache+keydiff:budget=9:when=short").shares_at_once
-    assert ReasonCacheConfig(policy="reasoncache+keydiff:budget=9").shares_at_once
     world, (req,) = begun(setup, OLDEST, 60)
-    propose(world, req, Pair(40, 20), Pair(48, 28))
+    world.propose(req, Pair(40, 20), Pair(48, 28))
     world.controller.after_decode([req])
     assert lack(world, 6) == 8
     assert evicted(world, req) == [] and world.controller.pipeline.saved == 8
     assert lack(world, 5) == 5 and len(evicted(world, req)) >= 5
 
 
-def test_a_row_that_comes_back_has_the_same_evicted_again() -> None:
-    world, (req,) = begun(PAGED, KEYDIFF, 60)
-    lack(world, 20)
-    gone = evicted(world, req)
-    retract(world, req)
-    lack(world, 500)
-    prefill(world, req)
-    req.output_ids.append(9)
-    world.controller.after_decode([req])
-    assert evicted(world, req) == gone and len(gone) == 20
-
-
 def test_who_left_or_opted_out_is_not_asked() -> None:
     world, (gone, req) = begun(SINGLE, OLDEST, 60, 20)
-    finish(world, gone)
+    world.finish(gone)
     whole = world.request("whole", PROMPT, True)
-    respond(world, whole, [7, *range(50)])
+    world.respond(whole, [7, *range(50)])
     world.controller.after_decode([req, whole])
     # First what the finished one left in the tree.
     lack(world, 1000)
     assert world.tree.evictable_size() == 0
     assert evicted(world, whole) == [] and len(evicted(world, req)) > 0
-
-
-def _rank(rank: int, group: Any) -> list[Any]:
-    """Keys differ between ranks, as heads do."""
-    with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
-        world, reqs = begun(SINGLE, KEYDIFF, 60, 70, ranks=Ranks(group))
-        for buffer in world.pool.k_buffer:
-            buffer[1:] += rank * (buffer[1:] % 7)
-        found = []
-        for i in range(40):
-            for req in reqs:
-                decode(world, req, i)
-            world.controller.after_decode(reqs)
-            found.append(([evicted(world, req) for req in reqs], used(world)))
-        for req in reqs:
-            finish(world, req)
-        return found
-
-
-def test_ranks_give_alike(tmp_path: Path) -> None:
-    found = on_two_ranks(_rank, tmp_path, 240)
-    assert found[0] == found[1] and any(found[0][-1][0])

@@ -205,14 +205,6 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
         backend_of(kind, rig)
 
 
-def test_positions_without_a_linear_rotation_are_refused() -> None:
-    rig = Rig(shifted=0.0)
-    rig.runner.model = torch.nn.ModuleList([rig.layer])
-    with pytest.raises(ValueError, match="rotary embedding"):
-        PagedCpuBackend(rig.runner, rig.cached_at)
-    PagedCpuBackend(rig.runner)
-
-
 def test_without_a_compiler_the_server_is_told_of_sglangs_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

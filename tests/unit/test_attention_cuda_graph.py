@@ -22,7 +22,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang.srt.runtime_context import get_parallel
 from transformers import Qwen3Config
 
-from sglang_reasoncache.attention import paged, paged_cuda, warm_up
+from sglang_reasoncache.attention import paged, warm_up
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
@@ -240,29 +240,6 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
         batch = rig.batch(new)
         assert close(rig, rig.forward(runner, batch), batch)
     assert graphs.replayed == [SHIFTED if corrected else PLAIN, SHIFTED]
-
-
-@under_interpreter
-def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
-    backend.init_cuda_graph_state(3, 3)
-    batch = rig.batch([1, 1, 1])
-    for in_capture in (True, False):
-        with pytest.raises(RuntimeError, match="variant None"):
-            backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
-
-
-@under_interpreter
-def test_the_log_says_what_graphs_take(
-    rig: Rig, backend: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once, though SGLang asks for graphs of fewer requests, too."""
-    with caplog.at_level("INFO", logger=paged_cuda.__name__):
-        for requests in (3, 1):
-            backend.init_cuda_graph_state(requests, requests)
-    (told,) = caplog.messages
-    size = backend.paged.buffers(3, merge=True).nbytes / 2**20
-    assert f"3 requests x {backend.paged.width} positions, take {size:.1f} MiB" in told
-    assert "--cuda-graph-max-bs-decode or --context-length" in told
 
 
 @under_interpreter

@@ -5,15 +5,12 @@ release path with our controller. Random ones: ``tests/property/test_memory.py``
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.sharing.merges import Key, Merges
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import ENDS, Pair, Setup, World, come_back, decode, retract, start
+from tests.property.world import Pair, Setup, World
 
 SETUPS = [
     Setup(page=1, block=4, slots=120, publish="exact", when="short"),
@@ -27,7 +24,7 @@ def find(world: World, req: Req, *pairs: Pair) -> None:
     state: Any = world.controller.state_of(req)
     world.engine.waiting[state.followed.id] += pairs
     for _ in range(2):
-        decode(world, req)
+        world.step(req)
         world.controller.after_decode([req])
 
 
@@ -57,7 +54,7 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
     """Also without a prefix cache, where SGLang has nothing to evict."""
     monkeypatch.setattr("sglang_reasoncache.sharing.pipeline._LEAST_RECLAIMED", 1)
     world = World(setup, no_tree=no_tree)
-    req = start(world)
+    req = world.start()
     before = world.row(req).copy()
     # Contents count up, so near positions are near in KV.
     find(world, req, Pair(8, 28), Pair(16, 20), Pair(12, 24))
@@ -68,38 +65,19 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
     assert ledger(world).slots == world.controller.stats.blocks_missed == 0
 
 
-@ALL_SETUPS
-@pytest.mark.parametrize("how", ENDS)
-def test_blocks_leave_with_their_row_and_come_back_with_the_next(setup: Setup, how: str) -> None:
-    world = World(setup)
-    req = start(world)
-    find(world, req, Pair(8, 24), Pair(16, 20))
-    assert lack(world, 64) == 8
-    find(world, req, Pair(12, 28))
-    assert ledger(world).slots == 4
-    ENDS[how](world, req)
-    assert ledger(world).slots == len(ledger(world)) == 0 and lack(world, 64) >= 0
-    if how == "retract":
-        come_back(world, req)
-        for _ in range(2):
-            world.controller.after_decode([req])
-        assert ledger(world).slots == 12 and not pairs_of(world, req)
-        assert lack(world, 64) == 12 and world.controller.stats.blocks_reapplied == 2
-
-
 def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     """And are measured when it fills, or a request has to wait."""
     world = World(SETUPS[0])
     pipeline, use = world.controller.pipeline, [0.4]
     pipeline._use = lambda: use[0]
-    req = start(world)
+    req = world.start()
     find(world, req, Pair(8, 24))
     stats, state = world.controller.stats, world.controller.state_of(req)
     assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
     expects = world.controller.pipeline.expected
     assert expects([state]) == 4 and world.controller.shareable() == 0, "expected, not promised"
-    retract(world, req)
-    come_back(world, req)
+    world.retract(req)
+    world.come_back(req)
     world.controller.after_decode([req])
     assert len(state.pending) == 1 and state.row is not None and expects([state]) == 4
     budget = world.allocator.create_prefill_budget(world.tree)
@@ -123,10 +101,10 @@ def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
     pipeline, forecast = world.controller.pipeline, world.controller.forecast
     pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
     pipeline._use = lambda: 0.4
-    req = start(world)
+    req = world.start()
     find(world, req, Pair(8, 24), Pair(16, 20))
     assert forecast.credit == 0.0, "too few output tokens to go by"
-    ENDS["finish"](world, req)
+    world.end(req, "finish")
     assert forecast.credit == pytest.approx(8 * percentile / 100 / len(req.output_ids))
 
 
@@ -134,7 +112,7 @@ def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
 def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
     """What it needs now is reclaimed first; output to come may rely on the ledger."""
     world = World(setup)
-    req = start(world)
+    req = world.start()
     find(world, req, Pair(8, 24), Pair(12, 28))
 
     def admits(prompt: int, output: int) -> bool:
@@ -151,44 +129,13 @@ def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
     assert world.allocator.available_size() == free + 8 and ledger(world).slots == 0
 
 
-PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
-def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
-    """Positions 0 to 9 of two rows. The second row goes after ``removed`` blocks."""
-    merges, labels = Merges(), list(range(10))
-
-    def key(at: int) -> Key:
-        return at % 2, at
-
-    for i, block in enumerate(blocks):
-        if i == removed:
-            merges.remove(1)
-            labels = [label if at % 2 == 0 else 10 + at for at, label in enumerate(labels)]
-        if any(labels[dst] != dst for dst, _ in block):
-            # A position reads one other at most.
-            continue
-        after, joins = list(labels), True
-        for dst, src in block:
-            low, high = after[dst], after[src]
-            joins = joins and low != high
-            after = [high if label == low else label for label in after]
-        assert merges.join([key(d) for d, _ in block], [key(s) for _, s in block]) == joins
-        labels = after if joins else labels
-        for at, label in enumerate(labels):
-            same = [other for other, others in enumerate(labels) if others == label]
-            assert merges.size(key(at)) == len(same)
-            assert merges.is_across(key(at)) == (len({other % 2 for other in same}) > 1)
-
-
 @pytest.mark.parametrize(
     ("values", "at_once"),
     [
         ({}, False),
         ({"when": "always"}, True),
         ({"policy": "reasoncache+keydiff:budget=64"}, True),
+        ({"policy": "reasoncache+keydiff:budget=9:when=short"}, False),
         ({"policy": "reasoncache+quest"}, False),
         ({"preset": "memshare"}, True),
         ({"preset": "memshare", "when": "short"}, False),

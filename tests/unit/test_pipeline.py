@@ -5,51 +5,17 @@ test's to choose, as a GPU's would be."""
 
 import gc
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.sharing.decision import BlockProposal
-from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import (
-    ENDS,
-    Pair,
-    Setup,
-    World,
-    come_back,
-    decode,
-    finish,
-    prefill,
-    propose,
-    retract,
-    start,
-)
+from tests.property.world import Pair, Setup, SlowMeter, World
 
 SETUP = Setup(page=1, block=4, slots=120, publish="exact")
-
-
-class SlowMeter(BlockMeter):
-    """Its distances arrive when the test says so."""
-
-    arrived = False
-
-    def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        measured = super().measure(blocks)
-        meter = self
-
-        class Slow(type(measured)):  # type: ignore[misc]
-            is_immediate = False
-
-            def ready(self) -> bool:
-                return meter.arrived
-
-        measured.__class__ = Slow
-        return measured
 
 
 @pytest.fixture
@@ -77,12 +43,12 @@ def used(world: World) -> int:
 
 
 def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
-    req = start(slow)
+    req = slow.start()
     before = used(slow)
-    propose(slow, req, Pair(20, 8))
+    slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 0
     # Later results stay with the engine, so rows do not change under the measurement.
-    propose(slow, req, Pair(26, 14))
+    slow.propose(req, Pair(26, 14))
     assert slow.engine.outstanding == 1
     assert used(slow) == before + 2
     arrive(slow, True)
@@ -90,25 +56,6 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     assert slow.engine.outstanding == 0
     row = slow.row(req).tolist()
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
-
-
-@pytest.mark.parametrize("setup", [SETUP, Setup(page=4, block=4, slots=160, publish="aliased")])
-@pytest.mark.parametrize("end", ENDS)
-def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
-    """``--disable-radix-cache``: rows are released as ever, nothing is published."""
-    world = World(setup, no_tree=True)
-    req = start(world)
-    before = used(world)
-    propose(world, req, Pair(20, 8), Pair(24, 12))
-    assert world.controller.after_decode([req]) == 8
-    assert used(world) - before in (-7, -8)
-    ENDS[end](world, req)
-    assert used(world) == len(world.allocator.references) == 0
-    if end == "retract":
-        prefill(world, req)
-        req.output_ids.append(9)
-        world.controller.after_decode([req])
-        assert world.controller.after_decode([req]) == 8
 
 
 def assert_judged(world: World, freed: int, refusal: str) -> None:
@@ -132,51 +79,26 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
     """Whole pages, one not in the other, and no reader that the model just wrote."""
     world = World(Setup(page=4, block=4, slots=160, publish="exact"))
     world.controller.pipeline._min_age = min_age
-    req = start(world)
+    req = world.start()
     before = world.row(req).copy()
-    propose(world, req, pair)
+    world.propose(req, pair)
     freed = world.controller.after_decode([req])
     assert_judged(world, freed, refusal)
     assert (world.row(req)[: len(before)] != before).sum() == freed
 
 
-@pytest.mark.parametrize("end", ["finish", "retract", "recompute"])
-@pytest.mark.parametrize("measured", [False, True], ids=["proposed", "measured"])
-def test_what_arrives_for_a_row_that_is_gone_is_refused(
-    slow: World, end: str, measured: bool
-) -> None:
-    """Its slots are somebody else's by now, or only a first chunk has slots again."""
-    req, other = start(slow, "gone"), start(slow, "stays", first=200)
-    followed = state(slow, req).followed.id
-    propose(slow, req, Pair(20, 8))
-    if measured:
-        slow.controller.after_decode([req, other])
-    (finish if end == "finish" else retract)(slow, req)
-    assert (followed in slow.engine.closed) == (end == "finish")
-    if end == "recompute":
-        prefill(slow, req, up_to=12)
-    third = start(slow, "third", first=300)
-    rows = slow.row(other).copy(), slow.row(third).copy()
-    free = slow.allocator.available_size()
-    arrive(slow, True)
-    assert slow.controller.after_decode([other, third]) == 0
-    assert slow.controller.stats.refusals["late"] == 1
-    assert (slow.row(other) == rows[0]).all() and (slow.row(third) == rows[1]).all()
-    assert slow.allocator.available_size() == free and not len(slow.allocator.references)
-
-
 def test_a_retracted_request_shares_again(slow: World) -> None:
     """Decisions stand over a retraction; blocks of a batch of the old row are measured in the new."""
     arrive(slow, True)
-    req = start(slow)
-    propose(slow, req, Pair(20, 8))
+    req = slow.start()
+    slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 4
     arrive(slow, False)
-    propose(slow, req, Pair(26, 14))
+    slow.propose(req, Pair(26, 14))
     slow.controller.after_decode([req])
-    retract(slow, req)
+    slow.retract(req)
     assert slow.controller.pipeline.saved == 0
-    come_back(slow, req)
+    slow.come_back(req)
     arrive(slow, True)
     # The old batch arrives and finds its row gone.
     assert [slow.controller.after_decode([req]) for _ in range(2)] == [0, 8]
@@ -186,30 +108,14 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
 
 
-def test_a_decision_survives_retraction_after_retraction() -> None:
-    """Retracted again before its blocks were applied anew, a request still shares them."""
-    world = World(SETUP)
-    req = start(world)
-    propose(world, req, Pair(20, 8), Pair(26, 14))
-    assert world.controller.after_decode([req]) == 8
-    for _ in range(3):
-        retract(world, req)
-        come_back(world, req)
-        assert world.controller.after_decode([req]) == 0, "queued"
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 8
-    assert pairs_of(world, req) == [(20, 8), (26, 14)]
-    assert world.controller.pipeline.saved == 8
-
-
 def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
-    req = start(world)
+    req = world.start()
     followed = state(world, req).followed.id
     world.engine.waiting[followed] += (Pair(20, 8),)
     world.engine.feed([followed], [1], [7])  # type: ignore[arg-type]
-    retract(world, req)
+    world.retract(req)
     collector = threading.Thread(target=lambda held: held.clear(), args=([req],))
     del req
     everything_comes_back.clear()
@@ -217,7 +123,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
     collector.join()
     gc.collect()
     assert followed not in world.engine.closed, "closed by the scheduler's thread only"
-    other = start(world, "other")
+    other = world.start("other")
     assert followed in world.engine.closed
     world.controller.after_decode([other])
     assert world.controller.stats.refusals["late"] == 1
@@ -240,9 +146,9 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
     """Under tensor parallelism the slowest rank's filter decides, then its device."""
     ranks = Voting(0)
     world = World(SETUP, SlowMeter, ranks=ranks)
-    req = start(world)
+    req = world.start()
     assert ranks.asked == [], "nothing handed over, nothing to agree on"
-    propose(world, req, Pair(20, 8))
+    world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
     assert world.controller.after_decode([req]) == 0
     assert ranks.asked == [1, 1] and world.engine.outstanding == 1
@@ -264,10 +170,10 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     given up."""
     ranks = Voting(None)
     world = World(SETUP, ranks=ranks)
-    req = start(world)
-    propose(world, req, Pair(20, 8))
+    req = world.start()
+    world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 4
-    propose(world, req, Pair(26, 14))
+    world.propose(req, Pair(26, 14))
     world.engine.given_up = given_up
     if where == "here":
         world.engine.broken = True
@@ -280,9 +186,9 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
     assert left.followed is None and pairs_of(world, req) == [(20, 8)]
     assert world.controller.pipeline.saved == 4
-    other = start(world, "other", first=200)
+    other = world.start("other", first=200)
     assert (state(world, other).followed is None) == given_up
-    decode(world, req)
+    world.step(req)
     assert world.controller.after_decode([req, other]) == 0
     assert world.engine.closed == set()
 
@@ -290,14 +196,14 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
 def test_polls_the_requests_now_and_then() -> None:
     """One that ended before the first poll is counted too."""
     world = World(SETUP, interval=4)
-    req = start(world)  # one call
-    finish(world, start(world, "short"))  # another one
+    req = world.start()  # one call
+    world.finish(world.start("short"))  # another one
     stats = world.controller.stats
     assert (stats.requests_seen, stats.requests_finished) == (1, 1)
-    decode(world, req)
+    world.step(req)
     world.controller.after_decode([req])
     assert state(world, req) is None
-    decode(world, req)
+    world.step(req)
     world.controller.after_decode([req])
     assert state(world, req).fed == len(req.output_ids) - 1
     assert (stats.decode_steps, stats.polls, stats.requests_seen) == (4, 1, 2)
