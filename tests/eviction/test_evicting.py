@@ -1,16 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicts on SGLang's pools and rows: what may go, what comes back, what others see."""
+"""Evicts on SGLang's pools and rows by policies; scripted evictions are in ``tests/property``."""
 
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
+import torch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.random_attention import RandomAttention
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from tests.eviction.rows import PAGED, SETUPS, SINGLE, begun, evicted, steps, world_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Eviction, Pair, Setup, SlowMeter, World
-from tests.unit.test_pipeline import arrive
+from tests.unit.test_pipeline import arrive, lack, used
 
 ALIASED = Setup(page=1, block=4, slots=200, publish="aliased")
 #: Positions of :func:`start`'s request whose KV is there, all but the first of them its own.
@@ -23,13 +32,23 @@ def evict(world: World, req: Req, *evictions: Eviction) -> int:
     return world.controller.after_decode([req])
 
 
+@dataclasses.dataclass(frozen=True)
+class Failing(StreamingLLM):
+    def scores(self, view: View) -> torch.Tensor:
+        raise KeyError("oops")
+
+
+def test_a_policy_that_fails_ends_evicting_and_no_server() -> None:
+    world, req = begun(SINGLE, Failing(budget=16, slack=0, recent=1))
+    assert world.controller.report.disabled == "KeyError: 'oops'"
+    steps(world, req, 3)
+    assert evicted(world, req) == []
+
+
 def test_policies_are_described_with_their_options() -> None:
     world = world_of(SINGLE, StreamingLLM(budget=10_000, when="short"))
     [options] = world.controller.describe()["evictors"]
     assert (options["name"], options["budget"], options["when"]) == ("policy0", 10_000, "short")
-
-
-# -- shared slots ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
@@ -101,12 +120,6 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
     assert (world.row(other) == row).all()
 
 
-# -- ends of a row ----------------------------------------------------------------
-
-
-# -- real policies ----------------------------------------------------------------
-
-
 def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
     world, req = begun(SINGLE, StreamingLLM(budget=2, slack=8, recent=1))
     steps(world, req, 16)
@@ -121,3 +134,193 @@ def test_policies_in_sequence(order: int, decisions: int) -> None:
     world, req = begun(SINGLE, *both[::order])
     assert WRITTEN - len(evicted(world, req)) == 16
     assert world.controller.stats.eviction_decisions == decisions
+
+
+# -- prompts, chunk by chunk ---------------------------------------------------------
+
+#: Smaller than a prompt.
+SMALL = pytest.mark.parametrize(
+    "setup", [dataclasses.replace(setup, slots=64) for setup in (SINGLE, PAGED)], ids=str
+)
+TREES = pytest.mark.parametrize("no_tree", [False, True], ids=["tree", "no-tree"])
+LONG = range(1, 101)
+BUDGET, CHUNK = 24, 8
+
+
+def chunks(world: World, req: Req) -> Iterator[None]:
+    """Compute the prompt as the scheduler does; what a test asserts between two chunks it does here."""
+    while not req.output_ids:
+        req.init_next_round_input(None if req.kv.holds_kv else world.tree)
+        if req.lock is None:
+            req.lock = world.tree.lock(req.last_node)
+        total = len(req.full_untruncated_fill_ids)
+        begin, req.extend_end = req.prefix_len, min(req.prefix_len + CHUNK, total)
+        slots = world.extend(req)
+        world.write(slots, range(begin, req.extend_end))
+        if req.extend_end < total:
+            # The next round begins with this.
+            checkpoint_kv_cache(req, world.tree)
+            yield
+            continue
+        world.allocator.free_group_begin()
+        req.output_ids.append(7)
+        checkpoint_kv_cache(req, world.tree)
+        world.allocator.free_group_end()
+        world.controller.after_prefill([req], [total])
+
+
+def prefilled(world: World) -> Req:
+    req = world.request("r", LONG[:32])
+    assert len(list(chunks(world, req))) == 3
+    return req
+
+
+def held(world: World, req: Req) -> list[int]:
+    """Positions of the row that have a slot; each must hold what was computed for it."""
+    row = world.row(req)
+    kept = np.flatnonzero(row >= 0)
+    assert (world.contents()[row[kept]] == kept).all()
+    return kept.tolist()
+
+
+@SMALL
+@TREES
+@pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
+def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
+    """KeyDiff's N + B, with a prompt that the pool could not hold."""
+    policy = kind(budget=BUDGET, slack=0, recent=1, prompt=True)
+    world = world_of(setup, policy, no_tree=no_tree)
+    req = world.request("r", LONG)
+    before = np.zeros(0)
+    for _ in chunks(world, req):
+        assert len(held(world, req)) <= BUDGET
+        # What was kept stays where it is, and evicted positions stay evicted positions.
+        after = world.row(req)[: len(before)]
+        assert ((after == before) | (after == -1)).all()
+        before = world.row(req).copy()
+    peak = world.total - world.lowest_free()
+    assert BUDGET < peak <= BUDGET + CHUNK + setup.page
+    assert len(held(world, req)) <= BUDGET
+    for i in range(20):
+        steps(world, req, 1, first=100 + i)
+        assert used(world) <= BUDGET + 2 * setup.page
+
+
+@SMALL
+@TREES
+def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: bool) -> None:
+    """Also where no tree owns it, whatever a policy wants to give up."""
+    policy = StreamingLLM(budget=8, slack=0, recent=1)
+    world = world_of(setup, policy, no_tree=no_tree)
+    req = prefilled(world)
+    steps(world, req, 16, first=32)
+    assert held(world, req)[:32] == list(range(32))
+    assert len(held(world, req)) <= 32 + 2 * setup.page
+
+    world = World(setup, no_tree=True)
+    req = prefilled(world)
+    world.controller.after_decode([req])
+    world.evictor.waiting["r"] = [Eviction(8, 8)]
+    world.step(req, 32)
+    assert world.controller.after_decode([req]) == 0
+
+
+# -- policies with ``when=short``, which SGLang's allocator asks -----------------------------
+
+KEYDIFF = KeyDiff(budget=16, slack=0, recent=1, when="short")
+OLDEST = StreamingLLM(budget=16, slack=0, recent=1, when="short")
+
+
+def grown(world: World, name: str, length: int) -> Req:
+    req = world.request(name, PROMPT)
+    world.respond(req, [ord(name), *(50 + i % 40 for i in range(length))])
+    return req
+
+
+def several(
+    setup: Setup, policy: Evictor, *lengths: int, **options: Any
+) -> tuple[World, list[Req]]:
+    """Requests that were seen by a poll."""
+    world = world_of(setup, policy, **options)
+    reqs = [grown(world, name, length) for name, length in zip("abc", lengths, strict=False)]
+    world.controller.after_decode(reqs)
+    return world, reqs
+
+
+@SETUPS
+def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
+    """And not a page more, nor before; the next one gives once the first is down to its budget."""
+    world, (short, long) = several(setup, OLDEST, 40, 80)
+    for i in range(8):
+        world.step(long, i)
+        world.controller.after_decode([short, long])
+    assert world.controller.stats.positions_evicted == lack(world, 0) == 0
+    assert lack(world, 10) == -(-10 // setup.page) * setup.page
+    assert evicted(world, short) == [] and len(evicted(world, long)) >= 10
+    length = len(world.row(long))
+    # More than the longest has to give.
+    assert lack(world, length) >= length - 16
+    assert length - len(evicted(world, long)) <= 16 + setup.page
+    assert evicted(world, short) != []
+    # Nobody has more.
+    lack(world, 1000)
+    assert lack(world, 1000) == 0
+    for req in (short, long):
+        assert len(world.row(req)) - len(evicted(world, req)) <= 16 + setup.page
+        world.step(req)
+
+
+def test_more_goes_than_is_missing_where_the_slack_is_more() -> None:
+    """A shortage comes again with the next decode step."""
+    world, _ = several(SINGLE, dataclasses.replace(OLDEST, slack=12), 60)
+    assert lack(world, 1) == 12
+
+
+@pytest.mark.parametrize("policy", [OLDEST, KEYDIFF], ids=["oldest", "keydiff"])
+def test_no_request_is_retracted_while_another_one_has_to_give(policy: Evictor) -> None:
+    """Two responses grow until either alone would fill the pool."""
+    world, reqs = several(SINGLE, policy, 60, 70)
+    for i in range(60):
+        for req in reqs:
+            world.step(req, i)
+        world.controller.after_decode(reqs)
+    assert used(world) <= world.total < sum(len(world.row(req)) for req in reqs)
+    assert world.controller.stats.shortages > 0
+
+
+@pytest.mark.parametrize("budget", [2, 30], ids=["below the prompt", "above it"])
+def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -> None:
+    """SGLang misses more than all can give, at every step."""
+    slack = 8
+    world, reqs = several(SINGLE, dataclasses.replace(KEYDIFF, budget=budget, slack=slack), 60, 70)
+    for i in range(40):
+        for req in reqs:
+            world.step(req, i)
+        lack(world, 1000)
+        for req in reqs:
+            held = len(world.row(req)) - len(evicted(world, req))
+            assert held <= max(budget, len(PROMPT) + 1) + slack
+    assert 0 < world.controller.stats.eviction_decisions <= len(reqs) * (1 + 40 // slack)
+
+
+def test_sharing_comes_first() -> None:
+    """Blocks of the ledger are exact copies, or nearly; positions are not."""
+    setup = dataclasses.replace(SINGLE, when="short")
+    world, (req,) = several(setup, OLDEST, 60)
+    world.propose(req, Pair(40, 20), Pair(48, 28))
+    world.controller.after_decode([req])
+    assert lack(world, 6) == 8
+    assert evicted(world, req) == [] and world.controller.pipeline.saved == 8
+    assert lack(world, 5) == 5 and len(evicted(world, req)) >= 5
+
+
+def test_who_left_or_opted_out_is_not_asked() -> None:
+    world, (gone, req) = several(SINGLE, OLDEST, 60, 20)
+    world.finish(gone)
+    whole = world.request("whole", PROMPT, True)
+    world.respond(whole, [7, *range(50)])
+    world.controller.after_decode([req, whole])
+    # First what the finished one left in the tree.
+    lack(world, 1000)
+    assert world.tree.evictable_size() == 0
+    assert evicted(world, whole) == [] and len(evicted(world, req)) > 0

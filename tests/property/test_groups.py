@@ -53,7 +53,7 @@ class RandomMeter(SlowMeter):
     """Equal tokens have equal KV here; distances at random bring blocks into any order. They arrive at
     any poll, when rows may be gone."""
 
-    arrived = property(lambda _: random.random() < 0.5)  # type: ignore[assignment]
+    arrived = property(lambda _: random.random() < 0.8)  # type: ignore[assignment]
 
     def distances(self, measured: Measurement) -> list[float]:
         slots = [(*dst, *src) for dst, src in zip(*measured.slots(), strict=True)]

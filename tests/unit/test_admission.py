@@ -52,10 +52,11 @@ LENGTHS = st.integers(0, 400)
 @given(
     st.sampled_from((0.0, 0.25, 0.5, 0.75)),
     st.sampled_from((1, 16)),
-    st.sampled_from((0, 13)),
+    st.sampled_from((0, 13, 970, 990)),
     st.lists(st.tuples(LENGTHS, LENGTHS), max_size=3),
     st.integers(-50, 500),
-    st.tuples(st.integers(1, 1000), st.integers(0, 1500)),
+    st.tuples(st.integers(1, 40), st.integers(0, 60))
+    | st.tuples(st.integers(1, 1000), st.integers(0, 1500)),
 )
 def test_only_output_to_come_is_discounted(
     credit: float, page: int, mixed: int, reserved: Any, rest: int, asked: tuple[int, int]

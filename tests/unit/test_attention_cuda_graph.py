@@ -26,6 +26,7 @@ from sglang_reasoncache.attention import paged, warm_up
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
+from tests.eviction.test_recent_queries import assert_kept
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig, announced, mark
@@ -240,6 +241,23 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
         batch = rig.batch(new)
         assert close(rig, rig.forward(runner, batch), batch)
     assert graphs.replayed == [SHIFTED if corrected else PLAIN, SHIFTED]
+
+
+@under_interpreter
+def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> None:
+    """Eager and in either variant of a graph, padded or not; prefill graphs keep none."""
+    found = backend.paged.keep_queries(3)
+    graphs = Graphs(rig, backend)
+    for shifted in (True, False):
+        for new in ([1, 1, 1], [1, 19, 30]):
+            batch = announced(backend, rig.batch(new), shifted)
+            assert not backend.can_run_prefill_cuda_graph(batch)
+            rig.forward(backend, batch)
+            assert_kept(rig, found, new)
+        found.positions.fill_(-1)
+        rig.forward(graphs, announced(backend, rig.batch([1, 1, 1]), shifted))
+        assert_kept(rig, found, [1, 1, 1])
+    assert graphs.replayed == ["shifted", "plain"]
 
 
 @under_interpreter

@@ -406,7 +406,7 @@ def _rank(rank: int, group: Any) -> list[Any]:
     seen = []
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
         for setup in SETUPS:
-            chosen = [sites(setup, True)[1][::3]]
+            chosen = [sites(setup, True)[1][::4]]
             torch.distributed.broadcast_object_list(chosen, src=0, group=group)
             for turn, (site, number) in enumerate(chosen[0]):
                 load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]

@@ -17,7 +17,6 @@ from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
-from tests.contract.test_layers import LAYER
 from tests.eviction.views import evict, view
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,13 +77,6 @@ def test_source_paths_and_commands_exist(page: Path) -> None:
         assert made.with_suffix(".py").exists() or (made / "__main__.py").exists(), module
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
-
-
-def test_rooms_stand_in_the_order_of_layers() -> None:
-    rooms = re.findall(r"^`(\w+)/", _table("architecture", "room"), re.MULTILINE)
-    assert [LAYER[room] for room in rooms] == sorted(LAYER[room] for room in rooms)
-    package = ROOT / "sglang_reasoncache"
-    assert set(rooms) == {path.parent.name for path in package.glob("*/__init__.py")}
 
 
 def _table(page: str, heading: str) -> str:

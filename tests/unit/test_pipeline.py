@@ -8,12 +8,17 @@ import threading
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.sharing.merges import Key, Merges
 from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import Pair, Setup, SlowMeter, World
+from tests.property.world import PROMPT, Pair, Setup, SlowMeter, World
 
 SETUP = Setup(page=1, block=4, slots=120, publish="exact")
 
@@ -56,6 +61,22 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     assert slow.engine.outstanding == 0
     row = slow.row(req).tolist()
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
+
+
+def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_position() -> None:
+    """``tests/property`` checks after each rule that none is overlooked."""
+    world = World(Setup(page=1, block=4, slots=400, publish="aliased"))
+    first = world.start("first")
+    world.propose(first, Pair(16, 9))
+    world.controller.after_decode([first])
+    text = [*first.origin_input_ids, *first.output_ids]
+    world.finish(first)
+    for length in range(len(PROMPT), len(text)):
+        # A prompt is matched but for its last token.
+        req = world.request(f"r{length}", [*text[:length], 99])
+        world.prefill(req)
+        assert world.has_shifted(req) == world.tree.reads_shifted([req]) == (length > 16)
+        world.retract(req)
 
 
 def assert_judged(world: World, freed: int, refusal: str) -> None:
@@ -226,3 +247,165 @@ def test_ratios_of_the_endpoint() -> None:
         assert seen["affected_ratio"] == pytest.approx(affected)
         assert seen["final_saving_ratio"] == pytest.approx(final)
         assert "sum_saved" not in seen
+
+
+# -- blocks that could share, and what they give when SGLang is short ------------------------
+
+SETUPS = [
+    Setup(page=1, block=4, slots=120, publish="exact", when="short"),
+    Setup(page=4, block=4, slots=160, publish="aliased", when="short"),
+]
+ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
+
+
+def find(world: World, req: Req, *pairs: Pair) -> None:
+    """The engine proposes blocks, and the next poll takes them."""
+    state: Any = world.controller.state_of(req)
+    world.engine.waiting[state.followed.id] += pairs
+    for _ in range(2):
+        world.step(req)
+        world.controller.after_decode([req])
+
+
+def lack(world: World, slots: int) -> int:
+    """A decode step wants so many more slots than are free; how many come."""
+    before = world.allocator.available_size()
+    fits = world.allocator.check_decode_capacity(num_tokens=before + slots, tree_cache=world.tree)
+    found: int = world.allocator.available_size() - before
+    assert fits == (found >= slots)
+    return found
+
+
+def ledger(world: World) -> Any:
+    return world.controller.pipeline.ledger
+
+
+@ALL_SETUPS
+@pytest.mark.parametrize("no_tree", [False, True])
+def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
+    setup: Setup, no_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a prefix cache, where SGLang has nothing to evict."""
+    monkeypatch.setattr("sglang_reasoncache.sharing.pipeline._LEAST_RECLAIMED", 1)
+    world = World(setup, no_tree=no_tree)
+    req = world.start()
+    before = world.row(req).copy()
+    # Contents count up, so near positions are near in KV.
+    find(world, req, Pair(8, 28), Pair(16, 20), Pair(12, 24))
+    assert ledger(world).slots == 12 and len(ledger(world)) == 3
+    assert (world.row(req)[: len(before)] == before).all() and lack(world, 0) == 0
+    assert [lack(world, 3), lack(world, 5), lack(world, 9)] == [4, 8, 0]
+    assert pairs_of(world, req) == [(16, 20), (12, 24), (8, 28)]
+    assert ledger(world).slots == world.controller.stats.blocks_missed == 0
+
+
+def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
+    """And are measured when it fills, or a request has to wait."""
+    world = World(SETUPS[0])
+    pipeline, use = world.controller.pipeline, [0.4]
+    pipeline._use = lambda: use[0]
+    req = world.start()
+    find(world, req, Pair(8, 24))
+    stats, state = world.controller.stats, world.controller.state_of(req)
+    assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
+    expects = world.controller.pipeline.expected
+    assert expects([state]) == 4 and world.controller.shareable() == 0, "expected, not promised"
+    world.retract(req)
+    world.come_back(req)
+    world.controller.after_decode([req])
+    assert len(state.pending) == 1 and state.row is not None and expects([state]) == 4
+    budget = world.allocator.create_prefill_budget(world.tree)
+    asked: dict[str, Any] = dict(extend_input_len=500, max_new_tokens=0, input_tokens=500)
+    verdict, _ = budget.check_prefill(
+        **asked, total_tokens=500, swa_host_hit_length=0, chunk_limit=None
+    )
+    assert not verdict
+    for _ in range(2):
+        world.controller.after_decode([req])
+    assert stats.blocks_compared == 1 and ledger(world).slots == 4 and not state.pending
+    pipeline._polls_to_measure, use[0] = 0, 0.6
+    find(world, req, Pair(12, 20))
+    assert ledger(world).slots == expects([state]) == 8
+
+
+@pytest.mark.parametrize("percentile", [100, 50])
+def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
+    """Of running requests and of those that finish, as far as the percentile will accept them."""
+    world = World(SETUPS[0])
+    pipeline, forecast = world.controller.pipeline, world.controller.forecast
+    pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
+    pipeline._use = lambda: 0.4
+    req = world.start()
+    find(world, req, Pair(8, 24), Pair(16, 20))
+    assert forecast.credit == 0.0, "too few output tokens to go by"
+    world.end(req, "finish")
+    assert forecast.credit == pytest.approx(8 * percentile / 100 / len(req.output_ids))
+
+
+@ALL_SETUPS
+def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
+    """What it needs now is reclaimed first; output to come may rely on the ledger."""
+    world = World(setup)
+    req = world.start()
+    find(world, req, Pair(8, 24), Pair(12, 28))
+
+    def admits(prompt: int, output: int) -> bool:
+        budget = world.allocator.create_prefill_budget(world.tree)
+        asked: dict[str, Any] = dict(extend_input_len=prompt, max_new_tokens=output)
+        total: dict[str, Any] = dict(input_tokens=prompt, total_tokens=prompt + output)
+        verdict, _ = budget.check_prefill(**asked, **total, swa_host_hit_length=0, chunk_limit=None)
+        return bool(verdict)
+
+    free, row = world.allocator.available_size(), world.row(req).copy()
+    assert admits(4, free) and not admits(4, free + 8)
+    assert (world.row(req) == row).all(), "nobody needs a slot yet"
+    assert admits(free + 4, 0)
+    assert world.allocator.available_size() == free + 8 and ledger(world).slots == 0
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
+def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
+    """Positions 0 to 9 of two rows. The second row goes after ``removed`` blocks."""
+    merges, labels = Merges(), list(range(10))
+
+    def key(at: int) -> Key:
+        return at % 2, at
+
+    for i, block in enumerate(blocks):
+        if i == removed:
+            merges.remove(1)
+            labels = [label if at % 2 == 0 else 10 + at for at, label in enumerate(labels)]
+        if any(labels[dst] != dst for dst, _ in block):
+            # A position reads one other at most.
+            continue
+        after, joins = list(labels), True
+        for dst, src in block:
+            low, high = after[dst], after[src]
+            joins = joins and low != high
+            after = [high if label == low else label for label in after]
+        assert merges.join([key(d) for d, _ in block], [key(s) for _, s in block]) == joins
+        labels = after if joins else labels
+        for at, label in enumerate(labels):
+            same = [other for other, others in enumerate(labels) if others == label]
+            assert merges.size(key(at)) == len(same)
+            assert merges.is_across(key(at)) == (len({other % 2 for other in same}) > 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "at_once"),
+    [
+        ({}, False),
+        ({"when": "always"}, True),
+        ({"policy": "reasoncache+keydiff:budget=64"}, True),
+        ({"policy": "reasoncache+keydiff:budget=9:when=short"}, False),
+        ({"policy": "reasoncache+quest"}, False),
+        ({"preset": "memshare"}, True),
+        ({"preset": "memshare", "when": "short"}, False),
+    ],
+)
+def test_when_blocks_share(values: dict[str, Any], at_once: bool) -> None:
+    assert ReasonCacheConfig.from_mapping(values).shares_at_once == at_once
