@@ -2,7 +2,6 @@
 """The ring buffer of queries, and what policies compute of it: weights over held keys."""
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +25,7 @@ from sglang_reasoncache.eviction.policies.triattention import TriAttention
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.kernels.pools import dense
-from tests.two_ranks import on_two_ranks
+from tests.two_ranks import in_two_threads
 from tests.unit.attention_rig import Rig
 
 WINDOW, ROWS = 4, 3
@@ -242,12 +241,8 @@ def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
     return found
 
 
-def _half(rank: int, group: Any) -> list[tuple[list[float], list[int]]]:
-    return decided(slice(rank, rank + 1), Ranks(group))
-
-
-def test_ranks_give_up_the_same_as_one_process_with_all_heads(tmp_path: Path) -> None:
-    found = on_two_ranks(_half, tmp_path, 240)
+def test_ranks_give_up_the_same_as_one_with_all_heads() -> None:
+    found = in_two_threads(lambda rank, group: decided(slice(rank, rank + 1), Ranks(group)))
     assert found[0] == found[1]
     for (sums, gone), (whole, expected) in zip(
         found[0], decided(slice(0, KV_HEADS), Ranks()), strict=True
