@@ -99,8 +99,7 @@ PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
 
 #: Memory for a few responses; those to one prompt share with each other.
 SWINGING = SHARED.having(
-    "swinging",
-    *("--max-total-tokens 4000", CROWDED, *SOON, CHUNKED, "--reasoncache-scope prompt"),
+    "swinging", *("--max-total-tokens 4000", CROWDED, *SOON, CHUNKED, "--reasoncache-scope prompt")
 ).for_long_runs()
 
 
@@ -138,12 +137,6 @@ SHARING_AND_EVICTING = SHARED.having(
 )
 #: Attention weights decide, in a pool with room, so that runs can be followed.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-#: The prompt by its last queries, then the response by the weights of all.
-SNAPKV_H2O = SHARED.having(
-    "snapkv-h2o",
-    *(PAGED_READS, POLICY),
-    "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
-).for_long_runs()
 #: Each step reads some pages, in a pool with room.
 QUEST = SHARED.having("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY, "--enable-metrics")
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
@@ -151,12 +144,6 @@ EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
-).for_long_runs()
-#: Memory for four responses; too many are admitted, and a policy gives what would be retracted.
-EVICTING_WHEN_SHORT = SHARED.having(
-    "when",
-    *("--max-total-tokens 1600", CROWDED, PAGED_READS),
-    *(POLICY, "streamingllm:budget=100:slack=8:when=short"),
 ).for_long_runs()
 #: Shared KV is written to own slots, on a GPU.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
@@ -242,4 +229,4 @@ HOST_TIER = SHARED.having(
 
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING_PAGES, SHARING_AND_EVICTING)
-EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, SNAPKV_H2O, QUEST)
+EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, QUEST)
