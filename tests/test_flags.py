@@ -177,7 +177,7 @@ def test_refusal_is_the_last_line_of_a_real_start() -> None:
     assert "--enable-lmcache (" in line
 
 
-_NOTHING_HOOKED = """
+_HOOKS = """
 from sglang.srt.plugins import load_plugins
 load_plugins()
 from sglang.srt.plugins.hook_registry import HookRegistry
@@ -189,18 +189,6 @@ assert compat.TREE_BACKEND not in registered_radix_cache_backends()
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 assert ATTENTION_BACKENDS["torch_native"].__module__.startswith("sglang."), "attention wrapped"
 print("nothing but flags")
-"""
-
-
-def test_without_the_flag_only_flags_are_hooked() -> None:
-    done = _python("-c", _NOTHING_HOOKED)
-    assert done.returncode == 0, done.stderr
-    assert "nothing but flags" in done.stdout
-
-
-_ON_HOPPER = """
-from sglang.srt.plugins import load_plugins
-load_plugins()
 from sglang.srt.arg_groups import model_override_base as base
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
@@ -212,9 +200,11 @@ print("attention:", *base.attention_backends_of(base.resolving_view(args)))
 """
 
 
-def test_the_flag_alone_takes_attention_that_is_corrected(model_path: Path) -> None:
-    """From a real command line to SGLang's resolution; ``test_attention_cuda.py`` has the branches."""
-    done = _python("-c", _ON_HOPPER.format(model_path), platform="")
+def test_hooks_of_a_real_command_line(model_path: Path) -> None:
+    """Without the flag only flags are hooked. The flag alone takes attention whose keys are corrected,
+    up to SGLang's resolution; ``test_attention_cuda.py`` has the branches."""
+    done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
+    assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: flashinfer flashinfer" in done.stdout, done.stderr
     assert "reasoncache: takes --attention-backend flashinfer" in done.stderr
 
@@ -245,10 +235,7 @@ READS = "selects the pages that .* --attention-backend fa3 reads all; use .*flas
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ({}, "quest selects whole pages: --page-size must be at least 2 .*, got 1"),
-        (FA3, READS),
-    ],
+    [({}, "quest selects whole pages: --page-size must be at least 2 .*, got 1"), (FA3, READS)],
 )
 def test_what_does_not_go_with_selection_is_refused_by_name(
     options: dict[str, object], message: str

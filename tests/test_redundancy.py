@@ -9,7 +9,7 @@ import pytest
 
 from eval import command
 from eval.redundancy import Options, work
-from tests.eval.rows import write_rows
+from tests.eval.peer import write_rows
 
 STEP = "so we take the first of the numbers and add the second one to it"
 OTHER = "nothing here looks like that"
@@ -69,13 +69,6 @@ def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (line,) = [line for line in told.splitlines() if f"traces.jsonl:{number}: " in line]
         assert "left out: " in line and fault in line
     assert content["groups"]["traces"]["responses"] == 1
-
-
-def test_hostile_text_is_only_counted(tmp_path: Path) -> None:
-    texts = ["\\frac{" * 5000 + "\n\n" + "(" * 5000, "\ud800 half \u0000 \n\n\u202e\n\n"]
-    texts += ["9**9**9\n\n9**9**9\n\n```\nwhile True: pass"]
-    found = run(tmp_path, *({"response": text} for text in texts))["groups"]
-    assert found["traces"]["responses"] == 3
 
 
 def test_nothing_to_measure_is_one_line(tmp_path: Path) -> None:

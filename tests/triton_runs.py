@@ -63,8 +63,9 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
 
 #: Importing SGLang takes its seconds: tests of these files run beside those of another one.
 _BESIDE = {
-    "test_attention": ["tests/kernels/test_distance.py", "tests/kernels/test_plan.py"],
-    "test_attention_triton": ["tests/kernels/test_select_triton.py"],
+    "test_attention": [
+        f"tests/kernels/test_{name}.py" for name in ("attention_triton", "distance", "plan")
+    ],
     "test_attention_cuda_graph": [
         "tests/selection/test_device_selection.py",
         "tests/unit/test_no_wait_attention.py",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks: processes of their own, in one gloo group."""
+"""Two tensor-parallel ranks in one gloo group: processes of their own, or threads."""
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,15 @@ def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) 
             process.join(10)
             process.kill()
     return [found[0], found[1]]
+
+
+def in_two_threads(work: Callable[[int, Any], Any]) -> list[Any]:
+    """What ``work(rank, group)`` returns on either rank."""
+    store = torch.distributed.HashStore()
+
+    def run(rank: int) -> Any:
+        group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=60))
+        return work(rank, group)
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))

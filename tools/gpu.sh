@@ -116,7 +116,7 @@ sanitized() {
     # Memory of its own for each tensor, so that reading past one shows.
     part "$1" 3600 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         "$sanitizer" --tool "$1" --error-exitcode 86 --target-processes all \
-        "$python" -m pytest -x tests/kernels -k "$on_device and not captured_graph"
+        "$python" -m pytest -x tests/kernels -k "$on_device"
 }
 
 for name; do

@@ -258,6 +258,8 @@ class PagedAttention:
         if sinks is not None and plan.pieces:
             self._singly = True
             plan = self.extend_plan = self._planned_extend(plan.rows, batch)
+        # Waits until SGLang has loaded what it loads from the host into this layer.
+        self._pool.get_key_buffer(layer.layer_id)
         return self._attend(extend_attention, q, layer, plan, sinks)
 
     @once_more

@@ -49,7 +49,7 @@ FAMILIES = (
     Family(
         "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"
     ),
-    Family("Qwen3-Next, Qwen3.5 without images", "full, gated delta net", "tiny Qwen3-Next: CPU"),
+    Family("Qwen3-Next, Qwen3.5 without images", "full, gated delta net", "tiny ones: CPU"),
     Family("LFM2", "full, short convolution", "tiny: CPU"),
     Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
     Family("Granite-H, Falcon-H1", "full, Mamba 2", "not tried"),
@@ -113,11 +113,14 @@ def check_kind(context: TreeCacheBuildContext, publish: str) -> None:
     kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
         raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
-    if context.is_hybrid_ssm and publish == "aliased":
-        raise ValueError(
-            "--reasoncache-publish aliased does not support models with state layers: SGLang "
-            "publishes as many positions as a state has seen, which may end inside a shared block"
-        )
+    reasons = {
+        "models with state layers: SGLang publishes as many positions as a state has seen, which may end "
+        "inside a shared block": context.is_hybrid_ssm,
+        "--enable-hierarchical-cache: SGLang would copy approximate KV to the host, where nothing tells "
+        "it from exact KV": context.enable_hierarchical_cache,
+    }
+    for reason in (reason for reason, found in reasons.items() if found and publish == "aliased"):
+        raise ValueError(f"--reasoncache-publish aliased does not support {reason}")
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:

@@ -4,6 +4,8 @@
 SGLang caches keys after rotary embedding. A reader at another position rotates the key by the difference.
 """
 
+from typing import Any
+
 import torch
 
 
@@ -17,6 +19,21 @@ class CachedPositions:
         """Record the positions of tokens that are about to be written. ``slots``, ``positions``: int
         ``[num_tokens]``."""
         self.positions[slots.long()] = positions.to(torch.int32)
+
+    def record_path(self, slots: torch.Tensor, stream: Any = None) -> None:
+        """Record positions 0 and on. ``slots``: a path of the prefix tree from its root, int ``[length]``;
+        SGLang loads some of them from the host.
+
+        ``stream``: the CUDA stream of SGLang's forwards, None on a CPU. The forward in flight may still read
+        the former position of a slot that was freed since it began.
+        """
+        if stream is None:
+            self.record(slots, torch.arange(len(slots), device=slots.device))
+            return
+        stream.wait_stream(torch.cuda.current_stream(slots.device))
+        with torch.cuda.stream(stream):
+            self.record_path(slots)
+        slots.record_stream(stream)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
         """By how many positions to rotate the key of each slot for a reader at ``used_at``: int32, shaped

@@ -9,7 +9,7 @@ publishing inserts shared positions too (``cache/aliased.py``) and needs the Pyt
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def __init__(self, params: CacheInitParams) -> None:
         # The ``Controller``, set once it is made.
         self.controller: Any = None
+        #: Records the cached positions of a path's slots, which are 0 and on. Set with the controller.
+        self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
         # While slots are freed: the row that they come from; while the tree inserts a row: its slots.
         self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
@@ -158,6 +160,18 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, _NOTHING_SHARED)
         if self.controller is not None:
             self.controller.on_release(req, row)
+
+    def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
+        """Load evicted nodes of a path back from the host. Their keys are rotated for their positions
+        in the path, because the tree hands no approximate KV to the host."""
+        loaded: bool = super().load_back(node_id, mem_quota, req=req)
+        if loaded:
+            self.token_to_kv_pool_allocator.once_more(self._record_path, node_id, req)
+        return loaded
+
+    def _record_path(self, node_id: Any, req: Request | None) -> None:
+        root = self.root_node_handle(None if req is None else req.extra_key)
+        self.record_path(self.tree_core.collect_full_device_indices(node_id, root))
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position: after a

@@ -208,3 +208,4 @@ class TreeCacheBuildContext(Protocol):
     is_hybrid_swa: bool
     is_hybrid_ssm: bool
     is_dsa: bool
+    enable_hierarchical_cache: bool

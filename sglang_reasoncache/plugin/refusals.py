@@ -16,7 +16,7 @@ _RANKS = "ranks would have to agree on decisions; not tested"
 #: Field of SGLang's record -> why this plugin cannot run when the field is set, or is a size above 1.
 CONFLICTS: Mapping[str, str] = {
     "radix_cache_backend": "the prefix cache must be ours to count shared slots",
-    "enable_hierarchical_cache": _OWN_TREE,
+    "hicache_host_memory_mode": "it loads into slots of a request, not of the prefix cache",
     "enable_lmcache": _OWN_TREE,
     "enable_flexkv": _OWN_TREE,
     "enable_hisparse": _OWN_TREE,
@@ -59,7 +59,7 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
     ),
 }
 #: Values of a field that is not set.
-_UNSET = (None, False, "", "null", "none", compat.TREE_BACKEND)
+_UNSET = (None, False, "", "null", "none", "cache", compat.TREE_BACKEND)
 
 
 def of_policy(policy: str, reason: str) -> ValueError:

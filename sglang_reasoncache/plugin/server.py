@@ -87,13 +87,16 @@ class ServerParts:
         self.controller = controller = self._controller(context, tree)
         tree.controller = controller
         self.allocator.controller = controller
+        tree.record_path = functools.partial(
+            self.cached.record_path, stream=self._forward_stream(runner)
+        )
         self.allocator.once_more = controller.containment.once_more
         return tree
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
         config, params, stats = self.config, context.params, SharingStats()
         ranks = Ranks(params.tp_cache_group if context.tp_size > 1 else None)
-        corrects, on_gpu = config.positions == "corrected", self.cached.positions.is_cuda
+        corrects = config.positions == "corrected"
         check_alike(ranks, corrects)
         source = KeySource(
             pool=self.allocator.get_kvcache(),
@@ -101,7 +104,7 @@ class ServerParts:
             cached_at=self.cached,
             rotation=self.attention.rotation if corrects else None,
             queries=self.attention.queries,
-            stream=context.tp_worker.model_runner.forward_stream if on_gpu else None,
+            stream=self._forward_stream(context.tp_worker.model_runner),
         )
         use = functools.partial(_pool_use, self.allocator, tree)
         pipeline = self._pipeline(context, source, stats, ranks, use)
@@ -114,6 +117,9 @@ class ServerParts:
         begins, backend = "on" if config.is_active else "idle", pipeline.meter.backend
         logger.info(told, begins, pipeline.block, params.page_size, backend, config)
         return Controller(config, stats, pipeline.tracker, pipeline, eviction, report)
+
+    def _forward_stream(self, runner: ModelRunner) -> Any:
+        return runner.forward_stream if self.cached.positions.is_cuda else None
 
     def _pipeline(
         self,

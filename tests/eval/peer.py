@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -146,3 +147,10 @@ def moment(
     step: int, running: int = 1, used: int = 10, saved: int = 3, rate: float = 100.0
 ) -> Moment:
     return Moment(step, running, 0, used, saved, rate)
+
+
+def write_rows(path: Path, *rows: Any) -> Path:
+    """A JSONL file; a row that is text becomes a line as it is, whatever it says."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return path

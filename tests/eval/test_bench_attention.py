@@ -5,22 +5,11 @@ import json
 import re
 from functools import partial
 
-import pandas as pd
 import pytest
 import torch
 
-from eval import command
-from eval.bench import attention
-from eval.bench.attention import measure
-from eval.bench.attention_batch import (
-    RUN,
-    SHARES,
-    Shape,
-    cached_positions,
-    lay_rows,
-    shared_blocks,
-)
-from eval.bench.turns import as_text, spread, take_turns
+from eval.bench.attention_batch import RUN, SHARES, Shape, cached_positions, lay_rows, shared_blocks
+from eval.bench.turns import take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
 
@@ -68,52 +57,6 @@ def test_sides_take_turns_and_the_first_round_warms_up() -> None:
     samples = take_turns(sides, 2, lambda: {"bandwidth": 7.0})
     assert "".join(order) == "abbaab"
     assert samples["round"].tolist() == [1, 1, 2, 2] and set(samples["bandwidth"]) == {7.0}
-
-
-def test_text_of_figures() -> None:
-    figure = spread(pd.Series([1.0, 2.0, 3.0, 4.0, 5.0]))
-    assert figure == {"median": 3.0, "low": 2.0, "high": 4.0}
-    assert as_text(figure) == "3 (2 to 4)"
-    assert [as_text(one) for one in (None, "x", 1.23456)] == ["", "x", "1.235"]
-
-
-def flat(value: float) -> dict[str, float]:
-    return {"median": value, "low": value * 0.9, "high": value * 1.2}
-
-
-def test_figures_of_a_gpu() -> None:
-    cuda = pytest.importorskip("eval.bench.attention_cuda")
-    batch = object.__new__(cuda.CudaBatch)
-    batch.shape = Shape(64, 16_000)
-    size, rows = batch.shape.layer_bytes / 1e6, []
-    for percent, run, ours in ((0, 48, 1.25), (22, 48, 1.0), (22, 16, 1.1), (50, 48, 0.8)):
-        times = {"ours": ours, "flashinfer": 1.2, "plan": 0.32, "gather": 3.0}
-        samples = [{"side": name, "ms": ms, "bandwidth": 4000.0} for name, ms in times.items()]
-        row = {"shared_percent": percent, "run": run, "copy_gb_per_s": flat(4000.0)}
-        rows.append(row | batch.row(pd.DataFrame(samples)))
-    assert rows[0]["decode_of_copy"] == pytest.approx(size / 1.25 / 4000)
-    assert rows[0]["gather_gb_per_s"] == pytest.approx(2 * size / 3)
-    assert rows[1]["plan_of_step"] == pytest.approx(0.32 / (0.32 + 32))
-    assert rows[0]["plan_us"] == pytest.approx(320)
-
-
-def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for argument, message in {
-        "--shapes=7x7": "--shapes: expected REQUESTSxTOKENS-HEADS/KV_HEADSxDIM, got '7x7'",
-        "--shapes=1x9-3/2x8": "HEADS/KV_HEADSxDIM, got '1x9-3/2x8'",
-        "--rounds=0": "--rounds: must be at least 1, got 0",
-    }.items():
-        with pytest.raises(SystemExit):
-            command.parse(attention.Options, [argument])
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_small_batch_on_a_gpu() -> None:
-    from eval.bench.attention_cuda import CudaBatch
-
-    for row in measure(CudaBatch, [Shape(4, 500)], rounds=1):
-        assert 0 < row["ours"]["low"] <= row["ours"]["median"] and row["flashinfer"]["median"] > 0
 
 
 GPU_BATCH = """

@@ -15,8 +15,7 @@ from eval.runs.folder import Cell, Moment
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
-from tests.eval.peer import response, served
-from tests.eval.rows import write_rows
+from tests.eval.peer import response, served, write_rows
 
 
 def main(words: list[str]) -> None:
@@ -36,62 +35,6 @@ SMALL = [
     f"--{name}={size}"
     for name, size in dict(slots=1500, piece=400, looping=1300, whole=500, requests=5).items()
 ]
-
-
-def test_it_says_what_would_run(
-    traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The shape of an 8B model, whose weights are not made."""
-    words = [str(traces), "--out", str(tmp_path), *SMALL, "--plan", "--sides", "ours:triton"]
-    main(words)
-    told = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert told["loops"] == "4 requests, 1,600 tokens"
-    assert (
-        told["finished"].startswith("5 requests") and told["together"] == "2 requests, 800 tokens"
-    )
-    assert told["ours:triton"] == f"{told['stock']} --attention-backend triton --enable-reasoncache"
-    (config,) = (tmp_path / "gpu").glob("*/config.json")
-    assert json.loads(config.read_text())["num_hidden_layers"] == 36
-    assert not [*config.parent.glob("*.safetensors")]
-    with pytest.raises(SystemExit, match="eval.bench.gpu: error: loops: no response"):
-        main([*words, "--looping", "100000"])
-
-
-KNOWN = "must be one of stock, ours, as-cached, nothing-shared, or NAME:BACKEND, got"
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--sides", "theirs:triton"], f"--sides: {KNOWN} theirs:triton"),
-        (["--sides", "ours:"], f"--sides: {KNOWN} ours:"),
-        (["--reference", "stock:"], f"--reference: {KNOWN} stock:"),
-    ],
-)
-def test_what_it_cannot_compare_is_refused(
-    more: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["nowhere", "--plan", *more])
-    assert ended.value.code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("more", "sides"),
-    [
-        ([], "stock ours stock:flashinfer nothing-shared:flashinfer"),
-        (["--reference", "stock:flashinfer"], "stock:flashinfer ours nothing-shared:flashinfer"),
-        (["--reference", "stock:triton", "--sides", "stock"], "stock:triton stock"),
-    ],
-)
-def test_others_are_compared_with_the_reference(
-    traces: Path, tmp_path: Path, more: list[str], sides: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([str(traces), "--out", str(tmp_path), *SMALL, "--plan", *more])
-    servers = [line for line in capsys.readouterr().out.splitlines() if "--load-format" in line]
-    assert [line.split(": ")[0] for line in servers] == sides.split()
-    backends = [line.partition("--attention-backend ")[2].split(" ")[0] for line in servers]
-    assert backends == [side.partition(":")[2] for side in sides.split()]
 
 
 def test_prompts_differ_so_that_no_prefix_is_shared() -> None:

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from eval import command
 from eval.bench import policies
 from eval.bench.policies import POLICIES, Options, method_of, points
-from eval.methods import DENSE, MethodError, find_method
+from eval.methods import DENSE, find_method
 from eval.runs.folder import Cell
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
 from tests.eval.peer import moment, response, result, served
@@ -33,24 +33,6 @@ def test_every_setting_is_a_method_that_the_server_takes() -> None:
     assert {point.aim for point in found if point.policy == "snapkv"} == {0.1}
 
 
-@pytest.mark.parametrize(
-    ("policy", "saving", "method"),
-    [
-        # Random sharing and random eviction are two things.
-        ("random", 0.2, "random:random_ratio=0.24"),
-        ("random_eviction", 0.2, "reasoncache:policy=random:budget=321:slack=8"),
-        ("reasoncache+snapkv", 0.1, "reasoncache:policy=reasoncache+snapkv:share=0.5"),
-        ("reasoncache+snapkv", 0.2, None),
-        # A pair has its evictor's budget.
-        ("keydiff", 0.4, "reasoncache:policy=keydiff:budget=214:slack=8"),
-        ("reasoncache+keydiff", 0.4, "reasoncache:policy=reasoncache+keydiff:budget=214:slack=8"),
-    ],
-)
-def test_settings(policy: str, saving: float, method: str | None) -> None:
-    assert method_of(policy, saving) == method
-    assert method is None or find_method(method).shares
-
-
 def test_a_budget_leaves_out_what_is_aimed_at() -> None:
     """Averaged over the steps of a request that grows from 45 positions to 580."""
     lengths = range(45, 580)
@@ -60,31 +42,6 @@ def test_a_budget_leaves_out_what_is_aimed_at() -> None:
         budget = int(method.split("budget=")[1].split(":")[0])
         left_out = sum(max(0, length - budget) for length in lengths)
         assert left_out / sum(lengths) == pytest.approx(saving, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["--policies", "keydiff,keydiff"], "none twice"),
-        (["--saved", "0.2,1.2"], "at most 0.99, got 0.2,1.2"),
-        (["--problems", "1"], "at least 2, got 1"),
-    ],
-)
-def test_bad_commands_are_refused(
-    given: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        asked(*given)
-    assert stopped.value.code == 2 and told in capsys.readouterr().err
-
-
-def test_a_plan_tells_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    policies.work(asked("--plan", "--policies", "reasoncache,keydiff", "--saved", "0.1,0.4"))
-    told = capsys.readouterr().out.splitlines()
-    with pytest.raises(MethodError, match="not 'keydif'"):
-        policies.work(asked("--plan", "--policies", "keydif"))
-    assert told[-1] == "keydiff at 40%: reasoncache:policy=keydiff:budget=214:slack=8"
-    assert len(told) == 3
 
 
 def test_rows_table_and_picture(

@@ -13,13 +13,13 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from eval import command
 from eval.fidelity import summary
 from eval.fidelity.__main__ import Options, loops, read, work
-from eval.fidelity.arms import default_name, default_names, parse, parse_all
+from eval.fidelity.arms import default_name, parse, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay, compare
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
-from tests.eval.rows import write_rows
+from tests.eval.peer import write_rows
 
 STEP = "We add three and four and get seven, so the sum is seven.\n\n"
 OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
@@ -138,13 +138,6 @@ def test_names(name: str, knobs: tuple[object, ...]) -> None:
     assert rule is not None
     found = rule.block, rule.min_age, rule.match, rule.direction, arm.corrected, arm.percentile
     assert found == knobs
-
-
-def test_default_arms() -> None:
-    assert default_name() in [arm.name for arm in parse_all(default_names(), default_name())]
-    found, shipped = parse(default_name()).filter, ReasonCacheConfig()
-    for field in ("direction", "match", "block", "min_age"):
-        assert getattr(found, field) == getattr(shipped, field)
 
 
 @pytest.mark.parametrize(

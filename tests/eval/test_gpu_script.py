@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
-import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -88,15 +85,6 @@ def test_without_a_gpu_that_can_be_used_it_says_so(
     assert not (checkout / "build").exists()
 
 
-@pytest.mark.parametrize(
-    ("part", "message"), [("kernel", "got kernel"), ("load", "TRACES=FOLDER must name a folder")]
-)
-def test_parts_are_checked_first(checkout: Path, part: str, message: str) -> None:
-    done = run(checkout, "bench", part)
-    assert done.returncode == 2 and message in done.stderr
-    assert not (checkout / "installed").exists()
-
-
 DEFAULT = {"kernels", "servers", "bench"}
 
 
@@ -117,48 +105,6 @@ def test_every_part_runs(checkout: Path) -> None:
     assert "-m eval.bench.gpu some --reference stock:flashinfer" in calls
 
 
-def test_nine_minutes_are_enough(checkout: Path) -> None:
-    """The time limits of what runs without a name, and what ``timeout`` waits before it kills."""
-    found = re.search(r"timeout --kill-after=(\d+) ", SCRIPT.read_text())
-    assert found is not None
-    done = run(checkout)
-    limits = re.findall(r"gpu: (\w+), (\d+) s at most", done.stderr)
-    assert {name for name, _ in limits} == DEFAULT
-    assert sum(int(seconds) + int(found[1]) for _, seconds in limits) <= 540
-
-
-def imported(*modules: str) -> set[str]:
-    """What they import before anything is called, by way of other files of ours, too."""
-    found, root = set[str](), SCRIPT.parents[1]
-    left = list(modules)
-    while left:
-        if (name := left.pop()) in found:
-            continue
-        found.add(name)
-        path = root / name.replace(".", "/")
-        files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
-        for node in [node for file in files for node in ast.parse(file.read_text()).body]:
-            if isinstance(node, ast.Import):
-                left += [one.name for one in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                left += [node.module, *(f"{node.module}.{one.name}" for one in node.names)]
-    return found
-
-
-def test_what_only_tasks_need_is_not_needed() -> None:
-    """Where every gigabyte counts it was left out."""
-    kernels = [
-        f"tests.kernels.{path.stem}" for path in SCRIPT.parents[1].glob("tests/kernels/*.py")
-    ]
-    tests = ["tests.conftest", *kernels, "tests.unit.test_no_wait", "tests.server.test_cuda"]
-    bench = ["eval.bench.attention", "eval.bench.attention_cuda"]
-    found = imported(*tests, *bench, "eval.bench.gpu")
-    assert {"eval.bench.gpu", "torch", "eval.serving", "sglang_reasoncache.config"} <= found
-    assert not {"lm_eval", "statsmodels", "datasets", "zss"} & {
-        name.split(".")[0] for name in found
-    }
-
-
 @pytest.mark.parametrize(
     ("part", "told", "result"),
     [
@@ -167,12 +113,13 @@ def test_what_only_tasks_need_is_not_needed() -> None:
         ("bench", {"FAILS": "eval.bench.attention"}, "failed: exit status 3"),
         ("servers", {"SKIPS": "tests/server"}, "failed: no test ran"),
         ("bench", {"HANGS": "eval.bench", "SECONDS_A_PART": "1"}, "failed: ended after 1 s"),
+        ("memcheck", {}, "failed: compute-sanitizer is not installed"),
     ],
 )
 def test_a_part_that_fails_keeps_no_other_from_running(
     checkout: Path, part: str, told: dict[str, str], result: str
 ) -> None:
-    done = run(checkout, **told)
+    done = run(checkout, *sorted(DEFAULT | {part}), **told)
     assert done.returncode == 1
     found = results(checkout)
     assert found.pop(part) == result
@@ -181,36 +128,3 @@ def test_a_part_that_fails_keeps_no_other_from_running(
         log = (checkout / f"build/bench/gpu/{part}.log").read_text()
         assert "broken" in log and "FAILED at once" not in log
         assert "FAILED at once" in done.stderr
-
-
-def test_without_the_sanitizer_its_part_fails(checkout: Path) -> None:
-    assert run(checkout, "memcheck").returncode == 1
-    assert results(checkout)["memcheck"] == "failed: compute-sanitizer is not installed"
-
-
-@pytest.mark.parametrize("more", [(), ("-n", "2")], ids=["one process", "workers"])
-def test_a_failed_test_is_shown_at_once(tmp_path: Path, more: tuple[str, ...]) -> None:
-    """Once; though the run is killed before pytest could say so."""
-    text = "def test_first():\n    assert 1 == 2, 'because'\n"
-    if not more:
-        text += (
-            "def test_later():\n    import os, signal\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-        )
-    (tmp_path / "test_it.py").write_text(text)
-    read, write = os.pipe()
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    subprocess.run(
-        [*command, *more, str(tmp_path)],
-        cwd=SCRIPT.parents[1],
-        # This test may itself run in a worker.
-        env={key: value for key, value in os.environ.items() if "XDIST" not in key}
-        | {"REASONCACHE_FAILURES": str(write)},
-        capture_output=True,
-        pass_fds=[write],
-        timeout=120,
-        check=False,
-    )
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        told = pipe.read()
-    assert told.count("FAILED ") == 1 and "test_first" in told and "because" in told

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replays: what was recorded comes back, over a real server that is short of memory."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from eval import command
-from eval.bench import serve
-from eval.bench.serve import cut, write_pieces
 from eval.jsonl import texts_of
 from eval.replay.__main__ import Options, work
 from eval.replay.forcing import FORCED, forced_request
@@ -22,8 +18,7 @@ from eval.tasks.documents import replay
 from eval.tasks.harness import EvalTask, Source, TaskError
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_FLAGS
 from eval.tiny_reasoner.task import generate
-from tests.eval.peer import ask_all
-from tests.eval.rows import write_rows
+from tests.eval.peer import ask_all, write_rows
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +52,6 @@ def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None
         forced = problem.body["custom_params"][FORCED]
         assert len(forced) == problem.max_tokens
         assert tokenizer.decode(forced) == texts[problem.id]
-
-
-def test_a_limit_takes_evenly(recorded: Path) -> None:
-    everything = [problem.id for problem in load(recorded).problems]
-    for limit in (1, 4, 11, 12, 40):
-        chosen = [everything.index(problem.id) for problem in load(recorded, limit).problems]
-        assert len(chosen) == min(limit, 12)
-        assert chosen == sorted(set(chosen))
-        gaps = [b - a for a, b in zip([-1, *chosen], [*chosen, 12], strict=True)]
-        assert max(gaps) <= 12 / len(chosen) + 1
 
 
 def test_grading(recorded: Path) -> None:
@@ -117,33 +102,6 @@ def test_the_model_spells(
     kv_bytes = 4 * config.num_hidden_layers * heads * size
     assert weights.stat().st_size / kv_bytes == pytest.approx(130_000, rel=0.05)
     assert config.max_position_embeddings == CONTEXT_LENGTH
-
-
-def test_pieces_are_whole_steps_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    response = generate(seed=9, count=1)[0].response
-    for tokens in (1, 20, 100):
-        pieces = cut(response, tokenizer, tokens)
-        whole = "".join(pieces)
-        assert response.startswith(whole)
-        assert all(piece.endswith("\n\n") for piece in pieces[:-1])
-        assert all(len(tokenizer.encode(piece)) >= tokens for piece in pieces)
-        left = tokenizer.encode(response[len(whole) :])
-        assert len(left) < tokens or not left
-    assert cut(response, tokenizer, 10_000) == []
-    assert cut("", tokenizer, 5) == []
-    # Short responses are not cut.
-    texts = {"long": "j = q\n\n" * 50, "short": "j = q\n\n" * 5}
-    problems: list[dict[str, Any]] = [
-        {"id": name, "prompt": "q", "target": text, "max_tokens": len(tokenizer.encode(text))}
-        for name, text in texts.items()
-    ]
-    least, path = problems[0]["max_tokens"], tmp_path / "pieces.jsonl"
-    monkeypatch.setattr(serve, "LOOPING", least)
-    write_pieces(problems, tokenizer, least // 2, path)
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [row["id"] for row in found] == ["long.0", "long.1"]
-    assert "".join(row["response"] for row in found) == texts["long"]
 
 
 @pytest.mark.server

@@ -22,11 +22,9 @@ from eval.measures.accuracy import Estimate, Key, compare, differ, keyed, mean
 from eval.measures.figures import figures, matched_step_ms, speeds_of
 from eval.report.__main__ import Options, work
 from eval.report.tables import load
-from eval.runs.folder import CONFIG, Cell, Response, read_config, write_json
+from eval.runs.folder import CONFIG, Cell, read_config, write_json
 from eval.tiny_reasoner import task as reasoner
 from tests.eval.peer import moment, response, result, served
-
-HOSTILE = "500 | <script>alert(1)</script> `x` [a](http://evil.example)\n# heading\n| a | b |\ud800"
 
 
 def write_run(
@@ -135,23 +133,6 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
     assert list(load([run]).cells["cut"]) == [1]
 
 
-def test_hostile_text_stays_text(tmp_path: Path) -> None:
-    named: dict[str, Any] = {"model": "$\\frac{<img src=x>|", "command_line": "echo `id` | sh"}
-    run = write_run(tmp_path / "run|<b>", {"dense": 0.0, "x<i>|[y](z)": 0.1}, **named)
-    cell = Cell(run, "tiny_reasoner", "dense", 0)
-    rows = [Response("p", HOSTILE, HOSTILE * 50, 1, 1, 0.0, None, 1.0, error=HOSTILE)]
-    rows += [Response("q", HOSTILE, HOSTILE, 1, 1, 0.0, 0.5, 1.0, HOSTILE)]
-    cell.write([*cell.responses(), *rows], [], cell.served())
-    text, tables, _ = report(run)
-    outside_code = re.sub(r"`[^`]*`", "", text)
-    assert not re.search(r"<(script|img|b|i)\b", outside_code)
-    assert "](http" not in outside_code and "](z)" not in outside_code
-    assert "\n# heading" not in text
-    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
-        assert len({line.count("|") for line in table.splitlines()}) == 1, table
-    assert row_of(tables, "requests", "dense")["failed attempts"] == "1"
-
-
 def test_nothing_to_read_is_told(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(SystemExit, match=f"eval.report: error: {tmp_path}"):
@@ -180,13 +161,6 @@ def test_shares_have_wilsons_interval_and_copies_add_nothing(right: list[int], s
     reference = stats.binomtest(sum(right), len(right)).proportion_ci(method="wilson")
     for found in (mean(values(right)), mean(values(*[right] * seeds))):
         assert limits(found) == pytest.approx((reference.low, reference.high), abs=1e-12)
-
-
-def test_independent_seeds_narrow_the_interval() -> None:
-    draw = np.random.default_rng(1)
-    many = limits(mean(values(*draw.integers(0, 2, (4, 200)))))
-    one = limits(mean(values(draw.integers(0, 2, 200))))
-    assert 0.45 < (many[1] - many[0]) / (one[1] - one[0]) < 0.65
 
 
 def test_difference_of_shares_as_published() -> None:

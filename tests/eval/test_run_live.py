@@ -34,13 +34,6 @@ def start(*argv: str) -> subprocess.Popen[str]:
     )
 
 
-def run(*argv: str, status: int = 0) -> str:
-    process = start(*argv)
-    out, _ = process.communicate(timeout=1800)
-    assert process.returncode == status, out
-    return out
-
-
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     """Ctrl-C in the second of two cells: the first is kept, no server is left, nothing asked twice."""
     out = tmp_path / "run"
@@ -58,9 +51,9 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     assert first.returncode == 130, told
     assert psutil.wait_procs(children, timeout=30)[1] == []
     kept = dense.responses()
-    told = run(*argv, "--seeds", "1", status=1)
-    assert "seeds is [0] in this run, now [1]" in told
-    run(*argv)
+    again = start(*argv)
+    told, _ = again.communicate(timeout=1800)
+    assert again.returncode == 0, told
     assert cells(out) == [dense, ours] and dense.responses() == kept
     for cell in (dense, ours):
         rows, served, timeline = cell.responses(), cell.served(), cell.timeline()
@@ -74,13 +67,6 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     (totals,) = ours.served().totals()
     # The warm-up was flushed away, and the totals with it.
     assert totals["requests_finished"] == PROBLEMS and dense.served().reports == []
-    servers = len(list((out / "servers").glob("*.log")))
-    before = ours.results()
-    (ours.folder / "results.jsonl").unlink()
-    # What is answered is graded again, and no server starts.
-    run(*argv)
-    assert ours.results() == before
-    assert len(list((out / "servers").glob("*.log"))) == servers
     command.run(Options, report_of, [str(out)])
     document = (out / "report" / "REPORT.md").read_text()
     assert "| reasoncache" in document and (out / "report" / "summary.json").is_file()

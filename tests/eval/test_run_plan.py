@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from eval import command, demo, run
 from eval.methods import MethodError, find_method
 from eval.runs.config import default_folder, make_config, settle_config
 from eval.runs.folder import Cell, RunError, locked, read_config
@@ -21,10 +20,8 @@ from eval.runs.session import grade
 from eval.tasks.harness import EvalTask, Source
 from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
 from sglang_reasoncache.config import parse_settings
-from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin.flags import add_cli_args
-from tests.eval.peer import response, served
-from tests.eval.rows import write_rows
+from tests.eval.peer import response, served, write_rows
 
 OPTIONS = RunOptions(tasks=("tiny_reasoner",), seeds=(0, 1), limit=3, device="cpu")
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,15 +195,6 @@ def test_defaults_lists_and_pairs(tmp_path: Path) -> None:
     assert found.sampling_overrides == {"top_k": 20, "temperature": 0.6}
 
 
-def test_server_flags_are_a_value() -> None:
-    flag = "--enable-deterministic-inference"
-    assert options("--tasks", "a", f"--server-flags={flag}").server_flags == (flag,)
-    words = ["--both=--tp=2", "--shared", "--reasoncache-set warmup=3"]
-    args = command.parse(demo.Options, words)
-    assert args.shared == ("--reasoncache-set", "warmup=3")
-    assert args.run.server_flags == ("--tp=2",)
-
-
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
@@ -253,23 +241,6 @@ def test_the_bad_is_named(words: str, tmp_path: Path, capsys: pytest.CaptureFixt
         parse(argv)
     assert refused.value.code == 2
     assert (BAD_FLAGS | BAD_FILES)[words] in capsys.readouterr().err
-
-
-def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "out"
-    assert run.main(["--tasks", "nothing", "--out", str(out)]) == 1
-    assert run.main(["--tasks", "tiny_reasoner", "--methods", "sparse", "--device", "cpu"]) == 1
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.startswith("eval.run: error: ") for line in lines] == [True] * 2
-    assert not out.exists()
-
-
-def test_every_preset_is_a_method_and_dense_is_stock() -> None:
-    dense = find_method("dense", EMBEDDED_SETTINGS)
-    assert (dense.name, dense.flags, dense.shares) == ("dense", [], False)
-    for name in PRESETS:
-        method = find_method(name)
-        assert method.flags == ["--enable-reasoncache", "--reasoncache-preset", name]
 
 
 def test_options_become_values_and_flags() -> None:

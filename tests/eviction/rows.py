@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
-from tests.property.world import Setup, World, assert_empty, decode, finish, start
+from tests.property.world import Setup, World
 
 SINGLE = Setup(page=1, block=4, slots=200, publish="exact")
 PAGED = Setup(page=4, block=4, slots=200, publish="exact")
@@ -32,9 +32,9 @@ def everything_comes_back(
     yield made
     for world, req in made:
         if req.kv.holds_kv:
-            finish(world, req)
+            world.finish(req)
     for world, _ in made:
-        assert_empty(world)
+        world.assert_empty()
 
 
 def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
@@ -46,13 +46,13 @@ def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
 def begun(setup: Setup, *policies: Any, **options: Any) -> tuple[World, Req]:
     """A world and a request in it; without policies it answers what a test tells it to."""
     world = world_of(setup, *policies, **options)
-    return world, start(world)
+    return world, world.start()
 
 
 def steps(world: World, req: Req, count: int, first: int = 0) -> None:
     """Decode steps, each followed by a poll; ``first``: token of the first one."""
     for token in range(first, first + count):
-        decode(world, req, token)
+        world.step(req, token)
         world.controller.after_decode([req])
 
 

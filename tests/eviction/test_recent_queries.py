@@ -2,7 +2,6 @@
 """The ring buffer of queries, and what policies compute of it: weights over held keys."""
 
 import random
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction import held as held_module
 from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.held import HeldLayer, KeySource
@@ -26,14 +24,9 @@ from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 from sglang_reasoncache.eviction.policies.triattention import TriAttention
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.plugin.attention import attention_backend
 from tests.kernels.pools import dense
-from tests.triton_runs import test_interpreted as test_interpreted
-from tests.triton_runs import under_interpreter
-from tests.two_ranks import on_two_ranks
-from tests.unit.attention_rig import Rig, announced
-from tests.unit.test_attention_cuda_graph import Graphs, triton_backend
-from tests.unit.test_attention_cuda_graph import ranks as ranks
+from tests.two_ranks import in_two_threads
+from tests.unit.attention_rig import Rig
 
 WINDOW, ROWS = 4, 3
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
@@ -97,73 +90,36 @@ class Kept:
 
 
 def test_the_newest_queries_are_there_however_they_came() -> None:
-    """By prompts in chunks, with a cached prefix, decoding, and in a batch of both; around the end
-    of the buffer; and while the next forward is in flight."""
-    kept = Kept()
-    kept.begin("a", "b", "c")
-    kept.forward(("a", 0, 7), ("b", 5, 7))
-    kept.check("a", 7, 0)
-    assert kept.there == [3, 4, 5, 6]
-    # What was found in the prefix cache has no query.
-    kept.check("b", 7, 0)
-    assert kept.there == [5, 6]
-    # A chunk that is shorter than the window goes on.
-    kept.forward(("a", 7, 9))
-    kept.check("a", 9, 0)
-    assert kept.there == [4, 5, 6, 7, 8]
-    for step in range(11):
-        kept.forward(("b", 7 + step, 8 + step), ("a", 9 + step, 10 + step), decodes=True)
-        for rid, written in (("a", 10 + step), ("b", 8 + step)):
-            kept.check(rid, written, 0)
-            assert kept.there == list(range(max(written - WINDOW - 1, 5), written))
-            # The forward in flight has written the query behind.
-            kept.check(rid, written - 1, 0)
-            assert kept.there[-1] == written - 2 and len(kept.there) >= 2
-    # A decoding request in a batch with a prompt.
-    kept.forward(("c", 0, 3), ("a", 20, 21))
-    kept.check("a", 21, 18)
-    assert kept.there == [18, 19, 20]
-    kept.check("c", 3, 0)
-    assert kept.there == [0, 1, 2]
-
-
-def test_nothing_of_the_last_request_in_a_row_is_left() -> None:
-    """Also where it had the same positions, or the same id: a client may use one again, and a retracted
-    request comes back."""
-    kept, before = Kept(), "a"
-    kept.begin("a")
-    kept.forward(("a", 0, 10))
-    row = kept.rows["a"]
-    for rid, first in (("b", 5), ("b", 9)):
-        kept.end(before)
-        kept.begin(rid)
-        assert kept.rows[rid] == row
-        kept.forward((rid, first, 10))
-        kept.check(rid, 10, 0)
-        assert kept.there == list(range(max(first, 6), 10))
-        before = rid
-
-
-def test_random_schedules() -> None:
+    """By prompts in chunks, with a cached prefix, which has no queries, decoding, and in a batch of
+    both; around the end of the buffer. A client may use an id again, and a row is used again at once."""
     rng, kept = random.Random(4), Kept()
     # By request: positions, and the first one of which the query was kept.
     lengths: dict[str, int] = {}
     begun: dict[str, int] = {}
-    for turn in range(120):
+    for _ in range(300):
         running = rng.sample([*lengths], min(len(lengths), 2))
+        decodes, joins = rng.random() < 0.6, set("abc") - lengths.keys()
         parts = [(rid, lengths[rid], lengths[rid] + 1) for rid in running]
-        if joins := len(lengths) < ROWS and rng.random() < 0.4:
-            rid, first = f"r{turn}", rng.randrange(6)
+        if not decodes:
+            parts = [(rid, first, first + rng.randint(1, 9)) for rid, first, _ in parts]
+        if not decodes and joins:
+            rid, first = rng.choice(sorted(joins)), rng.randrange(6)
             kept.begin(rid)
             parts.append((rid, first, first + rng.randint(1, 9)))
-            begun[rid] = max(first, parts[-1][2] - WINDOW)
+            begun[rid] = first
         if not parts:
             continue
-        kept.forward(*parts, decodes=not joins)
-        lengths |= {rid: end for rid, _, end in parts}
-        for rid, _, end in parts:
+        kept.forward(*parts, decodes=decodes)
+        for rid, first, end in parts:
+            # Of a chunk the newest ones are kept.
+            lengths[rid] = end
+            begun[rid] = max(begun[rid], end - WINDOW if end - first > WINDOW else 0)
+            since = max(begun[rid], end - WINDOW - 1)
             kept.check(rid, end, 0)
-            assert kept.there == list(range(max(begun[rid], end - WINDOW - 1), end))
+            assert kept.there == list(range(since, end))
+            # The forward in flight has written the query behind.
+            kept.check(rid, end - 1, 0)
+            assert kept.there == list(range(since, end - 1))
         if rng.random() < 0.15:
             rid = rng.choice([*lengths])
             del lengths[rid]
@@ -282,12 +238,8 @@ def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
     return found
 
 
-def _half(rank: int, group: Any) -> list[tuple[list[float], list[int]]]:
-    return decided(slice(rank, rank + 1), Ranks(group))
-
-
-def test_ranks_give_up_the_same_as_one_process_with_all_heads(tmp_path: Path) -> None:
-    found = on_two_ranks(_half, tmp_path, 240)
+def test_ranks_give_up_the_same_as_one_with_all_heads() -> None:
+    found = in_two_threads(lambda rank, group: decided(slice(rank, rank + 1), Ranks(group)))
     assert found[0] == found[1]
     for (sums, gone), (whole, expected) in zip(
         found[0], decided(slice(0, KV_HEADS), Ranks()), strict=True
@@ -320,42 +272,3 @@ def test_the_cpu_backend_keeps_queries_and_computes_the_same(new: list[int]) -> 
     assert found.layers[1] == LayerShape(rig.heads, 16, rig.layer.scaling, 0.0)
     assert torch.equal(rig.forward(backend, rig.batch(new)), expected)
     assert_kept(rig, found, new)
-
-
-@under_interpreter
-@pytest.mark.usefixtures("published_config", "out_of_tree_platform")
-def test_cuda_backends_keep_queries_whichever_kernel_attends(
-    ranks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Eager and in either variant of a graph, padded or not; prefill graphs keep none."""
-    rig = Rig(shifted=0.4, lengths=LENGTHS)
-    backend = triton_backend(rig, monkeypatch)
-    found = backend.paged.keep_queries(3)
-    graphs = Graphs(rig, backend)
-    for shifted in (True, False):
-        for new in ([1, 1, 1], [1, 19, 30]):
-            batch = announced(backend, rig.batch(new), shifted)
-            assert not backend.can_run_prefill_cuda_graph(batch)
-            rig.forward(backend, batch)
-            assert_kept(rig, found, new)
-        found.positions.fill_(-1)
-        rig.forward(graphs, announced(backend, rig.batch([1, 1, 1]), shifted))
-        assert_kept(rig, found, [1, 1, 1])
-    assert graphs.replayed == ["shifted", "plain"]
-
-
-def test_no_memory_at_the_start_ends_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_memory(window: int) -> RecentQueries:
-        raise MemoryError(f"no 9 MiB for {window} queries")
-
-    large = SimpleNamespace(rotation=None, keep_queries=without_memory)
-    backend = SimpleNamespace(paged=large)
-    runner: Any = SimpleNamespace(
-        is_draft_worker=False,
-        prefill_attention_backend_str="torch_native",
-        decode_attention_backend_str="torch_native",
-    )
-    config = ReasonCacheConfig(policy="snapkv:share=0.5:window=64", positions="as-cached")
-    cached = CachedPositions(1, "cpu")
-    with pytest.raises(ValueError, match="--reasoncache-policy snapkv.*no 9 MiB for 64 queries"):
-        attention_backend(runner, config, "torch_native", lambda _: backend, cached)

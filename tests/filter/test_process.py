@@ -117,18 +117,6 @@ def test_same_results_as_the_filter_in_this_process(
     assert [(each.request, each.pairs, each.counters) for each in taken] == expected
 
 
-def test_many_requests_come_back_in_order(make: Make) -> None:
-    step_filter = make(max_pending=1 << 20)
-    requests = [step_filter.open(i, True) for i in range(50)]
-    for _ in range(20):
-        feed(step_filter, requests, *[_STEP] * len(requests))
-    found = take_all(step_filter)
-    assert [result.request for result in found] == requests * 20
-    for request in requests:
-        pairs = [result.pairs for result in found if result.request == request]
-        assert pairs[19][0] == (request + 19 * len(_STEP), request + 18 * len(_STEP))
-
-
 def test_closed_and_unknown_requests(make: Make) -> None:
     """What is outstanding does not depend on time, nor what is taken at once."""
     step_filter = make()
@@ -222,14 +210,9 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     feed_new(step_filter)
     step_filter.close(0)
     assert (step_filter.outstanding, step_filter.ready(), step_filter.take(9, 9)) == (0, 0, [])
-
-
-def test_once_ended_it_starts_no_process(make: Make) -> None:
-    """Also after a failure that was seen too late."""
+    # Nor does one start that was ended after a failure which was seen too late.
     step_filter = make()
     os.kill(step_filter.pid, signal.SIGKILL)
-    feed_new(step_filter)
-    wait_until_it_failed(step_filter)
     step_filter.shut_down()
     step_filter.restart()
     feed_new(step_filter)

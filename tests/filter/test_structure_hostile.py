@@ -2,7 +2,6 @@
 # ruff: noqa: RUF001, SIM905, E501 - signs look alike on purpose; lists of texts stay short
 """Hostile text: every read is bounded, nothing raises, nothing is evaluated."""
 
-import ast
 import builtins
 import contextlib
 import inspect
@@ -18,7 +17,6 @@ from unittest import mock
 
 import pytest
 
-import sglang_reasoncache.filter
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -122,7 +120,6 @@ def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
 _SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)
 # CPU time of one step.
 _MAX_SECONDS = 0.05
-_WIDE = Limits(max_chars=1 << 20, max_nodes=1 << 16)
 
 
 @pytest.mark.parametrize(
@@ -202,25 +199,6 @@ def test_hostile_steps_are_read_in_bounded_time_and_never_evaluated(tmp_path: Pa
     assert not bait.exists()
 
 
-@pytest.mark.slow
-def test_steps_of_the_largest_size_and_beyond() -> None:
-    """Each hostile shape repeated up to the bound on characters, and lines of a megabyte."""
-    shapes = dict.fromkeys(text[:24] for text in hostile(Path("none")) if text)
-    max_chars = Limits().max_chars
-    for shape in list(shapes)[::50]:
-        text = (shape * (max_chars // len(shape) + 1))[:max_chars]
-        assert seconds_to_read(text) < _MAX_SECONDS
-    for unit in ("x", "(", "1 + ", "prose ", "\\frac{", "$", "`", "'", "\\", "９", "x́", "²"):
-        line = unit * (1_000_000 // len(unit))
-        assert signature(line).bound
-        signature(line[:100_000], _WIDE)
-    # Linear work: quadratic reading of these would not end.
-    assert signature("prose " * 33_333, _WIDE) == signature("")
-    assert signature("(" * (1 << 19), _WIDE).bound
-    for text in ('`"' + '\\"' * 400_000, "a'" * 400_000, r"\(" * 60_000, "$" * 60_000):
-        signature(text, _WIDE)
-
-
 _OPERATORS = ("−", "+", "·", "=", "<", "≤", "∈", "~", "->", "±")
 
 
@@ -245,22 +223,3 @@ def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> 
         assert counters.candidates == 64
         assert 40 < sum(history[i].signature is None for i in range(64)) < 64
     assert best < _MAX_SECONDS
-
-
-_SOURCES = sorted(Path(sglang_reasoncache.filter.__file__).parent.rglob("*.py"))
-
-
-@pytest.mark.parametrize("path", _SOURCES, ids=lambda path: path.name)
-def test_the_filter_names_nothing_that_evaluates(path: Path) -> None:
-    """No evaluation, no SGLang, no torch anywhere in it; pickle only where its two processes talk."""
-    nodes = [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    assert not names & {"eval", "exec", "compile", "__import__", "sympify", "parse_expr", "globals"}
-    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    modules |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
-    # The latter two on first use, where an operator asked for them or the child is not started.
-    allowed = {"numpy", "sglang_reasoncache", "sympy", "zss", "xgrammar"}
-    allowed |= set(sys.stdlib_module_names) - {"marshal"}
-    if path.name not in ("process.py", "worker.py"):
-        allowed -= {"pickle"}
-    assert {module.partition(".")[0] for module in modules} <= allowed

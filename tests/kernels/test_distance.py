@@ -250,22 +250,6 @@ def test_by_hand(host_of_distances: str, layers: Any, squares: Any, distance: fl
     assert block_distances(found, tokens, heads).tolist() == [distance]
 
 
-@pytest.mark.parametrize("split", [1, 2, 5])
-def test_sums_of_split_heads_make_the_whole(host_of_distances: str, split: int) -> None:
-    """Tensor-parallel ranks hold their own heads and add up their squares. A block is at no
-    distance of itself, and as far as back."""
-    layers = random_layers(6, 33)
-    dst, src, _ = make_entries(Case(pairs=7, block=5))
-    whole, first, second = (
-        DistanceKernel([(k[:, a:b], v[:, a:b]) for k, v in layers], backend=host_of_distances)
-        for a, b in ((0, 6), (0, split), (split, 6))
-    )
-    parts, found = first.squares(dst, src) + second.squares(dst, src), whole.squares(dst, src)
-    torch.testing.assert_close(parts, found, rtol=1e-5, atol=0)
-    assert torch.equal(found, whole.squares(src, dst))
-    assert not whole.squares(dst, dst).any()
-
-
 # -- refusals, and which backend ---------------------------------------------------
 
 _LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()

@@ -5,6 +5,7 @@ attended to was exact, and where it must be found."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -25,35 +26,18 @@ EVICTED = -2
 class Path:
     """A token sequence, as a node of an ever-growing trie: equal sequences are one object."""
 
-    __slots__ = ("_parent", "_steps", "_token", "depth", "salt")
-
-    def __init__(self, salt: str | None, parent: Path | None = None, token: int = 0) -> None:
-        self.salt = salt
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self._parent, self._token = parent, token
+    def __init__(self, salt: str | None, tokens: tuple[int, ...] = ()) -> None:
+        self.salt, self.tokens = salt, tokens
         self._steps: dict[int, Path] = {}
 
     def step(self, token: int) -> Path:
-        found = self._steps.get(token)
-        if found is None:
-            found = self._steps[token] = Path(self.salt, self, token)
-        return found
-
-    @property
-    def tokens(self) -> list[int]:
-        tokens, at = [], self
-        while at._parent is not None:
-            tokens.append(at._token)
-            at = at._parent
-        return tokens[::-1]
+        if token not in self._steps:
+            self._steps[token] = Path(self.salt, (*self.tokens, token))
+        return self._steps[token]
 
     def along(self, tokens: Iterable[int]) -> list[Path]:
         """The sequences that end at each of ``tokens``."""
-        paths, at = [], self
-        for token in tokens:
-            at = at.step(token)
-            paths.append(at)
-        return paths
+        return list(itertools.accumulate(tokens, Path.step, initial=self))[1:]
 
 
 #: Contents of a page's positions, in order.
@@ -256,7 +240,7 @@ class Memory:
     def published(self, track: Track, up_to: int) -> None:
         """After :meth:`observe`: whole pages of ``[0, up_to)`` are in the tree."""
         for path, _ in self._pages(track, up_to):
-            assert path in self.tree, f"the page that ends at {path.depth} was not published"
+            assert path in self.tree, f"the page that ends at {len(path.tokens)} was not published"
 
     def _reassess(self, track: Track) -> None:
         track.exact = all(
@@ -311,7 +295,7 @@ class Memory:
         for path, page_contents in found.items():
             if self.tree.get(path) != page_contents:
                 assert page_contents in self.publishable.get(path, ()), (
-                    f"nobody published {page_contents}, the tree's page that ends at {path.depth}"
+                    f"nobody published {page_contents}, the tree's page that ends at {len(path.tokens)}"
                 )
         self.tree, self.publishable = found, {}
         assert tree.evictable_size() == evictable
@@ -325,7 +309,9 @@ class Memory:
             shown = np.where(written < 0, EVICTED, stored[written])
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
             assert tree.reads_shifted([track.req]) or not world.has_shifted(track.req)
-            assert any(tree.evicted_of([track.req])) or EVICTED not in track.shows
+            if not tree.publishes_aliased:
+                assert not tree.reads_shifted([track.req]) or track.blocks
+            assert any(tree.evicted_of([track.req])) == (EVICTED in track.shows)
             mine = row[kv.cache_protected_len :]
             named.append(self._page_ids(mine))
             private += kv_private_tokens(kv, page)

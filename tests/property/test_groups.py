@@ -27,10 +27,10 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
 
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.measure import Measurement
 from sglang_reasoncache.sharing.state import state_of
 from tests.filter.words import Words
-from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, World, retract
+from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, SlowMeter, World
 from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
@@ -50,8 +50,11 @@ PICK = st.integers(0, 63)
 ENDINGS = ("finish", "finish", "together", "abort", "retract", "retract", "retract")
 
 
-class RandomMeter(BlockMeter):
-    """Equal tokens have equal KV here; distances at random bring blocks into any order."""
+class RandomMeter(SlowMeter):
+    """Equal tokens have equal KV here; distances at random bring blocks into any order. They arrive at
+    any poll, when rows may be gone."""
+
+    arrived = property(lambda _: random.random() < 0.8)  # type: ignore[assignment]
 
     def distances(self, measured: Measurement) -> list[float]:
         slots = [(*dst, *src) for dst, src in zip(*measured.slots(), strict=True)]
@@ -149,7 +152,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     def _retract(self, req: Req) -> None:
         self.running.remove(req)
-        retract(self.world, req)
+        self.world.retract(req)
         self.waiting.append(req)
 
     @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
@@ -202,6 +205,7 @@ class GroupMachine(RuleBasedStateMachine):
     @invariant()
     def everybody_reads_what_is_theirs(self) -> None:
         type(self).rules_run += 1
+        assert self.world.controller.report.disabled is None
         world, page = self.world, self.world.page
         stored = world.contents()
         in_tree = self._check_tree(stored)

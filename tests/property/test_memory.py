@@ -529,7 +529,7 @@ class MemoryMachine(RuleBasedStateMachine):
         paths = list(self.memory.tree)
         for at, beyond, exact_only in requests:
             path = paths[at % len(paths)]
-            self._look_up(path.tokens + tokens_of(at, beyond), exact_only, path.salt)
+            self._look_up([*path.tokens, *tokens_of(at, beyond)], exact_only, path.salt)
 
     def _look_up(self, tokens: list[int], exact_only: bool, salt: str | None) -> None:
         self._count()

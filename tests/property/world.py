@@ -40,10 +40,11 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.decision import BlockProposal
+from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY, state_of
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
@@ -53,6 +54,10 @@ MAX_ROWS = 4
 MAX_CONTEXT = 160
 #: Content of a slot that nobody uses.
 NOTHING = -1
+PROMPT = list(range(1, 7))
+OUTPUT = 24
+#: Every way in which a row is given back.
+ENDS = ("finish", "abort", "retract")
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,24 @@ class ScriptedEngine(FilterProcess):
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
         taken, self._results = self._results[:limit], self._results[limit:]
         return taken
+
+
+class SlowMeter(BlockMeter):
+    """Its distances arrive when the test says so."""
+
+    arrived = False
+
+    def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
+        measured, meter = super().measure(blocks), self
+
+        class Slow(type(measured)):  # type: ignore[misc]
+            is_immediate = False
+
+            def ready(self) -> bool:
+                return meter.arrived
+
+        measured.__class__ = Slow
+        return measured
 
 
 class Eviction(NamedTuple):
@@ -397,79 +420,67 @@ class World:
         row = self.row(req)
         return bool(((self.written_at[row] != np.arange(len(row))) & (row >= 0)).any())
 
+    # -- what a scheduler does with one request -----------------------------------
 
-PROMPT = list(range(1, 7))
-OUTPUT = 24
+    def start(self, name: str = "r", first: int = 100) -> Req:
+        """A request with its prompt and most of its output computed."""
+        req = self.request(name, PROMPT)
+        self.respond(req, range(first, first + 1 + OUTPUT))
+        self.controller.after_decode([req])
+        return req
 
+    def respond(self, req: Req, tokens: Iterable[int]) -> None:
+        """Compute the prompt, and of the response all tokens but the newest."""
+        self.prefill(req)
+        first, *others = tokens
+        req.output_ids.append(first)
+        for token in others:
+            self.step(req, token)
 
-def start(world: World, name: str = "r", first: int = 100) -> Req:
-    """A request with its prompt and most of its output computed."""
-    req = world.request(name, PROMPT)
-    respond(world, req, range(first, first + 1 + OUTPUT))
-    world.controller.after_decode([req])
-    return req
+    def prefill(self, req: Req, up_to: int | None = None) -> None:
+        """Compute the prompt, and what was generated before a retraction; or a first chunk of it."""
+        req.init_next_round_input(self.tree)
+        req.extend_end = up_to or len(req.full_untruncated_fill_ids)
+        req.lock = self.tree.lock(req.last_node)
+        slots = self.extend(req)
+        self.write(slots, [1] * len(slots))
+        checkpoint_kv_cache(req, self.tree)
 
+    def step(self, req: Req, token: int = 7) -> None:
+        assert self.can_decode([req])
+        self.write(self.decode([req]), [token])
+        req.output_ids.append(token)
 
-def respond(world: World, req: Req, tokens: Iterable[int]) -> None:
-    """Compute the prompt, and of the response all tokens but the newest."""
-    prefill(world, req)
-    first, *others = tokens
-    req.output_ids.append(first)
-    for token in others:
-        decode(world, req, token)
+    def propose(self, req: Req, *pairs: Pair) -> None:
+        """The next token completes a step, and the engine compares it."""
+        state: Any = state_of(req)
+        self.engine.waiting[state.followed.id] += pairs
+        self.step(req)
+        assert self.controller.after_decode([req]) == 0
 
+    def end(self, req: Req, how: str) -> None:
+        """``how``: of :data:`ENDS`."""
+        getattr(self, how)(req)
 
-def prefill(world: World, req: Req, up_to: int | None = None) -> None:
-    """Compute the prompt, and what was generated before a retraction; or a first chunk of it."""
-    req.init_next_round_input(world.tree)
-    req.extend_end = up_to or len(req.full_untruncated_fill_ids)
-    req.lock = world.tree.lock(req.last_node)
-    slots = world.extend(req)
-    world.write(slots, [1] * len(slots))
-    checkpoint_kv_cache(req, world.tree)
+    def finish(self, req: Req) -> None:
+        req.finished_reason = FINISH_LENGTH(len(req.output_ids))
+        release_kv_cache(req, self.tree, checkpoint=True)
 
+    def abort(self, req: Req) -> None:
+        req.finished_reason = FINISH_ABORT("client left")
+        release_kv_cache(req, self.tree, checkpoint=False)
 
-def decode(world: World, req: Req, token: int = 7) -> None:
-    assert world.can_decode([req])
-    world.write(world.decode([req]), [token])
-    req.output_ids.append(token)
+    def retract(self, req: Req) -> None:
+        release_kv_cache(req, self.tree, checkpoint=False)
+        req.reset_for_retract()
 
+    def come_back(self, req: Req) -> None:
+        """What a retracted request had is computed again, and the next token."""
+        self.prefill(req)
+        self.step(req)
 
-def propose(world: World, req: Req, *pairs: Pair) -> None:
-    """The next token completes a step, and the engine compares it."""
-    state: Any = state_of(req)
-    world.engine.waiting[state.followed.id] += pairs
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 0
-
-
-def finish(world: World, req: Req) -> None:
-    req.finished_reason = FINISH_LENGTH(len(req.output_ids))
-    release_kv_cache(req, world.tree, checkpoint=True)
-
-
-def abort(world: World, req: Req) -> None:
-    req.finished_reason = FINISH_ABORT("client left")
-    release_kv_cache(req, world.tree, checkpoint=False)
-
-
-def retract(world: World, req: Req) -> None:
-    release_kv_cache(req, world.tree, checkpoint=False)
-    req.reset_for_retract()
-
-
-#: Every way in which a row is given back.
-ENDS = {"finish": finish, "abort": abort, "retract": retract}
-
-
-def come_back(world: World, req: Req) -> None:
-    """What a retracted request had is computed again, and the next token."""
-    prefill(world, req)
-    decode(world, req)
-
-
-def assert_empty(world: World) -> None:
-    world.tree.reset()
-    world.allocator.clear()
-    assert world.allocator.available_size() == world.total
-    assert world.controller.pipeline.saved == 0
+    def assert_empty(self) -> None:
+        self.tree.reset()
+        self.allocator.clear()
+        assert self.allocator.available_size() == self.total
+        assert self.controller.pipeline.saved == 0

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pages selected in decode: bounds as keys are written, shifted and evicted pages, what is read."""
 
-import itertools
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from sglang_reasoncache import registry
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import BatchRows
-from sglang_reasoncache.policy_options import OptionError
 from sglang_reasoncache.selection.page_bounds import PageBounds
 from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
@@ -29,27 +26,6 @@ def selection_on_host(policy: Any, keys: dict[int, torch.Tensor], page: int, row
         bounds._paged = PagedKv(bounds.ends, bounds.ends[..., :1], backend="native")
         bounds.on_gpu = False
     return host
-
-
-def test_shares_are_by_the_largest_possible_logit() -> None:
-    """Against every corner of the box between the bounds, page by page and head by head."""
-    generator = torch.Generator().manual_seed(2)
-    keys = torch.randn(SLOTS, KV_HEADS, 3, generator=generator)
-    query = torch.randn(1, HEADS, 3, generator=generator)
-    bounds = PageBounds(keys, PAGE)
-    bounds.update(torch.arange(SLOTS))
-    pages = [5, 9, 0, 40]
-    logits = torch.full((len(pages), HEADS), float("-inf"))
-    for (i, page), head in itertools.product(enumerate(pages), range(HEADS)):
-        own = keys[page * PAGE : page * PAGE + PAGE, head // (HEADS // KV_HEADS)]
-        ends = torch.stack((own.amin(dim=0), own.amax(dim=0)), dim=1)
-        corners = torch.cartesian_prod(*ends)
-        logits[i, head] = (corners @ query[0, head]).max()
-        assert logits[i, head] >= (own @ query[0, head]).max()
-    expected = (logits * 0.3).softmax(dim=0).sum(dim=1)
-    found = bounds.shares(query, torch.tensor([[*pages[:2], -1, *pages[2:]]]), 0.3)
-    assert found[0, 2] == 0
-    torch.testing.assert_close(found[0, [0, 1, 3, 4]], expected, rtol=1e-4, atol=1e-6)
 
 
 class World:
@@ -150,13 +126,3 @@ def test_bounds_without_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(PageBounds, "__init__", none)
     with pytest.raises(MemoryError, match="Tried to allocate"):
         World(shifted=False)
-
-
-def test_options() -> None:
-    choice = registry.parse("reasoncache+quest:budget=64:whole_layers=0+keydiff:budget=9")
-    assert choice.selector == Quest(budget=64, whole_layers=0)
-    assert choice.shares and [name for name, _ in choice.evictors] == ["keydiff"]
-    for options, key in (({"budget": 0}, "budget"), ({"whole_layers": -1}, "whole_layers")):
-        with pytest.raises(OptionError) as error:
-            Quest(**options)
-        assert error.value.key == key

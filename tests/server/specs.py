@@ -99,8 +99,7 @@ PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
 
 #: Memory for a few responses; those to one prompt share with each other.
 SWINGING = SHARED.having(
-    "swinging",
-    *("--max-total-tokens 4000", CROWDED, *SOON, CHUNKED, "--reasoncache-scope prompt"),
+    "swinging", *("--max-total-tokens 4000", CROWDED, *SOON, CHUNKED, "--reasoncache-scope prompt")
 ).for_long_runs()
 
 
@@ -138,12 +137,6 @@ SHARING_AND_EVICTING = SHARED.having(
 )
 #: Attention weights decide, in a pool with room, so that runs can be followed.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-#: The prompt by its last queries, then the response by the weights of all.
-SNAPKV_H2O = SHARED.having(
-    "snapkv-h2o",
-    *(PAGED_READS, POLICY),
-    "snapkv:budget=24:window=8:recent=8+h2o:budget=90:slack=16:recent=16",
-).for_long_runs()
 #: Each step reads some pages, in a pool with room.
 QUEST = SHARED.having("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY, "--enable-metrics")
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
@@ -151,12 +144,6 @@ EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
-).for_long_runs()
-#: Memory for four responses; too many are admitted, and a policy gives what would be retracted.
-EVICTING_WHEN_SHORT = SHARED.having(
-    "when",
-    *("--max-total-tokens 1600", CROWDED, PAGED_READS),
-    *(POLICY, "streamingllm:budget=100:slack=8:when=short"),
 ).for_long_runs()
 #: Shared KV is written to own slots, on a GPU.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
@@ -212,9 +199,9 @@ def hybrid(model: str) -> ServerSpec:
 
 
 def hybrid_short(model: str) -> ServerSpec:
-    """With memory for four responses, under forced retractions; requests arrive when they like."""
+    """With memory for three responses, under forced retractions; requests arrive when they like."""
     pool = (
-        "--max-total-tokens 1600 --max-running-requests 12",
+        "--max-total-tokens 1200 --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
     )
@@ -228,6 +215,18 @@ def hybrid_short(model: str) -> ServerSpec:
     )
 
 
+#: In a pool of four responses: what it evicts stays on the host. Polls wait for the filter.
+HOST_TIER = SHARED.having(
+    "host-tier",
+    *("--dtype float32 --max-total-tokens 1600 --reasoncache-when always", *SOON),
+    "--enable-hierarchical-cache --hicache-ratio 8 --hicache-write-policy write_through",
+    "--hicache-io-backend direct --hicache-mem-layout layer_first",
+    **{
+        WAITS: "1",
+        "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
+    },
+)
+
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING_PAGES, SHARING_AND_EVICTING)
-EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, SNAPKV_H2O, QUEST)
+EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, QUEST)

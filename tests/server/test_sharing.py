@@ -8,6 +8,11 @@ here flushes before the others load.
 
 import asyncio
 import contextlib
+import os
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +22,7 @@ from sglang_reasoncache.native import NativeUnavailable, library
 from sglang_reasoncache.plugin.report import _GAUGES
 from tests.server import specs
 from tests.server.faulty.faulty_reasoncache import ARMS, SAID, VITAL
-from tests.server.harness import ServerPool, assert_whole, wait_until_idle
+from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
 from tests.server.problems import (
     MAX_TOKENS,
     OPT_OUT,
@@ -54,24 +59,17 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 def test_shares_and_keeps_answers(
     server: ServerProcess, count: int, blocks: int, saved: float, right: float
 ) -> None:
+    """And after a retraction the accepted blocks are applied to the recomputed row."""
     todo = problems(count)
     answers = solve(server, todo)
     seen = report(server)
+    if "SGLANG_TEST_RETRACT" in server.env:
+        assert any(entry["retractions"] for entry in seen["recent"])
+        assert seen["totals"]["blocks_reapplied"] > 0
     assert seen["block"] == max(8, server.get("/server_info").json()["page_size"])
     assert seen["totals"]["blocks_shared"] > blocks
     assert seen["totals"]["final_saving_ratio"] > saved
     assert accuracy(todo, answers) >= right
-
-
-@pytest.mark.parametrize("server", [specs.ALIASED], indirect=True)
-def test_retracted_requests_share_again(server: ServerProcess) -> None:
-    """After a retraction the accepted blocks are applied to the recomputed row."""
-    todo = problems(12, seed=6)
-    answers = solve(server, todo)
-    assert accuracy(todo, answers) >= 0.9
-    seen = report(server)
-    assert any(entry["retractions"] for entry in seen["recent"])
-    assert seen["totals"]["blocks_reapplied"] > 0
 
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
@@ -220,3 +218,80 @@ def test_a_response_without_reasoning_shares_nothing(server: ServerProcess) -> N
     for found in respond(server, todo, MAX_TOKENS, sampling_params=sampling):
         assert THINK not in found["text"] and found["text"].count("\n\n") > 4
         assert found["blocks"] == []
+
+
+SAMPLED = {"temperature": 0.8}
+
+
+@pytest.mark.parametrize("server", [specs.ALIASED], indirect=True)
+def test_samples_share_with_each_other(server: ServerProcess) -> None:
+    before = series(server)
+    todo = prompts(3, seed=51)
+    with ThreadPoolExecutor(len(todo)) as pool:
+        sampling = {**SAMPLED, "n": 4}
+        made = list(
+            pool.map(lambda text: generate(server, text, 700, sampling_params=sampling), todo)
+        )
+    assert [len(samples) for samples in made] == [4] * 3
+    wait_until_idle(server)
+    seen, after = report(server), series(server)
+    totals = seen["totals"]
+    assert totals["slots_saved_across_total"] > 100 and totals["blocks_shared_across"] > 12
+    assert 0 < totals["across_ratio"] < 1 and seen["slots_saved_across_now"] == 0
+    name = "slots_saved_across_total"
+    assert 0 < after[name] - before.get(name, 0.0) <= totals[name]
+    assert after["slots_saved_across_now"] == 0
+
+
+@pytest.mark.parametrize("server", [specs.ALIASED], indirect=True)
+def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
+    server: ServerProcess,
+) -> None:
+    """The same prompt and, greedily, the same response, all at once."""
+    [text] = prompts(1, seed=52)
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "salted": {"cache_salt": "secret"},
+        "keyed": {"extra_key": "another"},
+        "out": {"sampling_params": OPT_OUT},
+    }
+    todo = [(f"{kind}-{i}", options) for i in range(3) for kind, options in kinds.items()]
+    with ThreadPoolExecutor(len(todo)) as pool:
+        list(pool.map(lambda job: generate(server, text, 700, rid=job[0], **job[1]), todo))
+    wait_until_idle(server)
+    across = dict.fromkeys(kinds, 0)
+    for entry in report(server)["recent"]:
+        kind = entry["rid"].partition("-")[0]
+        for *_, source in entry["blocks_across"] if kind in kinds else ():
+            across[kind] += 1
+            assert source.partition("-")[0] == kind
+    # Memory decides which of them run together.
+    assert across["out"] == 0 and sum(across.values()) > 0
+
+
+SECONDS = float(os.environ.get("REASONCACHE_SOAK_SECONDS", "60"))
+SAMPLES = 4
+
+
+@pytest.mark.parametrize("server", [specs.SWINGING], indirect=True)
+def test_only_a_server_that_is_short_shares(server: ServerProcess) -> None:
+    choose, end, wave = random.Random(1), time.monotonic() + SECONDS, 0
+    right = asked = shared = 0
+    while time.monotonic() < end or not shared:
+        wave += 1
+        before = report(server)["totals"]["blocks_shared"]
+        few = wave % 2 == 1
+        todo = problems(choose.randint(1, 2) if few else choose.randint(24, 48), seed=100 + wave)
+        if wave % 4 == 0:
+            todo = [problem for problem in todo[::SAMPLES] for _ in range(SAMPLES)]
+        right += round(accuracy(todo, solve(server, todo)) * len(todo))
+        asked += len(todo)
+        wait_until_idle(server)
+        seen = report(server)
+        now = seen["totals"]["blocks_shared"] - before
+        shared += now
+        assert seen["disabled"] is None and seen["totals"]["blocks_missed"] == 0
+        assert not (few and now), "SGLang had enough slots"
+    assert right >= 0.97 * asked
+    print(f"{wave} waves, {asked} responses, {right} right, {shared} blocks shared")
+    assert_whole(server)

@@ -28,6 +28,8 @@ _GATED_DELTA: dict[str, Any] = dict(
     linear_value_head_dim=16,
     linear_num_key_heads=1,
     linear_num_value_heads=3,
+)
+_EXPERTS: dict[str, Any] = dict(
     num_experts=4,
     num_experts_per_tok=2,
     moe_intermediate_size=16,
@@ -43,6 +45,10 @@ _LINEAR, _FULL = "linear_attention", "full_attention"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
+        dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2, **_GATED_DELTA, **_EXPERTS),
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
         dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2, **_GATED_DELTA),
     ),
     "lfm2": (

@@ -192,10 +192,7 @@ class Rig:
 
 
 def announced(
-    backend: Any,
-    batch: ForwardBatch,
-    shifted: bool = False,
-    evicted: Sequence[int] = (),
+    backend: Any, batch: ForwardBatch, shifted: bool = False, evicted: Sequence[int] = ()
 ) -> ForwardBatch:
     """The batch, of which the backend knows by the hook that sees a new one; ``shifted``, ``evicted``:
     what our tree says of its requests."""

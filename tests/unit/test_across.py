@@ -19,23 +19,7 @@ from sglang_reasoncache.filter.align import AcrossPair
 from sglang_reasoncache.sharing.state import OPT_OUT_KEY, state_of
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import (
-    OUTPUT,
-    PROMPT,
-    Pair,
-    ScriptedEngine,
-    Setup,
-    World,
-    abort,
-    assert_empty,
-    come_back,
-    decode,
-    finish,
-    propose,
-    respond,
-    retract,
-    start,
-)
+from tests.property.world import OUTPUT, PROMPT, Pair, ScriptedEngine, Setup, World
 from tests.unit.test_pipeline import assert_judged
 
 SETUPS = [
@@ -80,7 +64,7 @@ def lend(world: World, source: Req, reader: Req, *pairs: Pair) -> int:
     """``reader`` is offered blocks of ``source``; how many slots that brings back."""
     lent = [AcrossPair(*pair, number(world, source)) for pair in pairs]
     world.engine.lent[number(world, reader)] = lent
-    decode(world, reader)
+    world.step(reader)
     reqs = running(world)
     assert world.controller.after_decode(reqs) == 0
     freed = world.controller.after_decode(reqs)
@@ -94,7 +78,7 @@ def running(world: World) -> list[Req]:
 
 def two(setup: Setup, **options: Any) -> tuple[World, Req, Req]:
     world = world_of(setup, **options)
-    return world, start(world, "source"), start(world, "reader", first=200)
+    return world, world.start("source"), world.start("reader", first=200)
 
 
 def balance(world: World) -> None:
@@ -114,7 +98,7 @@ def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
     assert lend(world, source, reader, Pair(12, 20)) == 4
     rows = world.row(source).copy(), world.row(reader).copy()
     for req, pair in ((source, Pair(20, 8)), (reader, Pair(12, 24))):
-        propose(world, req, pair)
+        world.propose(req, pair)
         assert world.controller.after_decode([source, reader]) == 0
     refused = world.controller.stats.refusals
     assert refused == {"across": 1, "overlap": 1}
@@ -122,14 +106,14 @@ def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
     pipeline = world.controller.pipeline
     assert (pipeline.across, pipeline.redirector.within) == (4, 4)
     # A third one reads what the reader reads.
-    third = start(world, "third", first=300)
+    third = world.start("third", first=300)
     assert lend(world, reader, third, Pair(16, 12)) == 4
     assert (world.row(third)[16:20] == rows[0][20:24]).all()
     assert (pipeline.across, pipeline.redirector.within) == (8, 4)
     described = {"prompt_tokens": len(PROMPT), "requests": 3, "slots_saved_within_now": 4}
     assert world.controller.describe()["groups"] == [{**described, "slots_read_across": 8}]
-    finish(world, source)
-    abort(world, reader)
+    world.finish(source)
+    world.abort(reader)
     balance(world)
     assert (pipeline.across, pipeline.redirector.within) == (0, 0)
     told = world.controller.describe()
@@ -155,43 +139,18 @@ def test_blocks_that_may_not_be_lent(pair: Pair, age: int, refusal: str) -> None
 
 
 @ALL_SETUPS
-def test_a_retracted_reader_reads_again_what_still_runs(setup: Setup) -> None:
-    world, source, reader = two(setup)
-    gone = start(world, "gone", first=300)
-    assert lend(world, source, reader, Pair(12, 20)) == 4
-    assert lend(world, gone, reader, Pair(20, 12)) == 4
-    propose(world, reader, Pair(24, 8))
-    assert world.controller.after_decode([source, reader, gone]) == 4
-    engine: Any = world.engine
-    group = engine.groups[number(world, reader)]
-    for _ in range(2):
-        retract(world, reader)
-        assert engine.groups[number(world, reader)] == -1, "no source while its row is gone"
-        if gone.kv.holds_kv:
-            finish(world, gone)
-        come_back(world, reader)
-        assert world.controller.after_decode([source, reader]) == 0, "queued"
-        assert engine.groups[number(world, reader)] == group
-        decode(world, reader)
-        assert world.controller.after_decode([source, reader]) == 8
-        row = world.row(reader)
-        assert (row[12:16] == world.row(source)[20:24]).all() and (row[24:28] == row[8:12]).all()
-        balance(world)
-
-
-@ALL_SETUPS
 @pytest.mark.parametrize("again", [False, True])
 def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again: bool) -> None:
     world, source, reader = two(setup)
     assert lend(world, source, reader, Pair(12, 20)) == 4
-    retract(world, source)
+    world.retract(source)
     for _ in range(1 + again):
-        retract(world, reader)
-        come_back(world, reader)
+        world.retract(reader)
+        world.come_back(reader)
         for _ in range(3):
             assert world.controller.after_decode([reader]) == 0, "nothing to read yet"
         balance(world)
-    come_back(world, source)
+    world.come_back(source)
     freed = [world.controller.after_decode([reader, source]) for _ in range(4)]
     assert sum(freed) == 4 and freed[-1] == 0
     assert (world.row(reader)[12:16] == world.row(source)[20:24]).all()
@@ -204,8 +163,8 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
     world, source, reader = two(SETUPS[0])
     assert lend(world, source, reader, Pair(12, 20)) == 4
     for req in (source, reader):
-        retract(world, req)
-    come_back(world, reader)
+        world.retract(req)
+    world.come_back(reader)
     world.controller.after_decode([reader])
     state: Any = state_of(reader)
     assert len(state.pending) == 1
@@ -260,8 +219,8 @@ def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: b
         assert freed == ([4, 0] if same else [0, 0])
         assert world.controller.stats.refusals == ({"same_slots": 1} if same else {"late": 2})
     for req in made:
-        finish(world, req)
-    assert_empty(world)
+        world.finish(req)
+    world.assert_empty()
 
 
 def began(world: World, name: int, key: dict[str, Any]) -> Req:
@@ -269,6 +228,6 @@ def began(world: World, name: int, key: dict[str, Any]) -> Req:
     prompt = array("q", key.pop("prompt", PROMPT))
     req = Req(str(name), "", prompt, params, **key)
     world.requests.add(req)
-    respond(world, req, range(100 * name, 100 * name + 1 + OUTPUT))
+    world.respond(req, range(100 * name, 100 * name + 1 + OUTPUT))
     world.controller.after_decode([req])
     return req

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission with a credit for sharing, calculated by hand."""
+"""Admission with a credit for sharing, against its formula and SGLang's own."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from sglang_reasoncache.cache.admission import SharingBudget, SharingForecast
@@ -43,71 +45,41 @@ def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
     return verdict
 
 
-@pytest.mark.parametrize(
-    ("page", "offset", "prompt", "fitting", "too_much"),
-    [
-        # The whole prompt, and the undiscounted part of the output: 600 + 0.5 * 798 is 999 and
-        # fits below 1000; one pair of tokens more does not.
-        (1, 0, 600, 798, 800),
-        # A prompt of 601 takes 608, so 6 of the first output tokens are not discounted:
-        # 608 + (601 + 784 - 608) * 0.5 = 996.5; 608 + (601 + 791 - 608) * 0.5 = 1000.
-        (16, 0, 601, 784, 791),
-        # A prompt of 1 with 3 output tokens needs 4, not the 16 of its page and a part of 3.
-        (16, 995, 1, 3, 4),
-    ],
+LENGTHS = st.integers(0, 400)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from((0.0, 0.25, 0.5, 0.75)),
+    st.sampled_from((1, 16)),
+    st.sampled_from((0, 13, 970, 990)),
+    st.lists(st.tuples(LENGTHS, LENGTHS), max_size=3),
+    st.integers(-50, 500),
+    st.tuples(st.integers(1, 40), st.integers(0, 60))
+    | st.tuples(st.integers(1, 1000), st.integers(0, 1500)),
 )
-def test_request_needs_its_prompt_and_the_undiscounted_part_of_its_output(
-    page: int, offset: int, prompt: int, fitting: int, too_much: int
+def test_only_output_to_come_is_discounted(
+    credit: float, page: int, mixed: int, reserved: Any, rest: int, asked: tuple[int, int]
 ) -> None:
-    made = budget(0.5, page)
-    made.total_offset = made.current_offset = offset
-    assert made.remaining_total == FREE + EVICTABLE - offset
-    assert fits(made, prompt, fitting)
-    assert not fits(made, prompt, too_much)
-
-
-def test_what_remains() -> None:
-    """Only future output is discounted: 100 for the prompt and its page, 400 * (1 - 0.25)."""
-    made = budget(0.25)
-    made.reserve(99, 400)
-    assert (made.total_offset, made.current_offset) == (500, 100)
-    assert made.remaining_total == 1000 - 100 - 300
-    assert made.remaining_current == 1000 - 100
-    prompts = budget(0.9)
-    assert fits(prompts, prompt=999, output=0)
-    assert not fits(prompts, prompt=1000, output=0)
-    prompts.reserve(999, 0)
-    assert prompts.remaining_total == 0
-    assert not prompts.has_capacity()
-    # SGLang adds the estimated rest of running requests to ``total_offset`` directly.
-    running = budget(0.2, mixed=10)
-    running.total_offset += 500
-    assert running.remaining_total == 1000 - 10 - 500 * 0.8
-    # A total below the current offset is no reservation in reverse.
-    below = budget(0.5)
-    below.current_offset += 40
-    assert below.remaining_total == 1000 - 40
-
-
-@pytest.mark.parametrize("page", [1, 16])
-@pytest.mark.parametrize("mixed", [0, 13])
-def test_credit_zero_is_stock(page: int, mixed: int) -> None:
-    """Same verdicts and same remainders after every reservation."""
-    ours, stock = budget(0.0, page, mixed), budget(None, page, mixed)
-    for prompt, output in [(1, 0), (19, 64), (160, 0), (5, 300), (300, 1), (64, 200)]:
-        for question in [(1, 0), (prompt, output), (400, 400), (16, 984), (999, 0), (1000, 0)]:
-            assert fits(ours, *question) == fits(stock, *question), question
-        assert ours.has_capacity() == stock.has_capacity()
-        assert ours.available_chunk_tokens(512) == stock.available_chunk_tokens(512)
-        ours.reserve(prompt, output)
-        stock.reserve(prompt, output)
-        assert ours.remaining_total == stock.remaining_total
-        assert ours.remaining_current == stock.remaining_current
-
-
-def test_more_credit_never_admits_less() -> None:
-    verdicts = [fits(budget(credit / 10), prompt=500, output=900) for credit in range(10)]
-    assert verdicts == sorted(verdicts) and set(verdicts) == {False, True}
+    """A request needs its prompt, in whole pages unless prompt and output are less, and the undiscounted
+    part of its output. ``rest``: SGLang adds what running requests will need to ``total_offset``; a
+    total below the current offset is no reservation in reverse. Credit zero is stock."""
+    made, stock = budget(credit, page, mixed), budget(None, page, mixed)
+    for each in (made, stock):
+        for prompt, output in reserved:
+            each.reserve(prompt, output)
+        each.total_offset += rest
+    assert (made.total_offset, made.current_offset) == (stock.total_offset, stock.current_offset)
+    left = FREE + EVICTABLE - made.current_offset
+    total = left - max(made.total_offset - made.current_offset, 0) * (1 - credit)
+    assert (made.remaining_current, made.remaining_total) == (left, total)
+    now = min(-(-asked[0] // page) * page, sum(asked))
+    assert fits(made, *asked) == (now + (sum(asked) - now) * (1 - credit) < total)
+    if credit == 0 and rest >= 0:
+        assert fits(stock, *asked) == fits(made, *asked)
+        assert (stock.remaining_current, stock.remaining_total) == (left, total)
+        assert stock.has_capacity() == made.has_capacity()
+        assert stock.available_chunk_tokens(512) == made.available_chunk_tokens(512)
 
 
 ENDED, RUNNING = SharingForecast.observe, SharingForecast.poll

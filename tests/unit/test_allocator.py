@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocators that hand a shared page out again only after its last reference."""
+"""Allocators that hand a shared page out again only after its last reference; what the host knows of rows
+that read each other."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
@@ -15,6 +19,7 @@ from sglang_reasoncache.cache.allocator import (
     SharedTokenAllocator,
     shared_allocator_of,
 )
+from sglang_reasoncache.cache.host_row import EVICTED, HostRow, Moved, undo
 from tests.property.world import allocator_of
 from tests.strict_device import Refused, WouldWait
 
@@ -73,60 +78,47 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
     assert len(free_list(either)) == SLOTS // page
 
 
-#: Of pages a, b and c: those that get one more reference each, what is freed call by call, and
-#: what is then in use.
-@pytest.mark.parametrize(
-    ("shared", "freed", "left"),
-    [
-        ("", ["ab"], "c"),
-        # A shared page comes back with its last reference.
-        ("aa", ["a", "a"], "abc"),
-        ("aa", ["a", "a", "a"], "bc"),
-        # A page named twice in one call loses two references.
-        ("a", ["aab"], "c"),
-        ("a", ["aba"], "c"),
-        ("a", ["baa"], "c"),
-        # It survives one of two rows.
-        ("a", ["ab"], "ac"),
-        ("a", ["ab", "ac"], ""),
-        ("aab", ["ac", "ab", "b"], "a"),
-        ("a", [""], "abc"),
-    ],
-)
-@pytest.mark.parametrize("grouped", [False, True], ids=["each", "grouped"])
-@pytest.mark.parametrize(
-    "how", ["free", "free_segment", "free_page_ids", "cut-1", "cut-3", "mixed"]
+@settings(max_examples=500, deadline=None)
+@given(
+    st.data(),
+    st.sampled_from((1, PAGE)),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(("free", "free_segment", "free_page_ids", "cut-1", "cut-3", "mixed")),
 )
 def test_pages_come_back_with_their_last_reference(
-    either: Allocator, page: int, shared: str, freed: list[str], left: str, grouped: bool, how: str
+    data: st.DataObject, page: int, need_sort: bool, grouped: bool, how: str
 ) -> None:
-    """SGLang frees a batch's finished requests in one group; rows may be cut at their ends."""
-    ids = dict(zip("abc", take(either, 3), strict=True))
-    share(either, [ids[name] for name in shared])
-    counted = dict(either.references)
+    """SGLang frees a batch's finished requests in one group; rows may be cut at their ends. A page that
+    is named twice in one call loses two references."""
+    allocator = allocator_of(page, SLOTS, need_sort=need_sort)
+    ids = take(allocator, 3)
+    more = data.draw(st.lists(st.sampled_from(ids), max_size=3))
+    share(allocator, more)
+    counted, left = dict(allocator.references), Counter([*ids, *more])
+    freed = data.draw(st.permutations([*ids, *more]))[: data.draw(st.integers(0, 6))]
+    calls = data.draw(st.integers(1, 3))
     if grouped:
-        either.free_group_begin()
-    for names in freed:
-        pages = [ids[name] for name in names]
+        allocator.free_group_begin()
+    for pages in (freed[i::calls] for i in range(calls)):
         row = page_slots(page, *pages)
         if how == "free_page_ids":
-            either.free_page_ids(slots(*pages))
+            allocator.free_page_ids(slots(*pages))
         elif how == "free_segment":
-            either.free_segment(row, start_pos=4 * page)
+            allocator.free_segment(row, start_pos=4 * page)
         elif how == "mixed":
-            either.free(row.reshape(-1, page).T.flatten())
+            allocator.free(row.reshape(-1, page).T.flatten())
         else:
             cut = int(how.partition("-")[2] or 0) if page > 1 else 0
-            either.free(row[: len(row) - cut])
+            allocator.free(row[: len(row) - cut])
     if grouped:
         if how != "free_page_ids":
-            assert either.available_size() == SLOTS - 3 * page
-            assert either.references == counted
-        either.free_group_end()
-    in_use = sorted(ids[name] for name in left)
-    assert free_list(either) == [at for at in range(1, SLOTS // page + 1) if at not in in_use]
-    counts = {ids[n]: 1 + shared.count(n) - "".join(freed).count(n) for n in left}
-    assert either.references == {at: n for at, n in counts.items() if n > 1}
+            assert allocator.available_size() == SLOTS - 3 * page
+            assert allocator.references == counted
+        allocator.free_group_end()
+    left.subtract(freed)
+    assert free_list(allocator) == [at for at in range(1, SLOTS // page + 1) if not left[at]]
+    assert allocator.references == {at: count for at, count in left.items() if count > 1}
 
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
@@ -178,3 +170,60 @@ def test_any_other_allocator_is_refused() -> None:
         shared_allocator_of(SlidingWindow(SLOTS, torch.float32, "cpu", pool, need_sort=False))
     with pytest.raises(ValueError, match="SharedTokenAllocator"):
         shared_allocator_of(allocator_of(1, SLOTS))
+
+
+LENGTH, BLOCK = 12, 3
+AT = st.integers(0, LENGTH - BLOCK)
+ROW = st.integers(0, 1)
+#: A block reads a block of the same row or another one, and that may be undone; or a position goes.
+READ = st.tuples(ROW, AT, ROW, AT, st.booleans())
+STEPS = st.lists(READ | st.integers(0, LENGTH - 1), max_size=12)
+
+
+@settings(max_examples=400, deadline=None)
+@given(STEPS)
+def test_rows_name_what_they_read(steps: list[tuple[int, int, int, int, bool] | int]) -> None:
+    rows = [HostRow(), HostRow()]
+    plain = [[1 + number * LENGTH + at for at in range(LENGTH)] for number in range(2)]
+    for row, slots in zip(rows, plain, strict=True):
+        row.locate(0, slots)
+    for step in steps:
+        if isinstance(step, int):
+            rows[0].unset(np.array([step]))
+            plain[0][step] = EVICTED
+        else:
+            _read(rows, plain, *step)
+        for number, (row, slots) in enumerate(zip(rows, plain, strict=True)):
+            held = np.array(
+                [at for at, slot in enumerate(slots) if slot != EVICTED], dtype=np.int64
+            )
+            distinct = {slots[at] for at in held}
+            assert row.between(0, LENGTH).tolist() == slots
+            assert row.saved == len(held) - len(distinct)
+            assert row.held(LENGTH).tolist() == held.tolist()
+            assert row.evicted == LENGTH - len(held)
+            gone = [at for at in range(4, LENGTH) if slots[at] == EVICTED]
+            assert row.evicted_from(4).tolist() == gone
+            assert row.any_evicted(4, LENGTH) == bool(gone)
+            assert row.first_readers(held).tolist() == [slots.index(slots[at]) for at in held]
+            own = range(1 + number * LENGTH, 1 + (number + 1) * LENGTH)
+            assert row.in_other_rows >= {slot for slot in distinct if slot not in own}
+
+
+def _read(
+    rows: list[HostRow], plain: list[list[int]], to: int, dst: int, of: int, src: int, undone: bool
+) -> None:
+    going, there = plain[to][dst : dst + BLOCK], plain[of][src : src + BLOCK]
+    overlaps = to == of and abs(dst - src) < BLOCK
+    if overlaps or EVICTED in (*going, *there) or not rows[to].in_other_rows.isdisjoint(going):
+        return
+    before = (rows[to].first_shared, rows[to].saved, rows[to].borrowed)
+    moves: list[Moved] = []
+    rows[to].read(dst, src, BLOCK, rows[of], moves)
+    if undone:
+        undo(moves)
+        assert before == (rows[to].first_shared, rows[to].saved, rows[to].borrowed)
+        return
+    for offset in range(BLOCK):
+        old, new = plain[to][dst + offset], plain[of][src + offset]
+        plain[to] = [new if slot == old else slot for slot in plain[to]]

@@ -82,17 +82,6 @@ def test_shifted_keys_do_matter() -> None:
     assert float((stock.double() - rig.expected(batch)).abs().max()) > 100 * TOLERANCE[rig.dtype]
 
 
-@DTYPES
-@ALL_BATCHES
-def test_keys_as_cached_are_read_as_stock_reads_them(new: list[int], dtype: torch.dtype) -> None:
-    rig = Rig(shifted=0.5, dtype=dtype)
-    batch, cached_at = rig.batch(new), rig.cached_at.positions.clone()
-    ours = rig.forward(backend_of("reasoncache_cpu", rig, False), batch)
-    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
-    torch.testing.assert_close(ours, stock, rtol=0, atol=TOLERANCE[dtype])
-    assert torch.equal(rig.cached_at.positions, cached_at)
-
-
 @KINDS
 @pytest.mark.parametrize("marked", [True, False])
 @DECODE_AND_EXTEND
@@ -203,14 +192,6 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
     flag = {"reasoncache_cpu": "--attention-backend reasoncache_cpu", "cuda": REQUESTED_BY}[kind]
     with pytest.raises(ValueError, match=f"{flag}.*{message}"):
         backend_of(kind, rig)
-
-
-def test_positions_without_a_linear_rotation_are_refused() -> None:
-    rig = Rig(shifted=0.0)
-    rig.runner.model = torch.nn.ModuleList([rig.layer])
-    with pytest.raises(ValueError, match="rotary embedding"):
-        PagedCpuBackend(rig.runner, rig.cached_at)
-    PagedCpuBackend(rig.runner)
 
 
 def test_without_a_compiler_the_server_is_told_of_sglangs_own(

@@ -78,10 +78,8 @@ def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPat
         assert getattr(made, attribute) is getattr(stock, attribute)
 
     # On other devices it is refused.
-    over, runner = (
-        f"--x y over --attention-backend {name} needs an NVIDIA GPU",
-        Rig(shifted=0.0).runner,
-    )
+    over = f"--x y over --attention-backend {name} needs an NVIDIA GPU"
+    runner = Rig(shifted=0.0).runner
     with pytest.raises(ValueError, match=f"{over}, this server runs on cpu"):
         attention.make_cuda(runner, name, None, requested_by="--x y")
     runner.device = "cuda:0"
@@ -220,24 +218,29 @@ def test_a_backend_is_taken_only_where_ours_serves_it(
     assert " ".join(found[:2]) == expected
 
 
-POLICIES = ["streamingllm:budget=64", "reasoncache+quest:budget=64"]
+STOCK: Any = object()
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+def chosen(
+    runner: Any, name: str = "triton", cached: CachedPositions | None = None, **settings: Any
+) -> tuple[Any, attention.AttentionParts, ReasonCacheConfig]:
+    """What serves in place of :data:`STOCK`, its parts, and the settings it is asked for with."""
+    config, cached = ReasonCacheConfig(**settings), cached or CachedPositions(1, "cpu")
+    found = attention.attention_backend(runner, config, name, lambda _runner: STOCK, cached)
+    return *found, config
+
+
+@pytest.mark.parametrize("policy", [EVICTS, "reasoncache+quest:budget=64"])
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_or_selects_asks_for_our_kernels(positions: str, policy: str) -> None:
     """Without one SGLang's backend serves as it is; with one backend for each half it is refused later."""
     runner = Rig(shifted=0.0).runner
     runner.prefill_attention_backend_str = "triton"
-    stock = object()
 
     def made(policy: str) -> str:
         """Why keys are not corrected."""
-        config = ReasonCacheConfig(policy=policy, positions=positions)
-        cached = CachedPositions(1, "cpu")
-        arguments = runner, config, "triton", lambda _runner: stock, cached
-        backend, parts = attention.attention_backend(*arguments)
-        assert backend is stock
+        backend, parts, _ = chosen(runner, policy=policy, positions=positions)
+        assert backend is STOCK
         assert parts == attention.AttentionParts(uncorrected=parts.uncorrected)
         return parts.uncorrected
 
@@ -261,10 +264,8 @@ def test_auto_is_corrected(
         return backend_of("cuda", rig)
 
     monkeypatch.setattr(attention, "make_cuda", on_the_cpu)
-    config = ReasonCacheConfig()
-    arguments = rig.runner, config, "triton", lambda _runner: pytest.fail("stock"), rig.cached_at
-    _, parts = attention.attention_backend(*arguments)
-    assert parts.rotation is not None and not parts.uncorrected
+    backend, parts, config = chosen(rig.runner, cached=rig.cached_at)
+    assert backend is not STOCK and parts.rotation is not None and not parts.uncorrected
     assert attention.resolve_positions(config, parts, rig.runner)[0].positions == "corrected"
     assert not caplog.messages
 
@@ -289,36 +290,26 @@ def test_auto_goes_on_where_ours_fails(
         made.append(weakref.ref(backend))
         return backend
 
-    monkeypatch.setattr(
-        attention, "backend_class", lambda _name: fails if at == "__init__" else make
-    )
-    if at == "warm_up":
-        monkeypatch.setattr(warm_up, "compile_attention", fails)
-    else:
-        monkeypatch.setattr(warm_up, "compile_attention", lambda _paged: None)
-        monkeypatch.setattr(attention, "_install_hooks", fails)
-    stock, warned = object(), list[str]()
+    first = fails if at == "__init__" else make
+    monkeypatch.setattr(attention, "backend_class", lambda _name: first)
+    compiled = fails if at == "warm_up" else lambda _paged: None
+    monkeypatch.setattr(warm_up, "compile_attention", compiled)
+    monkeypatch.setattr(attention, "_install_hooks", fails)
+    warned = list[str]()
     # Handlers of a test keep tracebacks.
     monkeypatch.setattr(attention.logger, "warning", lambda *args, exc_info: warned.append(args[1]))
-
-    def parts(asked: str, policy: str = "reasoncache") -> attention.AttentionParts:
-        config = ReasonCacheConfig(positions=asked, policy=policy)
-        arguments = rig.runner, config, "triton", lambda _runner: stock, rig.cached_at
-        backend, found = attention.attention_backend(*arguments)
-        assert backend is stock
-        return found
-
     told = f"{kind.__name__}: none left"
     why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"
-    found = parts("auto")
+    backend, found, _ = chosen(rig.runner, cached=rig.cached_at)
+    assert backend is STOCK
     assert found.rotation is None and re.fullmatch(why, found.uncorrected)
     assert warned == [found.uncorrected] and len(made) == (at != "__init__")
     assert all(backend() is None for backend in made)
     with pytest.raises(ValueError, match=why):
-        parts("corrected")
+        chosen(rig.runner, cached=rig.cached_at, positions="corrected")
     flag = f"--reasoncache-policy {EVICTS}"
     with pytest.raises(ValueError, match=f"{flag} over --attention-backend triton failed .*{told}"):
-        parts("auto", EVICTS)
+        chosen(rig.runner, cached=rig.cached_at, policy=EVICTS)
 
 
 @pytest.mark.parametrize(
@@ -340,8 +331,7 @@ def test_auto_says_why_it_is_not_corrected(
     def resolved(asked: str) -> tuple[str, bool]:
         config, parts = ReasonCacheConfig(positions=asked), attention.AttentionParts()
         if backend in compat.CUDA_BACKENDS:
-            arguments = runner, config, backend, lambda _runner: None, CachedPositions(1, "cpu")
-            parts = attention.attention_backend(*arguments)[1]
+            parts = chosen(runner, backend, positions=asked)[1]
         found, reason = attention.resolve_positions(config, parts, runner)
         assert (reason is None) == found.shares
         return found.positions, found.shares

@@ -22,10 +22,11 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang.srt.runtime_context import get_parallel
 from transformers import Qwen3Config
 
-from sglang_reasoncache.attention import paged, paged_cuda, warm_up
+from sglang_reasoncache.attention import paged, warm_up
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
+from tests.eviction.test_recent_queries import assert_kept
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import DIM, TOLERANCE, Rig, announced, mark
@@ -243,26 +244,20 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
 
 
 @under_interpreter
-def test_a_graph_of_no_known_variant_is_refused(rig: Rig, backend: Any) -> None:
-    backend.init_cuda_graph_state(3, 3)
-    batch = rig.batch([1, 1, 1])
-    for in_capture in (True, False):
-        with pytest.raises(RuntimeError, match="variant None"):
-            backend.init_forward_metadata_out_graph(batch, in_capture=in_capture)
-
-
-@under_interpreter
-def test_the_log_says_what_graphs_take(
-    rig: Rig, backend: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once, though SGLang asks for graphs of fewer requests, too."""
-    with caplog.at_level("INFO", logger=paged_cuda.__name__):
-        for requests in (3, 1):
-            backend.init_cuda_graph_state(requests, requests)
-    (told,) = caplog.messages
-    size = backend.paged.buffers(3, merge=True).nbytes / 2**20
-    assert f"3 requests x {backend.paged.width} positions, take {size:.1f} MiB" in told
-    assert "--cuda-graph-max-bs-decode or --context-length" in told
+def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> None:
+    """Eager and in either variant of a graph, padded or not; prefill graphs keep none."""
+    found = backend.paged.keep_queries(3)
+    graphs = Graphs(rig, backend)
+    for shifted in (True, False):
+        for new in ([1, 1, 1], [1, 19, 30]):
+            batch = announced(backend, rig.batch(new), shifted)
+            assert not backend.can_run_prefill_cuda_graph(batch)
+            rig.forward(backend, batch)
+            assert_kept(rig, found, new)
+        found.positions.fill_(-1)
+        rig.forward(graphs, announced(backend, rig.batch([1, 1, 1]), shifted))
+        assert_kept(rig, found, [1, 1, 1])
+    assert graphs.replayed == ["shifted", "plain"]
 
 
 @under_interpreter

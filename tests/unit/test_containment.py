@@ -37,16 +37,7 @@ from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.property.model import Memory
-from tests.property.world import (
-    ENDS,
-    Eviction,
-    Pair,
-    ScriptedEvictor,
-    Setup,
-    World,
-    decode,
-    start,
-)
+from tests.property.world import Eviction, Pair, ScriptedEvictor, Setup, World
 from tests.selection.test_device_selection import noted, rig_of
 from tests.two_ranks import on_two_ranks
 from tests.unit.test_across import world_of
@@ -243,7 +234,7 @@ class Load:
     def decode(self, steps: int) -> None:
         for _ in range(steps):
             for req in self.running:
-                decode(self.world, req, 100 + len(req.output_ids))
+                self.world.step(req, 100 + len(req.output_ids))
         self._polled("_after_decode", reqs=self.running)
 
     def share(self, *pairs: Pair) -> None:
@@ -282,7 +273,7 @@ class Load:
 
     def release(self, req: Req, how: str) -> None:
         self.running.remove(req)
-        ENDS[how](self.world, req)
+        self.world.end(req, how)
         self.check()
 
     def look(self) -> Any:
@@ -400,7 +391,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     backend.paged = SimpleNamespace(cached=True)
     runner: Any = SimpleNamespace(attn_backend=backend)
     made = SimpleNamespace(rids=["r"], forward_mode=None)
-    batch = SimpleNamespace(tree_cache=world.tree, reqs=[start(world)])
+    batch = SimpleNamespace(tree_cache=world.tree, reqs=[world.start()])
     if fails is not None:
         monkeypatch.setattr(world.tree, fails, None)
     attention._after_forward_batch(made, object, batch, runner)
@@ -416,7 +407,7 @@ def _rank(rank: int, group: Any) -> list[Any]:
     seen = []
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
         for setup in SETUPS:
-            chosen = [sites(setup, True)[1][::3]]
+            chosen = [sites(setup, True)[1][::4]]
             torch.distributed.broadcast_object_list(chosen, src=0, group=group)
             for turn, (site, number) in enumerate(chosen[0]):
                 load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]

@@ -17,7 +17,6 @@ from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
-from tests.contract.test_layers import LAYER
 from tests.eviction.views import evict, view
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,49 +79,30 @@ def test_source_paths_and_commands_exist(page: Path) -> None:
     assert not set(re.findall(r"`make ([\w-]+)", text)) - set(targets)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=_ids)
-def test_every_picture_names_its_command(page: Path) -> None:
-    text = page.read_text()
-    for picture in re.findall(r"!\[.*?\]\((.*?)\)\n", text):
-        after = text.partition(f"({picture})\n")[2].lstrip().partition("\n\n")[0]
-        assert re.match(r"\(`(python -m eval\.|make )", after), picture
-
-
-def test_rooms_stand_in_the_order_of_layers() -> None:
-    rooms = re.findall(r"^`(\w+)/", _table("architecture", "room"), re.MULTILINE)
-    assert [LAYER[room] for room in rooms] == sorted(LAYER[room] for room in rooms)
-    package = ROOT / "sglang_reasoncache"
-    assert set(rooms) == {path.parent.name for path in package.glob("*/__init__.py")}
-
-
 def _table(page: str, heading: str) -> str:
     """First column of the table that begins with ``heading``."""
     rows = TEXT[page].partition(f"\n| {heading} |")[2].partition("\n\n")[0]
     return "\n".join(re.findall(r"^\| (.*?) \|", rows, re.MULTILINE))
 
 
-def test_refused_flags_and_series_are_in_their_pages() -> None:
-    for page, fields in (("index", CONFLICTS), ("architecture", CORRECTED_CONFLICTS)):
-        flags = [f"`--{field.replace('_', '-')}" for field in fields]
-        assert not [flag for flag in flags if flag not in TEXT[page]]
-    selected = (f"selection_{field}" for field in report._SELECTION)
-    series = [*(field.removesuffix("_total") for field in report._COUNTERS), *selected]
-    assert not [name for name in series if f"`{name}`" not in TEXT["index"]]
+def test_what_the_code_names_is_in_its_page() -> None:
+    series = [*(field.removesuffix("_total") for field in report._COUNTERS)]
+    series += (f"selection_{field}" for field in report._SELECTION)
+    kinds = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS, *served.WITHOUT_POSITIONS]
+    refused, corrected = (
+        [f"--{field.replace('_', '-')}" for field in fields]
+        for fields in (CONFLICTS, CORRECTED_CONFLICTS)
+    )
+    told = ("index", [*series, *refused]), ("architecture", corrected), ("kernels", kinds)
+    for page, names in told:
+        assert not [name for name in names if f"`{name}" not in TEXT[page]]
     totals = set(re.findall(r"`(\w+)`", _table("evaluation", "total")))
     assert totals == SharingStats().to_dict().keys()
-
-
-def test_every_refusal_is_in_its_table() -> None:
     names = re.findall(r"^`(\w+)`$", _table("architecture", "reason"), re.MULTILINE)
     assert names == [each.value for each in Refusal]
-
-
-def test_what_is_served_is_told() -> None:
     table = TEXT["kernels"].partition("\n| layer | served |")[2].partition("\n\n")[0]
-    told = re.findall(r"^\| (.*?) \| `(.*?)`", table, re.MULTILINE)
-    assert dict(told) == {name: str(values[0]) for name, _, values in served.LAYER_ATTRIBUTES}
-    names = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS]
-    assert not [name for name in names if f"`{name}`" not in TEXT["kernels"]]
+    layers = re.findall(r"^\| (.*?) \| `(.*?)`", table, re.MULTILINE)
+    assert dict(layers) == {name: str(values[0]) for name, _, values in served.LAYER_ATTRIBUTES}
 
 
 def test_every_family_is_told() -> None:
@@ -134,8 +114,6 @@ def test_every_family_is_told() -> None:
         "| models | attention | | tried |\n| --- | --- | --- | --- |\n"
     )[2]
     assert table.partition("\n\n")[0].splitlines() == rows
-    names = [*served.WITHOUT_POSITIONS]
-    assert not [name for name in names if f"`{name}`" not in TEXT["kernels"]]
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:

@@ -24,23 +24,7 @@ from sglang_reasoncache.eviction.policies.rkv import RKV
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels import distance
 from tests.eviction.rows import world_of
-from tests.property.world import (
-    LAYERS,
-    MAX_ROWS,
-    PROMPT,
-    Eviction,
-    Pair,
-    Setup,
-    World,
-    abort,
-    decode,
-    finish,
-    prefill,
-    propose,
-    respond,
-    retract,
-    start,
-)
+from tests.property.world import LAYERS, MAX_ROWS, PROMPT, Eviction, Pair, Setup, World
 from tests.strict_device import WouldWait, guarded, no_wait, strict_device
 from tests.triton_runs import INTERPRETED
 
@@ -87,7 +71,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         yield
         for world in made:
             for req in [req for req in world.requests if req.kv.holds_kv]:
-                finish(world, req)
+                world.finish(req)
             world.tree.evict(EvictParams(num_tokens=SLOTS))
             assert world.allocator.available_size() == SLOTS and not world.allocator.references
 
@@ -95,14 +79,14 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def steps(world: World, *reqs: Any, count: int = 4) -> None:
     for _ in range(count):
         for req in reqs:
-            decode(world, req)
+            world.step(req)
         world.controller.after_decode(list(reqs))
 
 
 def shared(world: World, name: str = "r", first: int = 100) -> Any:
     """A request that shares two blocks, whose distances have arrived."""
-    req = start(world, name, first)
-    propose(world, req, Pair(20, 8), Pair(16, 12))
+    req = world.start(name, first)
+    world.propose(req, Pair(20, 8), Pair(16, 12))
     steps(world, req)
     assert world.allocator.row_of(req.kv.req_pool_idx).saved == 8
     return req
@@ -116,22 +100,22 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
     if end == "together":
         world.allocator.free_group_begin()
     if end == "retract":
-        retract(world, reqs[0])
-        prefill(world, reqs[0])
+        world.retract(reqs[0])
+        world.prefill(reqs[0])
         steps(world, reqs[0], count=6)
         assert world.controller.pipeline.saved == 16
     for req in reqs:
-        finish(world, req)
+        world.finish(req)
     if end == "together":
         world.allocator.free_group_end()
     # A follow-up turn continues from what was published.
     text = [*reqs[1].origin_input_ids, *reqs[1].output_ids, 5]
     after = world.request("after", text, end == "opted out")
-    prefill(world, after)
+    world.prefill(after)
     after.output_ids.append(9)
     steps(world, after)
     assert world.controller.pipeline.saved == 0
-    abort(world, after)
+    world.abort(after)
     assert world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted >= 20
 
 
@@ -143,11 +127,11 @@ def test_evicting(setup: Setup) -> None:
     world.evictor.waiting["r"] = [Eviction(at, 4) for at in (20, 12, 24)]
     steps(world, req)
     assert world.controller.report.slots_saved == 8 + 4
-    retract(world, req)
-    prefill(world, req)
+    world.retract(req)
+    world.prefill(req)
     steps(world, req, count=6)
     assert world.controller.eviction.positions_now == 12
-    finish(world, req)
+    world.finish(req)
 
 
 POLICIES: dict[str, Callable[..., Any]] = {
@@ -170,7 +154,7 @@ def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
         for buffer in world.pool.k_buffer:
             buffer.copy_(keys)
         req = world.request("r", PROMPT)
-        respond(world, req, [7] * 31)
+        world.respond(req, [7] * 31)
         row, length = req.kv.req_pool_idx, req.kv.kv_allocated_len
         queries = torch.randn(length, 8, generator=torch.Generator().manual_seed(2))
         rows = torch.tensor([row]).to(World.device)
@@ -180,7 +164,7 @@ def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
         steps(world, req, count=5)
         assert world.controller.eviction.positions_now > 0
         gone = world.allocator.row_of(row).evicted_from(0).tolist()
-        finish(world, req)
+        world.finish(req)
         return gone
 
     found = evicted()

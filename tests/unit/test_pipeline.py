@@ -5,52 +5,23 @@ test's to choose, as a GPU's would be."""
 
 import gc
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.sharing.decision import BlockProposal
-from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.sharing.merges import Key, Merges
 from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import (
-    ENDS,
-    Pair,
-    Setup,
-    World,
-    come_back,
-    decode,
-    finish,
-    prefill,
-    propose,
-    retract,
-    start,
-)
+from tests.property.world import PROMPT, Pair, Setup, SlowMeter, World
 
 SETUP = Setup(page=1, block=4, slots=120, publish="exact")
-
-
-class SlowMeter(BlockMeter):
-    """Its distances arrive when the test says so."""
-
-    arrived = False
-
-    def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        measured = super().measure(blocks)
-        meter = self
-
-        class Slow(type(measured)):  # type: ignore[misc]
-            is_immediate = False
-
-            def ready(self) -> bool:
-                return meter.arrived
-
-        measured.__class__ = Slow
-        return measured
 
 
 @pytest.fixture
@@ -78,12 +49,12 @@ def used(world: World) -> int:
 
 
 def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
-    req = start(slow)
+    req = slow.start()
     before = used(slow)
-    propose(slow, req, Pair(20, 8))
+    slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 0
     # Later results stay with the engine, so rows do not change under the measurement.
-    propose(slow, req, Pair(26, 14))
+    slow.propose(req, Pair(26, 14))
     assert slow.engine.outstanding == 1
     assert used(slow) == before + 2
     arrive(slow, True)
@@ -93,23 +64,20 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
 
 
-@pytest.mark.parametrize("setup", [SETUP, Setup(page=4, block=4, slots=160, publish="aliased")])
-@pytest.mark.parametrize("end", ENDS)
-def test_shares_without_a_prefix_cache(setup: Setup, end: str) -> None:
-    """``--disable-radix-cache``: rows are released as ever, nothing is published."""
-    world = World(setup, no_tree=True)
-    req = start(world)
-    before = used(world)
-    propose(world, req, Pair(20, 8), Pair(24, 12))
-    assert world.controller.after_decode([req]) == 8
-    assert used(world) - before in (-7, -8)
-    ENDS[end](world, req)
-    assert used(world) == len(world.allocator.references) == 0
-    if end == "retract":
-        prefill(world, req)
-        req.output_ids.append(9)
-        world.controller.after_decode([req])
-        assert world.controller.after_decode([req]) == 8
+def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_position() -> None:
+    """``tests/property`` checks after each rule that none is overlooked."""
+    world = World(Setup(page=1, block=4, slots=400, publish="aliased"))
+    first = world.start("first")
+    world.propose(first, Pair(16, 9))
+    world.controller.after_decode([first])
+    text = [*first.origin_input_ids, *first.output_ids]
+    world.finish(first)
+    for length in range(len(PROMPT), len(text)):
+        # A prompt is matched but for its last token.
+        req = world.request(f"r{length}", [*text[:length], 99])
+        world.prefill(req)
+        assert world.has_shifted(req) == world.tree.reads_shifted([req]) == (length > 16)
+        world.retract(req)
 
 
 def assert_judged(world: World, freed: int, refusal: str) -> None:
@@ -133,51 +101,26 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
     """Whole pages, one not in the other, and no reader that the model just wrote."""
     world = World(Setup(page=4, block=4, slots=160, publish="exact"))
     world.controller.pipeline.redirector._min_age = min_age
-    req = start(world)
+    req = world.start()
     before = world.row(req).copy()
-    propose(world, req, pair)
+    world.propose(req, pair)
     freed = world.controller.after_decode([req])
     assert_judged(world, freed, refusal)
     assert (world.row(req)[: len(before)] != before).sum() == freed
 
 
-@pytest.mark.parametrize("end", ["finish", "retract", "recompute"])
-@pytest.mark.parametrize("measured", [False, True], ids=["proposed", "measured"])
-def test_what_arrives_for_a_row_that_is_gone_is_refused(
-    slow: World, end: str, measured: bool
-) -> None:
-    """Its slots are somebody else's by now, or only a first chunk has slots again."""
-    req, other = start(slow, "gone"), start(slow, "stays", first=200)
-    followed = state(slow, req).followed.id
-    propose(slow, req, Pair(20, 8))
-    if measured:
-        slow.controller.after_decode([req, other])
-    (finish if end == "finish" else retract)(slow, req)
-    assert (followed in slow.engine.closed) == (end == "finish")
-    if end == "recompute":
-        prefill(slow, req, up_to=12)
-    third = start(slow, "third", first=300)
-    rows = slow.row(other).copy(), slow.row(third).copy()
-    free = slow.allocator.available_size()
-    arrive(slow, True)
-    assert slow.controller.after_decode([other, third]) == 0
-    assert slow.controller.stats.refusals["late"] == 1
-    assert (slow.row(other) == rows[0]).all() and (slow.row(third) == rows[1]).all()
-    assert slow.allocator.available_size() == free and not len(slow.allocator.references)
-
-
 def test_a_retracted_request_shares_again(slow: World) -> None:
     """Decisions stand over a retraction; blocks of a batch of the old row are measured in the new."""
     arrive(slow, True)
-    req = start(slow)
-    propose(slow, req, Pair(20, 8))
+    req = slow.start()
+    slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 4
     arrive(slow, False)
-    propose(slow, req, Pair(26, 14))
+    slow.propose(req, Pair(26, 14))
     slow.controller.after_decode([req])
-    retract(slow, req)
+    slow.retract(req)
     assert slow.controller.pipeline.saved == 0
-    come_back(slow, req)
+    slow.come_back(req)
     arrive(slow, True)
     # The old batch arrives and finds its row gone.
     assert [slow.controller.after_decode([req]) for _ in range(2)] == [0, 8]
@@ -187,30 +130,14 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
 
 
-def test_a_decision_survives_retraction_after_retraction() -> None:
-    """Retracted again before its blocks were applied anew, a request still shares them."""
-    world = World(SETUP)
-    req = start(world)
-    propose(world, req, Pair(20, 8), Pair(26, 14))
-    assert world.controller.after_decode([req]) == 8
-    for _ in range(3):
-        retract(world, req)
-        come_back(world, req)
-        assert world.controller.after_decode([req]) == 0, "queued"
-    decode(world, req)
-    assert world.controller.after_decode([req]) == 8
-    assert pairs_of(world, req) == [(20, 8), (26, 14)]
-    assert world.controller.pipeline.saved == 8
-
-
 def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
-    req = start(world)
+    req = world.start()
     followed = state(world, req).followed.id
     world.engine.waiting[followed] += (Pair(20, 8),)
     world.engine.feed([followed], [1], [7])  # type: ignore[arg-type]
-    retract(world, req)
+    world.retract(req)
     collector = threading.Thread(target=lambda held: held.clear(), args=([req],))
     del req
     everything_comes_back.clear()
@@ -218,7 +145,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
     collector.join()
     gc.collect()
     assert followed not in world.engine.closed, "closed by the scheduler's thread only"
-    other = start(world, "other")
+    other = world.start("other")
     assert followed in world.engine.closed
     world.controller.after_decode([other])
     assert world.controller.stats.refusals["late"] == 1
@@ -241,9 +168,9 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
     """Under tensor parallelism the slowest rank's filter decides, then its device."""
     ranks = Voting(0)
     world = World(SETUP, SlowMeter, ranks=ranks)
-    req = start(world)
+    req = world.start()
     assert ranks.asked == [], "nothing handed over, nothing to agree on"
-    propose(world, req, Pair(20, 8))
+    world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
     assert world.controller.after_decode([req]) == 0
     assert ranks.asked == [1, 1] and world.engine.outstanding == 1
@@ -265,10 +192,10 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     given up."""
     ranks = Voting(None)
     world = World(SETUP, ranks=ranks)
-    req = start(world)
-    propose(world, req, Pair(20, 8))
+    req = world.start()
+    world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 4
-    propose(world, req, Pair(26, 14))
+    world.propose(req, Pair(26, 14))
     world.engine.given_up = given_up
     if where == "here":
         world.engine.broken = True
@@ -281,9 +208,9 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
     assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
     assert left.followed is None and pairs_of(world, req) == [(20, 8)]
     assert world.controller.pipeline.saved == 4
-    other = start(world, "other", first=200)
+    other = world.start("other", first=200)
     assert (state(world, other).followed is None) == given_up
-    decode(world, req)
+    world.step(req)
     assert world.controller.after_decode([req, other]) == 0
     assert world.engine.closed == set()
 
@@ -291,14 +218,14 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
 def test_polls_the_requests_now_and_then() -> None:
     """One that ended before the first poll is counted too."""
     world = World(SETUP, interval=4)
-    req = start(world)  # one call
-    finish(world, start(world, "short"))  # another one
+    req = world.start()  # one call
+    world.finish(world.start("short"))  # another one
     stats = world.controller.stats
     assert (stats.requests_seen, stats.requests_finished) == (1, 1)
-    decode(world, req)
+    world.step(req)
     world.controller.after_decode([req])
     assert state(world, req) is None
-    decode(world, req)
+    world.step(req)
     world.controller.after_decode([req])
     assert state(world, req).fed == len(req.output_ids) - 1
     assert (stats.decode_steps, stats.polls, stats.requests_seen) == (4, 1, 2)
@@ -321,3 +248,165 @@ def test_ratios_of_the_endpoint() -> None:
         assert seen["affected_ratio"] == pytest.approx(affected)
         assert seen["final_saving_ratio"] == pytest.approx(final)
         assert "sum_saved" not in seen
+
+
+# -- blocks that could share, and what they give when SGLang is short ------------------------
+
+SETUPS = [
+    Setup(page=1, block=4, slots=120, publish="exact", when="short"),
+    Setup(page=4, block=4, slots=160, publish="aliased", when="short"),
+]
+ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
+
+
+def find(world: World, req: Req, *pairs: Pair) -> None:
+    """The engine proposes blocks, and the next poll takes them."""
+    state: Any = state_of(req)
+    world.engine.waiting[state.followed.id] += pairs
+    for _ in range(2):
+        world.step(req)
+        world.controller.after_decode([req])
+
+
+def lack(world: World, slots: int) -> int:
+    """A decode step wants so many more slots than are free; how many come."""
+    before = world.allocator.available_size()
+    fits = world.allocator.check_decode_capacity(num_tokens=before + slots, tree_cache=world.tree)
+    found: int = world.allocator.available_size() - before
+    assert fits == (found >= slots)
+    return found
+
+
+def ledger(world: World) -> Any:
+    return world.controller.pipeline.ledger
+
+
+@ALL_SETUPS
+@pytest.mark.parametrize("no_tree", [False, True])
+def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
+    setup: Setup, no_tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a prefix cache, where SGLang has nothing to evict."""
+    monkeypatch.setattr("sglang_reasoncache.sharing.pipeline._LEAST_RECLAIMED", 1)
+    world = World(setup, no_tree=no_tree)
+    req = world.start()
+    before = world.row(req).copy()
+    # Contents count up, so near positions are near in KV.
+    find(world, req, Pair(8, 28), Pair(16, 20), Pair(12, 24))
+    assert ledger(world).slots == 12 and len(ledger(world)) == 3
+    assert (world.row(req)[: len(before)] == before).all() and lack(world, 0) == 0
+    assert [lack(world, 3), lack(world, 5), lack(world, 9)] == [4, 8, 0]
+    assert pairs_of(world, req) == [(16, 20), (12, 24), (8, 28)]
+    assert ledger(world).slots == world.controller.stats.blocks_missed == 0
+
+
+def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
+    """And are measured when it fills, or a request has to wait."""
+    world = World(SETUPS[0])
+    pipeline, use = world.controller.pipeline, [0.4]
+    pipeline._use = lambda: use[0]
+    req = world.start()
+    find(world, req, Pair(8, 24))
+    stats, state = world.controller.stats, state_of(req)
+    assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
+    expects = world.controller.pipeline.expected
+    assert expects([state]) == 4 and world.controller.shareable() == 0, "expected, not promised"
+    world.retract(req)
+    world.come_back(req)
+    world.controller.after_decode([req])
+    assert len(state.pending) == 1 and state.row is not None and expects([state]) == 4
+    budget = world.allocator.create_prefill_budget(world.tree)
+    asked: dict[str, Any] = dict(extend_input_len=500, max_new_tokens=0, input_tokens=500)
+    verdict, _ = budget.check_prefill(
+        **asked, total_tokens=500, swa_host_hit_length=0, chunk_limit=None
+    )
+    assert not verdict
+    for _ in range(2):
+        world.controller.after_decode([req])
+    assert stats.blocks_compared == 1 and ledger(world).slots == 4 and not state.pending
+    pipeline._polls_to_measure, use[0] = 0, 0.6
+    find(world, req, Pair(12, 20))
+    assert ledger(world).slots == expects([state]) == 8
+
+
+@pytest.mark.parametrize("percentile", [100, 50])
+def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
+    """Of running requests and of those that finish, as far as the percentile will accept them."""
+    world = World(SETUPS[0])
+    pipeline, forecast = world.controller.pipeline, world.controller.forecast
+    pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
+    pipeline._use = lambda: 0.4
+    req = world.start()
+    find(world, req, Pair(8, 24), Pair(16, 20))
+    assert forecast.credit == 0.0, "too few output tokens to go by"
+    world.end(req, "finish")
+    assert forecast.credit == pytest.approx(8 * percentile / 100 / len(req.output_ids))
+
+
+@ALL_SETUPS
+def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
+    """What it needs now is reclaimed first; output to come may rely on the ledger."""
+    world = World(setup)
+    req = world.start()
+    find(world, req, Pair(8, 24), Pair(12, 28))
+
+    def admits(prompt: int, output: int) -> bool:
+        budget = world.allocator.create_prefill_budget(world.tree)
+        asked: dict[str, Any] = dict(extend_input_len=prompt, max_new_tokens=output)
+        total: dict[str, Any] = dict(input_tokens=prompt, total_tokens=prompt + output)
+        verdict, _ = budget.check_prefill(**asked, **total, swa_host_hit_length=0, chunk_limit=None)
+        return bool(verdict)
+
+    free, row = world.allocator.available_size(), world.row(req).copy()
+    assert admits(4, free) and not admits(4, free + 8)
+    assert (world.row(req) == row).all(), "nobody needs a slot yet"
+    assert admits(free + 4, 0)
+    assert world.allocator.available_size() == free + 8 and ledger(world).slots == 0
+
+
+PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
+def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
+    """Positions 0 to 9 of two rows. The second row goes after ``removed`` blocks."""
+    merges, labels = Merges(), list(range(10))
+
+    def key(at: int) -> Key:
+        return at % 2, at
+
+    for i, block in enumerate(blocks):
+        if i == removed:
+            merges.remove(1)
+            labels = [label if at % 2 == 0 else 10 + at for at, label in enumerate(labels)]
+        if any(labels[dst] != dst for dst, _ in block):
+            # A position reads one other at most.
+            continue
+        after, joins = list(labels), True
+        for dst, src in block:
+            low, high = after[dst], after[src]
+            joins = joins and low != high
+            after = [high if label == low else label for label in after]
+        assert merges.join([key(d) for d, _ in block], [key(s) for _, s in block]) == joins
+        labels = after if joins else labels
+        for at, label in enumerate(labels):
+            same = [other for other, others in enumerate(labels) if others == label]
+            assert merges.size(key(at)) == len(same)
+            assert merges.is_across(key(at)) == (len({other % 2 for other in same}) > 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "at_once"),
+    [
+        ({}, False),
+        ({"when": "always"}, True),
+        ({"policy": "reasoncache+keydiff:budget=64"}, True),
+        ({"policy": "reasoncache+keydiff:budget=9:when=short"}, False),
+        ({"policy": "reasoncache+quest"}, False),
+        ({"preset": "memshare"}, True),
+        ({"preset": "memshare", "when": "short"}, False),
+    ],
+)
+def test_when_blocks_share(values: dict[str, Any], at_once: bool) -> None:
+    assert ReasonCacheConfig.from_mapping(values).shares_at_once == at_once

@@ -10,6 +10,7 @@ from eval.methods import MethodError, find_method
 from sglang_reasoncache import registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
+from sglang_reasoncache.selection.quest import Quest
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,7 @@ from sglang_reasoncache.eviction.policies.snapkv import SnapKV
         ("streamingllm:budget=64", ["streamingllm"]),
         ("reasoncache+streamingllm:budget=64", ["streamingllm"]),
         ("l2norm:share=0.5+random:share=0.4", ["l2norm", "random"]),
+        ("reasoncache+quest:budget=64:whole_layers=0+h2o:budget=9", ["h2o"]),
         ("snapkv:budget=512,recent=64,window=16", ["snapkv"]),
         ("snapkv:budget=512:recent=64:window=16", ["snapkv"]),
     ],
@@ -29,6 +31,7 @@ def test_names_in_sequence(text: str, names: list[str]) -> None:
     choice = registry.parse(text)
     assert choice.shares is text.startswith("reasoncache")
     assert [name for name, _ in choice.evictors] == names
+    assert choice.selector == (Quest(budget=64, whole_layers=0) if "quest" in text else None)
     if names == ["snapkv"]:
         assert choice.evictors[0].policy == SnapKV(budget=512, recent=64, window=16)
 
@@ -57,11 +60,20 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("streamingllm:budget", "key=value for streamingllm instead of 'budget'"),
         ("streamingllm:budget=1:budget=2", "budget of streamingllm once"),
         ("random:budget=64:seed=-1", "seed of random between 0 and"),
+        ("keydiff:budget=64:anchor=median", "anchor of keydiff one of mean_raw, mean_norm, pair"),
+        ("keydiff:budget=64:keys=rotated", "keys of keydiff one of "),
+        ("snapkv:budget=64:pooling=sum", "pooling of snapkv one of "),
+        ("rkv:budget=64:mix=1.5", "mix of rkv between 0 and 1"),
+        ("h2o:budget=64:recent_share=-0.1", "recent_share of h2o between 0 and 1"),
+        ("triattention:budget=64:window=0", "window of triattention between 1 and "),
+        ("random:budget=64:slack=-1", "slack of random between 0 and "),
+        ("random:budget=64:recent=0", "recent of random between 1 and "),
         ("keydiff:budget=64+keydiff:budget=32", "with keydiff once"),
         ("reasoncache:block=8", "reasoncache without options"),
         ("none+streamingllm:budget=64", "none alone"),
         ("quest:share=0.5", "options of quest among budget, whole_layers, not 'share'"),
         ("quest:budget=0", "budget of quest between"),
+        ("quest:whole_layers=-1", "whole_layers of quest between"),
         ("tova:budget=64", "not 'tova'"),
         ("+", "every NAME one of none, reasoncache, "),
         ("streamingllm:budget=64+", ", not ''"),

@@ -3,13 +3,11 @@
 and has SGLang's admin key where there is one."""
 
 import asyncio
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from sglang.srt.managers.communicator import FanOutCommunicator
@@ -17,12 +15,9 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateR
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.plugin import hooks
-from sglang_reasoncache.selection.page_selection import PageSelection
-from sglang_reasoncache.selection.quest import Quest
 from tests.eviction.rows import SINGLE, begun
-from tests.property.world import Eviction, World, finish
+from tests.property.world import Eviction, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
@@ -35,7 +30,7 @@ def world() -> World:
     world, req = begun(SINGLE)
     world.evictor.waiting[req.rid] = [Eviction(10, 3)]
     world.controller.after_decode([req])
-    finish(world, req)
+    world.finish(req)
     return world
 
 
@@ -104,15 +99,3 @@ def test_the_admin_key_guards_single_requests(
             header = {} if key is None else {"Authorization": f"Bearer {key}"}
             status = client.get(path, headers=header).status_code
             assert status == (200 if wanted in (None, key) else 401), (path, key)
-
-
-def test_totals_do_not_wait_for_what_is_selected(world: World) -> None:
-    """They are those of the question before."""
-    rows, keys = torch.zeros(2, 16, dtype=torch.int32), torch.zeros(32, 1, 4)
-    selection = PageSelection(Quest(), {0: keys}, 8, rows, None)
-    # As on a GPU, where copies to the host take their time.
-    selection._download = Download(selection._totals.clone())
-    report = dataclasses.replace(world.controller.report, selection=selection)
-    selection._totals += torch.tensor([5, 3])
-    read = [report.describe(0.0, details)["selection"] for details in (False, True, False)]
-    assert [one["positions_read"] for one in read] == [0, 3, 3]

@@ -185,30 +185,13 @@ def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: 
     rotated = embedding.rotation.rotate(cached, used - cached_at)
     assert rotated.dtype == torch.float32
     embedding.assert_close(rotated, raw, cached_at, used)
+    stays = used == cached_at
+    assert torch.equal(rotated[stays], cached[stays]), "every bit without a shift"
     # The bound sees a shift of one position less, also a large one.
     far = slice(3, 8)
     rotated = embedding.rotation.rotate(cached[far], (used - cached_at)[far] - 1)
     with pytest.raises(AssertionError, match="of what fp32 allows"):
         embedding.assert_close(rotated, raw[far], cached_at[far], used[far])
-
-
-def test_what_rotation_keeps(embedding: Embedding) -> None:
-    """Every bit without a shift, the other dims, the length; there and back is no shift. Shifts are
-    of any shape, keys may be a strided view."""
-    rotation, rotary = embedding.rotation, embedding.rotary_dim
-    assert rotation.rotary_dim == rotary
-    last = embedding.model.positions - 1
-    shift = torch.tensor([3, -3, last, -last, 1, -19], dtype=torch.int32)
-    keys = embedding.keys(len(shift))
-    assert torch.equal(rotation.rotate(keys, shift * 0), keys)
-    rotated = rotation.rotate(keys, shift)
-    assert torch.equal(rotated[..., rotary:], keys[..., rotary:])
-    assert not torch.equal(rotated[..., :rotary], keys[..., :rotary])
-    torch.testing.assert_close(rotated.norm(dim=-1), keys.norm(dim=-1), rtol=1e-6, atol=0)
-    back = rotation.rotate(rotated, -shift)
-    torch.testing.assert_close(back, keys, rtol=0, atol=1e-6)
-    both = torch.stack((keys, keys + 1), dim=1).view(3, 2, 2, HEADS, -1)
-    assert torch.equal(rotation.rotate(both[:, :, 0], shift.view(3, 2)).view_as(keys), rotated)
 
 
 def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> None:

@@ -16,21 +16,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_server_args
 
 from sglang_reasoncache.attention import served
-from tests.property.world import (
-    ENDS,
-    MAX_CONTEXT,
-    MAX_ROWS,
-    OUTPUT,
-    PROMPT,
-    Pair,
-    Setup,
-    World,
-    come_back,
-    decode,
-    finish,
-    propose,
-    start,
-)
+from tests.property.world import ENDS, MAX_CONTEXT, MAX_ROWS, OUTPUT, PROMPT, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("any_length")
 STATES = 24
@@ -117,11 +103,11 @@ def world(request: pytest.FixtureRequest) -> States:
 
 
 def test_a_row_that_shares_nothing_is_published_whole(world: States) -> None:
-    req = start(world)
+    req = world.start()
     if world.copies:
         world.track(req)
     tokens = [*req.origin_input_ids, *req.output_ids]
-    finish(world, req)
+    world.finish(req)
     assert world.cached(tokens) == len(PROMPT) + OUTPUT
     world.assert_whole()
 
@@ -130,7 +116,7 @@ def test_a_row_that_shares_nothing_is_published_whole(world: States) -> None:
 def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int) -> None:
     """Without copies nothing of the response, as its state has seen all of it; with copies up to the
     last copy before the first shared position."""
-    req = start(world, first=100)
+    req = world.start(first=100)
     if world.copies:
         # The copies of positions 15 and 31.
         req.kv.mamba_prev_track_seqlen, req.kv.mamba_last_track_seqlen = None, 15
@@ -139,41 +125,49 @@ def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int)
         req.kv.mamba_next_track_idx = 1 - req.kv.mamba_next_track_idx
         world.set_state(kept, 15)
         world.track(req)
-    propose(world, req, Pair(len(PROMPT) + dst, len(PROMPT) + dst - 6))
+    world.propose(req, Pair(len(PROMPT) + dst, len(PROMPT) + dst - 6))
     world.controller.after_decode([req])
-    decode(world, req)
+    world.step(req)
     assert world.controller.pipeline.saved == 4
     tokens = [*req.origin_input_ids, *req.output_ids]
     prompt = 0 if world.copies else len(PROMPT)
-    finish(world, req)
+    world.finish(req)
     assert world.cached(tokens) == (15 if world.copies and dst == 20 else prompt)
     world.assert_whole()
 
 
-@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: object) -> None:
+@pytest.mark.parametrize("end", ENDS)
+def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str) -> None:
     """After a retraction its prefill is longer than its prompt: a state of that length is not the
     prompt's."""
-    req = start(world)
-    ENDS["retract"](world, req)
+    req = world.start()
+    world.end(req, "retract")
     world.tree.evict(EvictParams(num_tokens=world.total, mamba_num=STATES))
-    come_back(world, req)
+    world.come_back(req)
     if world.copies:
         world.track(req)
     prompt = [*req.origin_input_ids]
     assert world.cached(prompt) == 0
-    propose(world, req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
+    world.propose(req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
     world.controller.after_decode([req])
-    end(world, req)  # type: ignore[operator]
-    if end is ENDS["retract"]:
-        come_back(world, req)
-        finish(world, req)
+    world.end(req, end)
+    if end == "retract":
+        world.come_back(req)
+        world.finish(req)
     world.cached([*prompt, *req.output_ids])
     world.assert_whole()
 
 
-def test_aliased_publishing_is_refused() -> None:
-    context: Any = SimpleNamespace(is_hybrid_swa=False, is_dsa=False, is_hybrid_ssm=True)
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        ("is_hybrid_ssm", "state layers"),
+        ("enable_hierarchical_cache", "--enable-hierarchical-cache"),
+    ],
+)
+def test_aliased_publishing_is_refused(found: str, named: str) -> None:
+    kinds = "is_hybrid_swa", "is_dsa", "is_hybrid_ssm", "enable_hierarchical_cache"
+    context: Any = SimpleNamespace(**{kind: kind == found for kind in kinds})
     served.check_kind(context, "exact")
-    with pytest.raises(ValueError, match="--reasoncache-publish aliased .* state layers"):
+    with pytest.raises(ValueError, match=f"--reasoncache-publish aliased .* {named}"):
         served.check_kind(context, "aliased")

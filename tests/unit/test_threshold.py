@@ -2,12 +2,10 @@
 """The adaptive threshold against numpy's percentile, and that ranks read keys alike."""
 
 import math
-import threading
-from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +13,7 @@ from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.plugin.server import check_alike
 from sglang_reasoncache.sharing import threshold
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
+from tests.two_ranks import in_two_threads
 
 _DISTANCE = st.one_of(st.just(0.0), st.floats(1e-7, 999.0), st.sampled_from([0.01, 0.02, 1.0]))
 _DISTANCES = st.lists(_DISTANCE, min_size=1, max_size=60)
@@ -95,18 +94,12 @@ def test_what_is_no_distance_is_neither_observed_nor_accepted() -> None:
 @pytest.mark.parametrize("corrects", [(True, True), (False, False), (True, False), (False, True)])
 def test_ranks_that_read_keys_differently_are_refused(corrects: tuple[bool, bool]) -> None:
     """On those that could correct them."""
-    store, refused = torch.distributed.HashStore(), [False, False]
 
-    def check(rank: int) -> None:
-        group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=10))
+    def refuses(rank: int, group: Any) -> bool:
         try:
             check_alike(Ranks(group), corrects[rank])
         except ValueError as error:
-            refused[rank] = "--reasoncache-positions auto: a tensor-parallel" in str(error)
+            return "--reasoncache-positions auto: a tensor-parallel" in str(error)
+        return False
 
-    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert refused == [corrects[0] > corrects[1], corrects[1] > corrects[0]]
+    assert in_two_threads(refuses) == [corrects[0] > corrects[1], corrects[1] > corrects[0]]

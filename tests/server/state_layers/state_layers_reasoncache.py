@@ -34,6 +34,11 @@ def _replace(*_: object) -> None:
     gdn.GDNAttnBackend.forward_decode = gdn.GDNAttnBackend.forward_extend = gated_delta_rule
     norm: Any = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = gated_norm
+    norm = importlib.import_module("sglang.kernels.ops.attention.fla.layernorm_gated")
+    norm.RMSNorm.forward = gated_norm
+    qwen: Any = sys.modules.get("sglang.srt.models.qwen3_5")
+    if qwen is not None:
+        qwen.fused_sigmoid_mul = lambda x, gate, inplace: x.mul_(gate.reshape(x.shape).sigmoid())
     moe: Any = sys.modules.get("sglang.srt.models.qwen2_moe")
     if moe is not None:
         moe.fused_gate_sigmoid_mul_add = add_gated
@@ -211,6 +216,6 @@ def add_gated(x: torch.Tensor, gate: torch.Tensor, one: torch.Tensor, total: tor
 
 
 def gated_norm(self: Any, x: torch.Tensor, g: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """``FusedRMSNormGated.forward``."""
+    """``FusedRMSNormGated.forward`` of Qwen3-Next, ``RMSNorm.forward`` of Qwen3.5."""
     unit = x.float() * (x.float().square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
     return (unit * self.weight.float() * F.silu(g.float())).to(x.dtype)

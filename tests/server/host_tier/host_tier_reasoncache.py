@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An SGLang plugin of a test: what SGLang's hierarchical cache needs of a device, in PyTorch. SGLang copies
+between host and device with CUDA kernels. Which nodes move, and when, stays SGLang's."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def register() -> None:
+    setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # The attention comes before the prefix tree, which makes the host's pool.
+    target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
+    HookRegistry.register(target, _replace, HookType.BEFORE)
+
+
+def _replace(*_: object, **__: object) -> None:
+    pools: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
+    pools.transfer_kv_direct = copy
+    common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
+    common._cuda_host_register = lambda *_: None
+
+
+def copy(
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
+    """``transfer_kv_direct``: slots of all layers."""
+    for source, target in zip(src_layers, dst_layers, strict=True):
+        target[dst_indices] = source[src_indices]

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's hierarchical cache beside sharing: prefixes go to the host and come back to other slots."""
+
+import pytest
+import torch
+
+from tests.server import specs
+from tests.server.harness import ServerPool, assert_whole
+from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
+
+
+@pytest.mark.parametrize("spec", [specs.HOST_TIER])
+def test_a_prefix_that_was_on_the_host_is_read_as_before(
+    servers: ServerPool, spec: specs.ServerSpec
+) -> None:
+    """A response that shares reads its prompt by the positions that are recorded for its slots, which a
+    load must renew."""
+    server = servers.get(spec)
+    server.post("/flush_cache")
+    todo = prompts(4, seed=21, each=2)
+    # A whole number of polls each, so that a response shares at the same tokens both times.
+    first = [respond(server, [text], 601, **TO_THE_END)[0] for text in todo]
+    for text in prompts(3, seed=22, each=24):
+        # Evicts everything, and writes other positions into the slots.
+        respond(server, [text], 5, sampling_params=OPT_OUT)
+    again = [respond(server, [text], 601, **TO_THE_END)[0] for text in reversed(todo)]
+    for one, other in zip(first, reversed(again), strict=True):
+        assert other["from_host"] >= one["prompt_tokens"] - 8
+        assert one["blocks"] == other["blocks"] and one["blocks"]
+        assert one["tokens"] == other["tokens"]
+        off = torch.tensor(one["logprobs"]) - torch.tensor(other["logprobs"])
+        assert float(off.abs().max()) < 1e-3
+    assert report(server)["totals"]["blocks_missed"] == 0
+    assert_whole(server)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""While nothing is shared, our prefix tree does what SGLang's does, under SGLang's own fuzz test."""
+
+from typing import Any
+
+import pytest
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.test.kits.unified_radix_cache import fixtures, insert_walk
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+
+from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.cache.tree import SharedRadixCache
+
+FULL, STATES = ComponentType.FULL, ComponentType.MAMBA
+CONFIGS = [
+    CacheConfig(),
+    CacheConfig(page_size=16, kv_size=4096, max_context_len=1024),
+    CacheConfig(components=(FULL, STATES), max_num_reqs=200, mamba_cache_size=200),
+]
+
+
+class _Fuzz(insert_walk.SegmentLockFuzzFixtures):
+    def __init__(self, config: CacheConfig) -> None:
+        self.cfg = config
+
+
+def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, core: str, ours: bool) -> list[Any]:
+    """What SGLang's random inserts, matches, locks and evictions lead to: sizes and slots after each."""
+    seen: list[Any] = []
+
+    def build(config: CacheConfig) -> Any:
+        cache, allocator, rows = fixtures.build_fixture(config, tree_core_backend=core)
+        assert isinstance(cache, SharedRadixCache) == ours
+        check, match = cache.sanity_check, cache.match_prefix
+
+        def checked() -> None:
+            check()
+            sizes = allocator.available_size(), cache.evictable_size(), cache.protected_size()
+            seen.append((*sizes, cache.all_values_flatten().tolist()))
+
+        def matched(params: Any) -> Any:
+            found = match(params)
+            seen.append((found.device_prefix_len, found.last_device_node))
+            return found
+
+        cache.sanity_check, cache.match_prefix = checked, matched
+        return cache, allocator, rows
+
+    with patch.context() as patched:
+        patched.setattr(insert_walk, "build_fixture", build)
+        if ours:
+            made = lambda **given: shared_allocator_of(TokenToKVPoolAllocator(**given))  # noqa: E731
+            patched.setattr(fixtures, "TokenToKVPoolAllocator", made)
+            patched.setattr(fixtures, "UnifiedRadixCache", SharedRadixCache)
+        for seed in range(5):
+            _Fuzz(config)._run_seed(seed)
+    return seen
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.label)
+def test_our_tree_does_what_stock_does(
+    monkeypatch: pytest.MonkeyPatch, config: CacheConfig, core: str
+) -> None:
+    stock = _seen(monkeypatch, config, core, ours=False)
+    assert len(stock) > 500
+    assert _seen(monkeypatch, config, core, ours=True) == stock
