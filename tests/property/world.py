@@ -44,7 +44,7 @@ from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY
+from sglang_reasoncache.sharing.state import OPT_OUT_KEY, state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
