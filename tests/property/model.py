@@ -309,7 +309,7 @@ class Memory:
             shown = np.where(written < 0, EVICTED, stored[written])
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
             assert tree.reads_shifted([track.req]) or not world.has_shifted(track.req)
-            if not tree.publishes_aliased:
+            if not tree._aliased:
                 assert not tree.reads_shifted([track.req]) or track.blocks
             assert any(tree.evicted_of([track.req])) == (EVICTED in track.shows)
             mine = row[kv.cache_protected_len :]
