@@ -6,26 +6,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_reasoncache import registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_config
 from sglang_reasoncache.filter.settings import FilterConfig
 
+POOLS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 #: Share of the blocks that random sharing redirects.
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
-    r"|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)|need(?P<need>\d+)"
+    r"|(?P<pool>e4m3|e5m2)|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)|need(?P<need>\d+)"
 )
 _GRAMMAR = (
-    "newest or oldest, runs, steps or random, block[, cached][, ageN][, runN][, pN][, needN], "
-    "as newest-runs-8"
+    "newest or oldest, runs, steps or random, block[, cached][, e4m3 or e5m2][, ageN][, runN][, pN]"
+    "[, needN], as newest-runs-8; or e4m3 or e5m2 alone"
 )
 
 
 @dataclass(frozen=True)
 class Arm:
     """One KV cache's treatment: blocks share by ``filter``, or ``evictor`` evicts (its budget is
-    to be replaced)."""
+    to be replaced); ``pool``: fp8 dtype that it is kept in, None: the model's."""
 
     name: str
     filter: FilterConfig | None = None
@@ -33,10 +36,13 @@ class Arm:
     percentile: float = 100.0  # of KV distances; 100: no threshold
     evictor: Any = None
     need: float = 1.0  # share of positions to be saved, if so many can; nearest blocks first
+    pool: torch.dtype | None = None
 
 
 def parse(name: str) -> Arm:
     """The arm of a name. Raises ValueError that says what is wrong."""
+    if name in POOLS:
+        return Arm(name, pool=POOLS[name])
     direction, *options = name.split("-")
     if direction not in ("newest", "oldest"):
         return _evictor(name)
@@ -45,6 +51,7 @@ def parse(name: str) -> Arm:
     if len(values) < len(options) or not {"match", "block"} <= values.keys():
         raise ValueError(f"{name!r}: an arm that shares is {_GRAMMAR}")
     cached, match = values.pop("cached", None), values.pop("match")
+    pool = POOLS.get(values.pop("pool", ""))
     knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
     percentile, need = knobs.pop("percentile", 100), knobs.pop("need", 100)
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
@@ -58,7 +65,7 @@ def parse(name: str) -> Arm:
     if not 0 < need <= 100:
         raise ValueError(f"{name!r}: needN must be between 1 and 100, got {need}")
     rule = filter_config(config, config.block, 1)
-    return Arm(name, rule, cached is None, percentile, need=need / 100)
+    return Arm(name, rule, cached is None, percentile, need=need / 100, pool=pool)
 
 
 def _evictor(name: str) -> Arm:
@@ -91,12 +98,12 @@ def default_names() -> list[str]:
 
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
-    """The arms of some names, first those that share. Raises ValueError: a bad name, one given
+    """The arms of some names, evictors last. Raises ValueError: a bad name, one given
     twice, or evictors without ``like``, which is to share."""
-    arms = sorted(map(parse, names), key=lambda arm: arm.filter is None)
+    arms = sorted(map(parse, names), key=lambda arm: arm.evictor is not None)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")
     sharing = [arm.name for arm in arms if arm.filter is not None]
-    if len(sharing) < len(arms) and like not in sharing:
+    if arms[-1].evictor is not None and like not in sharing:
         raise ValueError(f"--like must be an arm that shares ({', '.join(sharing)}), got {like!r}")
     return arms

@@ -23,6 +23,7 @@ class EditableCache(Cache):
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self.rows, self.length = 1, 0  # in use, positions written
+        self.rounded: dict[int, torch.dtype] = {}  # row -> what its pool holds
 
     def update(
         self,
@@ -42,12 +43,15 @@ class EditableCache(Cache):
         end = self.length + key_states.shape[2]
         keys, values = (all_[layer_idx, : self.rows, :, :end] for all_ in (self.keys, self.values))
         keys[:, :, self.length :], values[:, :, self.length :] = key_states, value_states
+        for row, dtype in self.rounded.items():
+            for new in (keys[row, :, self.length :], values[row, :, self.length :]):
+                new.copy_(new.to(dtype))
         return keys, values
 
     def branch(self) -> int:
         """A further row, a copy of row 0."""
         row, self.rows = self.rows, self.rows + 1
-        for all_ in (self.keys, self.values):
+        for all_ in (self.keys, self.values) if self.length else ():
             all_[:, row, :, : self.length] = all_[:, 0, :, : self.length]
         return row
 

@@ -51,6 +51,8 @@ class ArmCache:
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
         # Blocks that could share, the nearest first.
         self._ledger: list[tuple[float, BlockPair]] = []
+        if arm.pool is not None:
+            self._edited().rounded[self.row] = arm.pool
 
     @property
     def saved(self) -> int:
@@ -167,7 +169,7 @@ class Replay:
                 sums += found[[0, *(state.row for state in states.values())]]
             proposed = plan.get(written, {})
             for name, state in states.items() if proposed else ():
-                if state.arm.filter is None:
+                if state.arm.evictor is not None:
                     state.evict(states[self._like].saved, sum(tokens[:prompt]))
                 for pairs in proposed.get(name, ()):
                     state.share(pairs, self._thresholds[name])

@@ -124,6 +124,18 @@ def test_an_arm_that_needs_less_shares_less_the_nearest_first(reader: Reader) ->
     assert 0 < some["kl"] / some["saved"] < every["kl"] / every["saved"]
 
 
+def test_a_pool_in_fp8_rounds_what_its_arm_writes(reader: Reader) -> None:
+    text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    names = ["e4m3", "e5m2", ARMS[0], f"{ARMS[0]}-e5m2"]
+    found = Replay(reader, vocabulary_of(TOKENIZER), parse_all(names, ARMS[0]), ARMS[0]).scores(
+        tokens, 6
+    )
+    finer, coarser, shared, both = (found[name] for name in names)
+    assert finer["saved"] == coarser["saved"] == 0 < both["saved"] == shared["saved"]
+    assert 0 < finer["kl"] < coarser["kl"] < both["kl"]
+
+
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [
