@@ -107,9 +107,10 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
         )
 
 
-def check_kind(context: TreeCacheBuildContext, publish: str) -> None:
+def check_kind(context: TreeCacheBuildContext, publish: str, *, selects: bool = False) -> None:
     """Raises ValueError for a model whose attention layers keep less than keys and values of all
-    positions, or whose states forbid what ``--reasoncache-publish`` says."""
+    positions, or that forbids what ``--reasoncache-publish`` or a policy does. ``selects``: a policy
+    selects the pages that a step reads."""
     kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
         raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
@@ -121,6 +122,11 @@ def check_kind(context: TreeCacheBuildContext, publish: str) -> None:
     }
     for reason in (reason for reason, found in reasons.items() if found and publish == "aliased"):
         raise ValueError(f"--reasoncache-publish aliased does not support {reason}")
+    if selects and context.enable_hierarchical_cache:
+        raise ValueError(
+            "--reasoncache-policy that selects pages does not support --enable-hierarchical-cache: the "
+            "bounds of pages that come from the host are not known"
+        )
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:

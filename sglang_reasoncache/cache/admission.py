@@ -63,6 +63,15 @@ class SharingBudget(compat.PrefillBudget):
         chunk = now if chunk_limit is None else min(now, self.ceil_paged_tokens(chunk_limit))
         return (True, chunk_limit) if self._reclaim(chunk) else self._refuse()
 
+    def prepare_load_back(
+        self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
+    ) -> bool:
+        """Whether what is loaded from the host and what is computed now have their slots: without a forecast,
+        because a load takes its slots at once. ``full_tokens`` includes ``max_new_tokens`` of output."""
+        return (
+            self._reclaim(self.ceil_paged_tokens(full_tokens - max_new_tokens)) or self._refuse()[0]
+        )
+
     def _refuse(self) -> tuple[bool, None]:
         if self.allocator.controller is not None:
             self.allocator.controller.pipeline.request_waits()

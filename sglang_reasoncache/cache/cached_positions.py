@@ -24,16 +24,19 @@ class CachedPositions:
         """Record positions 0 and on. ``slots``: a path of the prefix tree from its root, int ``[length]``;
         SGLang loads some of them from the host.
 
-        ``stream``: the CUDA stream of SGLang's forwards, None on a CPU. The forward in flight may still read
-        the former position of a slot that was freed since it began.
+        ``stream``: the CUDA stream of forwards with the overlap schedule, None on a CPU. The forward in
+        flight may still read the former position of a slot that was freed since it began.
         """
         if stream is None:
             self.record(slots, torch.arange(len(slots), device=slots.device))
             return
-        stream.wait_stream(torch.cuda.current_stream(slots.device))
+        current = torch.cuda.current_stream(slots.device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
             self.record_path(slots)
         slots.record_stream(stream)
+        # Without the overlap schedule forwards run on the current stream.
+        current.wait_stream(stream)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
         """By how many positions to rotate the key of each slot for a reader at ``used_at``: int32, shaped

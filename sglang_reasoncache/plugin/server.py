@@ -70,7 +70,8 @@ class ServerParts:
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
         """Build the prefix tree and its controller. Raises ValueError for a model or setting that is not
         supported."""
-        served.check_kind(context, self.config.publish)
+        selects = self.config.policies.selector is not None
+        served.check_kind(context, self.config.publish, selects=selects)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
         # The hook of the backend is not called for backends of SGLang alone.

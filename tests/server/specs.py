@@ -227,6 +227,9 @@ HOST_TIER = SHARED.having(
     },
 )
 
+#: KV in eight bits.
+FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()
+
 SHARING = (EXACT, ALIASED, PAGED)
 EVICTORS = (EVICTING_PAGES, SHARING_AND_EVICTING)
 EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, QUEST)

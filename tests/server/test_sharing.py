@@ -51,6 +51,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
         # Only what SGLang was short of: as much as requests happen to overlap.
         (specs.EXACT, 24, 24, 0.03, 0.8),
         (specs.ALIASED, 16, 16, 0.1, 0.8),
+        (specs.FP8, 16, 16, 0.1, 0.8),
         # Blocks are whole pages; by index they differ in tokens, so only memory is checked.
         (specs.PAGED, 12, 0, 0.0, 0.0),
     ],

@@ -114,3 +114,14 @@ def test_forecast(
     for tell, shared, tokens, credit in seen:
         tell(forecast, shared, tokens)
         assert forecast.credit == pytest.approx(credit)
+
+
+def test_a_load_from_the_host_is_not_discounted() -> None:
+    """It takes its slots before the prompt takes its own, and before output could share."""
+
+    def loads(tokens: int) -> bool:
+        told = dict(full_tokens=tokens + 300, extend_input_len=300, max_new_tokens=300)
+        asked: Any = budget(credit=0.75)
+        return asked.prepare_load_back(**told, swa_host_hit_length=0, chunk_limit=None)
+
+    assert loads(FREE + EVICTABLE) and not loads(FREE + EVICTABLE + 1)

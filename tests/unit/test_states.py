@@ -171,3 +171,12 @@ def test_aliased_publishing_is_refused(found: str, named: str) -> None:
     served.check_kind(context, "exact")
     with pytest.raises(ValueError, match=f"--reasoncache-publish aliased .* {named}"):
         served.check_kind(context, "aliased")
+
+
+def test_selection_beside_a_tier_is_refused() -> None:
+    kinds = "is_hybrid_swa", "is_dsa", "is_hybrid_ssm", "enable_hierarchical_cache"
+    context: Any = SimpleNamespace(**dict.fromkeys(kinds, False))
+    served.check_kind(context, "exact", selects=True)
+    context.enable_hierarchical_cache = True
+    with pytest.raises(ValueError, match="selects pages .* --enable-hierarchical-cache"):
+        served.check_kind(context, "exact", selects=True)
