@@ -153,6 +153,9 @@ def check_policies(
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
     others = [] if parts.serves_policies else [f"--attention-backend {names}"]
+    if compat.latent_rank(model_runner.token_to_kv_pool) and _evicts_or_selects(config):
+        reason = "does not support latent attention: it scores keys and values of heads"
+        raise refusals.of_policy(config.policy, reason)
     refusals.check_policies(config, model_runner.token_to_kv_pool_allocator.page_size, others)
     for name, policy in config.policies.evictors:
         if policy.unrotates and config.positions != "corrected":
@@ -227,6 +230,8 @@ def make_cuda(
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
+    if name != "triton" and compat.latent_rank(model_runner.token_to_kv_pool):
+        raise ValueError(f"{requested_by} reads no latent rows, --attention-backend triton does")
     refusals.check_corrected(model_runner.server_args, requested_by)
     kwargs = {}
     if name == "flashinfer":

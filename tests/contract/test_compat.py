@@ -132,6 +132,17 @@ model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.__init__
     create_attention_graph_variants(model_runner.model_config.hf_config)
     init_cuda_graph_state(self.max_bs
     self.capture()
+# Of latent attention SGLang asks by the backend's name; this answer puts latent and rotated dims side by side.
+models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method
+    handler = AttentionBackendRegistry.get_handler(attention_backend)
+    handler(self, forward_batch)
+models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin.forward_absorb_core
+    if self.current_attention_backend in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    q = torch.cat([q_nope_out, q_pe], dim=-1)
+    k = torch.cat([k_nope, k_pe], dim=-1)
+# Its pool takes no scales, and rotated dims are behind the latent.
+mem_cache.memory_pool.MLATokenToKVPool.get_value_buffer
+    [..., : self.kv_lora_rank]
 # SGLang fences result processing, where blocks are redirected, behind a forward's reads.
 managers.scheduler.Scheduler.event_loop_overlap
     > # Launch the current batch
@@ -209,6 +220,7 @@ CLASSES: dict[type, str] = {
     types.Request: "managers.schedule_batch.Req",
     types.RadixKey: "mem_cache.radix_cache.RadixKey",
     types.KVPool: "mem_cache.memory_pool.MHATokenToKVPool",
+    types.LatentPool: "mem_cache.memory_pool.MLATokenToKVPool",
     types.ReqToTokenPool: "mem_cache.memory_pool.ReqToTokenPool",
     types.SlotAllocator: "mem_cache.allocator.token.TokenToKVPoolAllocator",
     types.PrefixTree: "mem_cache.unified_radix_cache.UnifiedRadixCache",

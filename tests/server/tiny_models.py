@@ -36,6 +36,34 @@ _GATED_DELTA: dict[str, Any] = dict(
 _MAMBA: dict[str, Any] = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
 )
+#: On a CPU SGLang has rotary embedding with YaRN alone. A V2 has no low rank of queries.
+_LATENT: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    num_key_value_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    first_k_dense_replace=1,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    routed_scaling_factor=1.0,
+    n_group=1,
+    topk_group=1,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=2.0,
+        original_max_position_embeddings=2048,
+        beta_fast=32,
+        beta_slow=1,
+        mscale=1.0,
+        mscale_all_dim=0.5,
+    ),
+)
 #: What a layer adds to its input.
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -48,6 +76,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
         dict(num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2),
+    ),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "head_dim": 16}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_LATENT, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
     ),
     "nemotron_h": (
         "NemotronHConfig",
@@ -62,7 +95,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     import transformers
 
     kind, arguments = MODELS[name]
-    config = getattr(transformers, kind)(**_COMMON, initializer_range=0.25, **arguments)
+    config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # The newest token decides most of the next one, so that greedy responses run in circles.
@@ -81,5 +114,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         described["layers_block_type"] = arguments["layers_block_type"]
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
         del described["time_step_limit"], described["mtp_layers_block_type"]
+    if "kv_lora_rank" in arguments:
+        described |= {"moe_layer_freq": 1, "scoring_func": "sigmoid" if "v3" in name else "softmax"}
     (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
     return path

@@ -57,6 +57,24 @@ def test_keys_are_read_where_they_are_used(
 
 
 @KINDS
+@DTYPES
+@ALL_BATCHES
+def test_latent_rows_are_read_where_they_are_used(
+    new: list[int], dtype: torch.dtype, kind: str
+) -> None:
+    """But a prefill on CUDA is SGLang's, whatever it is told: in a server its prefix has no shifted slot."""
+    rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
+    backend, batch = backend_of(kind, rig), rig.batch(new)
+    if kind == "cuda" and not batch.forward_mode.is_decode():
+        mark(batch, True)
+        stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
+        assert torch.equal(rig.forward(backend, batch), stock)
+        assert not rig.forward(backend, batch).isnan().any()
+        rig.settle()
+    rig.check(backend, batch)
+
+
+@KINDS
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @ALL_BATCHES
 def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: str) -> None:
@@ -102,7 +120,7 @@ def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kin
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda":
         mark(batch, marked)
-    buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    buffers = rig.buffers
     before = [buffer.clone() for buffer in buffers]
     rig.forward(backend, batch)
     others = torch.ones(len(before[0]), dtype=torch.bool)

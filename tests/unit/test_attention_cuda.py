@@ -199,7 +199,7 @@ EVICTS = "streamingllm:budget=64"
         ({}, {}, {"learnable_sink": True}, "triton triton"),
         ({}, {}, {"is_hybrid_swa": True}, "fa3 fa3"),
         ({}, {}, {"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
-        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "fa3 fa3"),
+        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "triton triton"),
         # SGLang's rules for a model stay.
         ({}, {}, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
     ],
