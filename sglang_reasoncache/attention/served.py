@@ -12,7 +12,12 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.compat.types import AttentionLayer, ModelRunner, TreeCacheBuildContext
+    from sglang_reasoncache.compat.types import (
+        AttentionLayer,
+        ModelRunner,
+        ServerArgs,
+        TreeCacheBuildContext,
+    )
 
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
@@ -85,8 +90,9 @@ SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 #: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
 #: know positions from their state layers.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
-#: Head dims for which SGLang's FlashInfer backend is made; its Triton backend takes others.
-FLASHINFER_DIMS = (64, 128, 256)
+#: Head dims for which SGLang's FlashInfer backend is made, and dims of a latent row; its Triton backend
+#: takes others.
+FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
@@ -119,8 +125,6 @@ def check_kind(context: TreeCacheBuildContext, publish: str) -> None:
     kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
         raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
-    if compat.latent_rank(context.params.token_to_kv_pool_allocator.get_kvcache()):
-        _check_latent(context, publish)
     if context.is_hybrid_ssm and publish == "aliased":
         raise ValueError(
             "--reasoncache-publish aliased does not support models with state layers: SGLang "
@@ -128,14 +132,14 @@ def check_kind(context: TreeCacheBuildContext, publish: str) -> None:
         )
 
 
-def _check_latent(context: TreeCacheBuildContext, publish: str) -> None:
+def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
     """Raises ValueError for what would have a prefill read shared slots: of latent attention it is
     SGLang's."""
     given = {
         "--reasoncache-publish aliased": publish == "aliased",
-        "--enable-mixed-chunk": context.server_args.enable_mixed_chunk,
+        "--enable-mixed-chunk": args.enable_mixed_chunk,
     }
-    for flag in (flag for flag, found in given.items() if found):
+    for flag in (flag for flag, found in given.items() if found and compat.latent_rank(pool)):
         reads = "a prefill would read keys of shared slots as they are cached"
         raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reads}")
 
@@ -149,8 +153,9 @@ def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | Non
     if model.is_encoder_decoder or model.is_hybrid_swa:
         return None
     even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
-    flashinfer = has_flashinfer and even and not model.has_attention_sinks and not latent
-    return "flashinfer" if flashinfer else "triton"
+    if latent:
+        even = (model.kv_lora_rank, model.qk_rope_head_dim) == FLASHINFER_LATENT
+    return "flashinfer" if has_flashinfer and even and not model.has_attention_sinks else "triton"
 
 
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:

@@ -51,6 +51,7 @@ _MODULES: dict[str, list[str]] = {
     "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
+    "layers.attention.flashinfer_mla_backend": ["FlashInferMLAAttnBackend"],
     "layers.attention.triton_backend": ["TritonAttnBackend"],
     "layers.attention.base_attn_backend": ["SharedReadEnds"],
     "models.deepseek_common.attention_backend_handler": ["AttentionBackendRegistry"],

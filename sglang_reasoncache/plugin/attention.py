@@ -230,15 +230,14 @@ def make_cuda(
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
-    if name != "triton" and compat.latent_rank(model_runner.token_to_kv_pool):
-        raise ValueError(f"{requested_by} reads no latent rows, --attention-backend triton does")
     refusals.check_corrected(model_runner.server_args, requested_by)
-    kwargs = {}
-    if name == "flashinfer":
+    kwargs, latent = {}, bool(compat.latent_rank(model_runner.token_to_kv_pool))
+    if name == "flashinfer" and not latent:
         # As SGLang's registry does.
         kwargs["init_new_workspace"] = model_runner.init_new_workspace
     try:
-        backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
+        made = backend_class(name, latent)
+        backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
         warm_up.compile_attention(backend.paged)
@@ -252,11 +251,13 @@ def make_cuda(
     return backend
 
 
-def backend_class(name: str) -> type:
-    """Our class over SGLang's backend ``name``. Raises ImportError where SGLang's is missing."""
+def backend_class(name: str, latent: bool = False) -> type:
+    """Our class over SGLang's backend ``name``, of latent attention or other. Raises ImportError where
+    SGLang's is missing."""
     from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 
-    stock = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}[name]
+    flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
+    stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (SharedSlotReads, getattr(compat, stock))
     return type(f"Corrected{stock}", bases, {"__module__": __name__})
 

@@ -73,6 +73,8 @@ class ServerParts:
         """Build the prefix tree and its controller. Raises ValueError for a model or setting that is not
         supported."""
         served.check_kind(context, self.config.publish)
+        pool = self.allocator.get_kvcache()
+        served.check_latent(pool, context.server_args, self.config.publish)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
         # The hook of the backend is not called for backends of SGLang alone.

@@ -116,12 +116,24 @@ def test_key_figures_of_the_cpu_are_those_of_the_worse_heads() -> None:
         for shape, by in (("32x1000-a", 1.0), ("32x1000-b", 2.0), ("8x16000-", 3.0))
         for percent, run in ((22, 48), (22, 16), (50, 48))
     ]
+    latent = "8x16000-128/1x512+64", "32x1000-128/1x512+64"
+    rows += [
+        {"shape": shape, "shared_percent": 0, "speedup": flat(by), "of_products": flat(by / 2)}
+        for shape, by in zip(latent, (9.0, 8.0), strict=True)
+    ]
+    rows += [
+        {"shape": shape, "shared_percent": 50, "run": 48, "of_unshared": flat(by)}
+        for shape, by in zip(latent, (0.5, 0.4), strict=True)
+    ]
     assert CpuBatch.key_figures(rows) == {
         "decode_speedup_vs_torch_native": 3.0,
         "decode_fraction_of_bandwidth": 0.5,
         "decode_shared22_vs_unshared": 44.0,
         "decode_shared22_runs16_vs_unshared": 44.0,
         "decode_shared50_vs_unshared": 100.0,
+        "mla_vs_torch": 8.0,
+        "mla_vs_torch_products": 4.0,
+        "mla_shared50_vs_unshared": 0.5,
     }
     assert CpuBatch.key_figures(rows[2:3]) == {}
 
@@ -136,8 +148,8 @@ def test_results_are_written_part_by_part(tmp_path: Path) -> None:
 
 def test_bad_options_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     for argument, message in {
-        "--shapes=7x7": "--shapes: expected REQUESTSxTOKENS-HEADS/KV_HEADSxDIM, got '7x7'",
-        "--shapes=1x9-3/2x8": "HEADS/KV_HEADSxDIM, got '1x9-3/2x8'",
+        "--shapes=7x7": "--shapes: expected REQUESTSxTOKENS-HEADS/KV_HEADSxDIM[+ROTATED], got '7x7'",
+        "--shapes=1x9-3/2x8": "HEADS/KV_HEADSxDIM[+ROTATED], got '1x9-3/2x8'",
         "--rounds=0": "--rounds: must be at least 1, got 0",
         "--server-rounds=0": "--server-rounds: must be at least 1, got 0",
     }.items():

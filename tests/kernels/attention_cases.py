@@ -5,7 +5,6 @@ double precision over the values as stored."""
 
 import dataclasses
 import itertools
-
 from typing import Any
 
 import torch
@@ -104,7 +103,9 @@ FEW = [
     Case((150,), shared=0.1, repeated=0.4, evicted=0.1).latent(heads=3),
     Case((5000,), shared=0.1, repeated=0.3).latent(heads=128, v_dim=64),
     Case((70,), shared=0.0, dtype=torch.float8_e4m3fn).latent(heads=1),
-    Case((150,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32).latent(v_dim=40, k_dim=24, rotary_dim=24),
+    Case((150,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32).latent(
+        v_dim=40, k_dim=24, rotary_dim=24
+    ),
     Case(lengths=()),
 ]
 

@@ -212,8 +212,10 @@ def kernels() -> dict[str, _Kernel]:
         "decode, own, bf16 32/8x128": _decode("32/8x128", BF16, "own"),
         "decode, shifted, bf16 32/8x128": _decode("32/8x128", BF16, "shifted"),
         "decode, shifted, e4m3 32/8x128": _decode("32/8x128", E4M3, "shifted"),
-        **{f"decode, {kind}, {name} {heads}x512+64 interleaved": _latent(heads, dtype, kind)
-           for name, dtype, heads, kind in _LATENT},
+        **{
+            f"decode, {kind}, {name} {heads}x512+64 interleaved": _latent(heads, dtype, kind)
+            for name, dtype, heads, kind in _LATENT
+        },
         **{f"logits of bounds of {dim}": _logits(dim) for dim in (64, 128, 256)},
         "distance, bf16": _distance(BF16, False),
         "distance, bf16 rotated": _distance(BF16, True),

@@ -304,8 +304,8 @@ NEW = ([1, 1, 1], [0, 2, 4], [1, 19, 989], [0, 5, 300], [1, 1, 6])
 def test_extend_sees_up_to_itself(
     cpu: str, new: list[int], dtype: torch.dtype, singly: bool
 ) -> None:
-    case = Case(lengths=(1, 19, 989), dtype=dtype, query_dtype=dtype, heads=6)
-    for case in (case, case.latent(v_dim=72)):
+    plain = Case(lengths=(1, 19, 989), dtype=dtype, query_dtype=dtype, heads=6)
+    for case in (plain, plain.latent(v_dim=72)):
         assert_extend(make(case), cpu, new, singly)
 
 

@@ -42,8 +42,8 @@ BATCHES = {
 class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
-    ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``notes_shifted``: the allocator has seen slots shared,
-    even if no row holds one now.
+    ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``notes_shifted``: the allocator
+    has seen slots shared, even if no row holds one now.
     """
 
     def __init__(
@@ -72,9 +72,7 @@ class Rig:
         kind: Any = MLATokenToKVPool if latent else MHATokenToKVPool
         sizes = dict(size=size, page_size=1, layer_num=2, **heads_of_pool)
         self.pool = kind(**sizes, dtype=dtype, device="cpu", enable_memory_saver=False)
-        self.buffers = (
-            self.pool.kv_buffer if latent else [*self.pool.k_buffer, *self.pool.v_buffer]
-        )
+        self.buffers = self.pool.kv_buffer if latent else [*self.pool.k_buffer, *self.pool.v_buffer]
         for buffer in self.buffers:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(lengths), CONTEXT, "cpu", False)
