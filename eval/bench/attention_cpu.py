@@ -142,7 +142,7 @@ class CpuBatch(Batch):
         ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])
         rate = self.shape.layer_bytes / decode["median"] / 1e6
-        products = {}
+        products: dict[str, Any] = {}
         if self.shape.rotated:
             products = {"of_products": spread(steps["products"] / steps["ours"])}
         return {

@@ -65,14 +65,14 @@ class PagedAttention:
         rotation = None
         #: The pool has latent rows.
         self.latent = bool(compat.latent_rank(pool))
+        layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
         if cached is not None:
             context = model_runner.model_config.context_len
-            dims = pool.qk_rope_head_dim if self.latent else None
+            dims = next(iter(layers.values()))[0].shape[2] if self.latent else None
             # All layers share one copy of its table.
             rotation = key_rotation(model_runner.model, context, dims).to(self.device)
         self.pools = {
-            layer: PagedKv(*compat.kv_of(pool, layer), rotation, latent=self.latent)
-            for layer in compat.layer_ids(pool)
+            layer: PagedKv(*sides, rotation, latent=self.latent) for layer, sides in layers.items()
         }
         first = next(iter(self.pools.values()))
         #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.

@@ -231,7 +231,8 @@ def make_cuda(
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
     refusals.check_corrected(model_runner.server_args, requested_by)
-    kwargs, latent = {}, bool(compat.latent_rank(model_runner.token_to_kv_pool))
+    latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
+    kwargs = {}
     if name == "flashinfer" and not latent:
         # As SGLang's registry does.
         kwargs["init_new_workspace"] = model_runner.init_new_workspace

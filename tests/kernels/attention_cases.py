@@ -48,7 +48,9 @@ class Case:
 
     def latent(self, **changed: Any) -> "Case":
         """The same rows over one latent head, as DeepSeek has it."""
-        mla = dict(kv_heads=1, v_dim=512, rotary_dim=64, is_neox=False, layout=LATENT)
+        mla: dict[str, Any] = dict(
+            kv_heads=1, v_dim=512, rotary_dim=64, is_neox=False, layout=LATENT
+        )
         return dataclasses.replace(self, **(mla | changed))
 
 

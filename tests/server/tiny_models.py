@@ -65,7 +65,9 @@ _LATENT: dict[str, Any] = dict(
     ),
 )
 #: What a layer adds to its input.
-_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+_OUTPUTS = (
+    *("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj"),
+)
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> the configuration's class in Hugging Face's library, and its arguments.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

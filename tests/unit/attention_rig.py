@@ -96,8 +96,8 @@ class Rig:
             self.cached_at.record(slots, torch.where(stays, at, elsewhere))
         rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
         self.scale = self.query_dim**-0.5
-        sizes = dict(layer_id=1, v_head_dim=self.v_dim)
-        self.layer = RadixAttention(heads, self.query_dim, self.scale, kv_heads, **sizes)
+        shape = heads, self.query_dim, self.scale, kv_heads
+        self.layer = RadixAttention(*shape, layer_id=1, v_head_dim=self.v_dim)
         #: With what the start of a server on CUDA reads.
         self.runner: Any = SimpleNamespace(
             device="cpu",
