@@ -88,8 +88,9 @@ def chunk_kernel(
         v_column = tl.arange(0, V_COLS)
         q_at = query + row * q_row_stride + (head * q_head_stride)[:, None]
         if LATENT:
-            latent = tl.load(q_at + v_column[None, :], mask=(v_column < V_DIM)[None, :], other=0.0)
-            latent = latent.to(tl.float32)
+            latent_at = q_at + v_column[None, :]
+            latent_mask = (v_column < V_DIM)[None, :]
+            latent = tl.load(latent_at, mask=latent_mask, other=0.0)
             q_at += V_DIM
         q_mask = (k_column < K_DIM)[None, :]
         own = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
@@ -111,7 +112,9 @@ def chunk_kernel(
             unrotated = tl.zeros([HEADS, TILE], tl.float32)
             if LATENT:
                 v = tl.load(v_at, mask=v_mask, other=0)
-                unrotated = tiles.times(latent, v.T, unrotated, ELEMENT, EXACT)
+                if not EXACT:  # it takes two products, and more registers than there are
+                    latent = tl.load(latent_at, mask=latent_mask, other=0.0)
+                unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
             turn, last = 0, 0
             if ROTATES:
                 tile = first // ENTRIES + row + at // ENTRIES

@@ -65,9 +65,7 @@ _LATENT: dict[str, Any] = dict(
     ),
 )
 #: What a layer adds to its input.
-_OUTPUTS = (
-    *("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj"),
-)
+_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> the configuration's class in Hugging Face's library, and its arguments.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -117,6 +115,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
         del described["time_step_limit"], described["mtp_layers_block_type"]
     if "kv_lora_rank" in arguments:
-        described |= {"moe_layer_freq": 1, "scoring_func": "sigmoid" if "v3" in name else "softmax"}
+        v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}
+        described.setdefault("scoring_func", "softmax")
     (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
     return path

@@ -18,11 +18,12 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.plugin import attention
 from tests.kernels.pools import dense, turned
 
-DIM, RANK = 16, 32  # RANK: dims of a latent
+DIM = 16
+#: Of a latent row: what SGLang's Triton kernels take, besides 512 and 64.
+RANK, ROTATED = 256, 32
 BASE = 10_000
 CONTEXT = 1024
 LENGTHS = [1, 19, 989]
-FREQUENCIES = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
 
 #: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; bf16: keys,
 #: weights and the result are each rounded to 8 bits, for values of about 1.
@@ -64,11 +65,13 @@ class Rig:
         self.placed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
         self.interleaved, self.latent = interleaved, latent
-        self.v_dim, self.query_dim = (RANK, RANK + DIM) if latent else (DIM, DIM)
+        self.v_dim, self.query_dim = (RANK, RANK + ROTATED) if latent else (DIM, DIM)
+        dims = ROTATED if latent else DIM
+        self.frequencies = BASE ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
         size = sum(lengths) + 64
         heads_of_pool: Any = dict(head_num=kv_heads, head_dim=DIM)
         if latent:
-            heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=DIM)
+            heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROTATED)
         kind: Any = MLATokenToKVPool if latent else MHATokenToKVPool
         sizes = dict(size=size, page_size=1, layer_num=2, **heads_of_pool)
         self.pool = kind(**sizes, dtype=dtype, device="cpu", enable_memory_saver=False)
@@ -94,7 +97,7 @@ class Rig:
             elsewhere = torch.randint(0, CONTEXT, at.shape, generator=generator)
             stays = torch.rand(at.shape, generator=generator) >= shifted
             self.cached_at.record(slots, torch.where(stays, at, elsewhere))
-        rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
+        rope = factory.get_rope(dims, dims, CONTEXT, BASE, not interleaved, None, torch.float32)
         self.scale = self.query_dim**-0.5
         shape = heads, self.query_dim, self.scale, kv_heads
         self.layer = RadixAttention(*shape, layer_id=1, v_head_dim=self.v_dim)
@@ -197,7 +200,7 @@ class Rig:
             slots = self.rows.req_to_token[row, :end].long()
             at, evicted = torch.arange(end), slots < 0
             slots = slots.clamp_min(0)
-            by = (at - self.cached_at.positions[slots])[:, None] * FREQUENCIES
+            by = (at - self.cached_at.positions[slots])[:, None] * self.frequencies
             k = turned(keys[slots], torch.polar(torch.ones_like(by), by), not self.interleaved)
             if self.latent:
                 k = torch.cat((values[slots], k), dim=2)

@@ -20,7 +20,7 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.kernels import extend
 from sglang_reasoncache.plugin import attention, cpu_attention
 from tests.kernels.engines import unavailable
-from tests.unit.attention_rig import BATCHES, DIM, RANK, TOLERANCE, UNSUPPORTED, Rig, mark
+from tests.unit.attention_rig import BATCHES, RANK, ROTATED, TOLERANCE, UNSUPPORTED, Rig, mark
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
@@ -75,7 +75,7 @@ def test_latent_rows_are_read_where_they_are_used(
         rig.settle()
     rig.check(backend, batch)
     if batch.forward_mode.is_decode():  # as FlashInfer's backend is called
-        parts = rig.query.split((RANK, DIM), dim=2)
+        parts = rig.query.split((RANK, ROTATED), dim=2)
         q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
         found = backend.forward_decode(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)
         assert torch.equal(found.view_as(q), rig.forward(backend, batch))
@@ -241,6 +241,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     with pytest.raises(ValueError, match="--enable-mixed-chunk beside latent"):
         served.check_latent(rig.pool, args, "exact")
     served.check_latent(Rig(shifted=0.0).pool, args, "aliased")
+    rig.runner.prefill_attention_backend_str = "triton"
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     with pytest.raises(ValueError, match="streamingllm:budget=64 does not support latent"):
         attention.check_policies(config, attention.AttentionParts(serves_policies=True), rig.runner)

@@ -295,9 +295,7 @@ def test_auto_goes_on_where_ours_fails(
         made.append(weakref.ref(backend))
         return backend
 
-    monkeypatch.setattr(
-        attention, "backend_class", lambda _name: fails if at == "__init__" else make
-    )
+    monkeypatch.setattr(attention, "backend_class", lambda *_: fails if at == "__init__" else make)
     if at == "warm_up":
         monkeypatch.setattr(warm_up, "compile_attention", fails)
     else:

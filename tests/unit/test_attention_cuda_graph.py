@@ -29,7 +29,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import DIM, RANK, TOLERANCE, Rig, announced, mark
+from tests.unit.attention_rig import TOLERANCE, Rig, announced, mark
 from tests.unit.test_attention import REQUESTED_BY
 
 #: Requests that graphs are captured for; batches are padded to one of these.
@@ -56,8 +56,8 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.hf_config = config.hf_text_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     config.attention_arch = AttentionArch.MLA if rig.latent else AttentionArch.MHA
     config.linear_attn_registry_result = None
-    config.head_dim = config.v_head_dim = config.swa_v_head_dim = DIM
-    config.kv_lora_rank = RANK
+    config.head_dim = config.v_head_dim = config.swa_v_head_dim = rig.query_dim
+    config.kv_lora_rank = rig.v_dim
     config.get_max_num_attention_heads = lambda: rig.heads
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.

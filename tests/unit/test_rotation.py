@@ -129,11 +129,11 @@ class Embedding:
         config = self.model.config()
         theta, rope = get_rope_config(config)
         dim, context = self.model.head_dim, config.max_position_embeddings
+        asked: Any = dim, dim, context, theta, self.model.is_neox
         if self.model.family == "DeepseekV3":  # as SGLang's model does
             rope = {**rope, "rope_type": "deepseek_yarn"}
-        return factory.get_rope(
-            dim, dim, context, theta, self.model.is_neox, rope, dtype, self.model.partial
-        )
+            return factory.get_rope_wrapper(*asked, rope, dtype, device="cpu")
+        return factory.get_rope(*asked, rope, dtype, self.model.partial)
 
     def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, head_dim]`` at ``[tokens]``, in a response that fills the context."""
