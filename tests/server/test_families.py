@@ -48,11 +48,6 @@ def _together(server: ServerProcess, most: int) -> list[dict[str, Any]]:
     return _tell(server, bodies)
 
 
-def _most(spec: specs.ServerSpec) -> int:
-    """Tokens of a response in which the model repeats itself often enough."""
-    return 640 if spec.model in specs.LATENT else 400
-
-
 def _follow_up(server: ServerProcess, ids: list[int]) -> dict[str, Any]:
     """A short response that shares nothing and reads nothing approximate."""
     sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **OPT_OUT}
@@ -153,7 +148,7 @@ def test_a_server_computes_what_a_loop_computes(
     """The loop redirects the same blocks in its attention layers. If it rotated no keys, or redirected
     nothing, it would compute something else."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
-    responses = _together(server, _most(spec))
+    responses = _together(server, 400)
     seen, rotation = report(server), loop.rotation()
     assert seen["uncorrected"] is None
     assert seen["config"]["positions"] == ("as-cached" if rotation is None else "corrected")
@@ -192,18 +187,16 @@ def test_a_server_computes_what_a_loop_computes(
 def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Word for word; and if keys were not rotated, another word somewhere or other probabilities."""
     copies = servers.get(specs.copying(spec).for_long_runs())
-    copied = _together(copies, _most(spec))
+    copied = _together(copies, 400)
     assert report(copies)["totals"]["blocks_shared"] >= 200
-    shared = _together(servers.get(spec), _most(spec))
+    shared = _together(servers.get(spec), 400)
     assert report(servers.get(spec))["totals"]["blocks_shared"] >= 200
     for one, other in zip(shared, copied, strict=True):
         assert one["tokens"] == other["tokens"] and one["blocks"] == other["blocks"]
         assert float((one["logprobs"] - other["logprobs"]).abs().max()) < ROUNDING
     if spec.model != "nemotron_h":
         flag = "--reasoncache-positions as-cached"
-        unrotated = _together(
-            servers.get(spec.having("as-cached", flag).for_long_runs()), _most(spec)
-        )
+        unrotated = _together(servers.get(spec.having("as-cached", flag).for_long_runs()), 400)
         off = [
             1.0
             if one["tokens"] != other["tokens"]

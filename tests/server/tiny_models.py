@@ -64,8 +64,10 @@ _LATENT: dict[str, Any] = dict(
         mscale_all_dim=0.5,
     ),
 )
-#: What a layer adds to its input.
+#: What a layer adds to its input, and by how much less: with latent attention, whose experts count too, for
+#: as many repeats.
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+_LESS, _LESS_OF_LATENT = 0.12, 0.06
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> the configuration's class in Hugging Face's library, and its arguments.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -101,9 +103,11 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     # The newest token decides most of the next one, so that greedy responses run in circles.
     with torch.no_grad():
         model.get_input_embeddings().weight *= 8.0
+        latent = "kv_lora_rank" in arguments
+        outputs = (*_OUTPUTS, "experts.down_proj") if latent else _OUTPUTS
         for parameter, weight in model.named_parameters():
-            if parameter.endswith(_OUTPUTS):
-                weight *= 0.12
+            if parameter.endswith(outputs):
+                weight *= _LESS_OF_LATENT if latent else _LESS
     path = folder / name
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -114,7 +118,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         described["layers_block_type"] = arguments["layers_block_type"]
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
         del described["time_step_limit"], described["mtp_layers_block_type"]
-    if "kv_lora_rank" in arguments:
+    if latent:
         v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}
         described.setdefault("scoring_func", "softmax")

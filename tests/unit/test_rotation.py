@@ -145,7 +145,8 @@ class Embedding:
         return torch.cat((found[0].transpose(0, 1), keys[..., self.rotary_dim :]), dim=-1)
 
     def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        flat = keys.flatten(1)
+        # DeepSeek's takes heads apart.
+        flat = keys if self.model.family == "DeepseekV3" else keys.flatten(1)
         return self.sglang.forward_native(positions, flat.clone(), flat.clone())[1].view_as(keys)
 
     def assert_close(
