@@ -224,14 +224,14 @@ def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.
             aborted.start()
         return server.post("/generate", json={**body, "sampling_params": sampling}).json()
 
-    todo = list(enumerate(_prompts(12)))
+    todo = list(enumerate(_prompts(20 if spec.model in specs.LATENT else 12)))
     with ThreadPoolExecutor(len(todo)) as pool:
         bodies = list(pool.map(ask, todo))
     wait_until_idle(server)
     seen = report(server)
     totals = seen["totals"]
     assert totals["blocks_shared"] > 8 and totals["shortages"] > 0 == totals["blocks_missed"]
-    assert totals["requests_opted_out"] == 3
+    assert totals["requests_opted_out"] == len(todo) // 4
     assert "#retracted_reqs" in server.log_text(log)
     for number, text in todo[3::4]:
         [found] = _tell(server, [bodies[number]])
