@@ -43,8 +43,9 @@ class Worker {
         pool_(task.pool),
         call_(task.call),
         query_(query_size()),
-        sums_(static_cast<std::size_t>(task.most_queries * call_.num_heads * task.v_padded)),
-        most_(static_cast<std::size_t>(task.most_queries * call_.num_heads + kLanes)),
+        latent_query_(queries() * static_cast<std::size_t>(task.latent_padded)),
+        sums_(queries() * static_cast<std::size_t>(task.v_padded)),
+        most_(queries() + kLanes),
         total_(most_.size()),
         rotated_by_(most_.size()),
         rotated_(rotates() ? query_size() : 0),
@@ -94,7 +95,9 @@ class Worker {
       if (unit.chunk >= task_.chunks(row)) continue;
       for (std::int64_t head = first; head < last; ++head) {
         const std::int64_t at = place(unit, row, head);
-        read_query(task_, row, head, query(at));
+        const std::int64_t latent = pool_.is_latent ? pool_.head_dim[1] : 0;
+        read_query(task_, row, head, 0, latent, task_.latent_padded, latent_query(at));
+        read_query(task_, row, head, latent, pool_.head_dim[0], task_.k_padded, query(at));
         std::fill(sums(at), sums(at) + task_.v_padded, 0.0f);
         rotated_by_[static_cast<std::size_t>(at)] = 0;
         most_[static_cast<std::size_t>(at)] = -kInfinity;
@@ -236,6 +239,11 @@ class Worker {
   // Scores of the entries at their own shifts; `keys` are fetched meanwhile.
   template <int kHeads>
   void own_scores(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
+    if (pool_.is_latent) {
+      const Ahead<Element> none{nullptr, 0, 0};
+      scores_of<Element, kHeads>(values_, count, none, 0, latent_query(head), pool_.head_dim[1],
+                                 task_.latent_padded, nullptr, latent_);
+    }
     const bool keep = step.turns.begin < step.turns.end;
     const std::int32_t* shift = call_.shift == nullptr ? nullptr : call_.shift + step.begin;
     for (int begin = 0, end; begin < count; begin = end) {
@@ -246,6 +254,9 @@ class Worker {
       float* kept = keep ? kept_.data() + begin * task_.k_padded : nullptr;
       scores_of<Element, kHeads>(keys_ + begin, end - begin, keys, begin, query, pool_.head_dim[0],
                                  task_.k_padded, kept, scores_ + begin * kHeads);
+    }
+    for (int i = 0; pool_.is_latent && i < count * kHeads; i += kLanes) {
+      store(scores_ + i, load(scores_ + i) + load(latent_ + i));
     }
   }
 
@@ -265,6 +276,7 @@ class Worker {
         if ((bits & kAll) == 0) continue;
         Floats found = some_scores<float, kHeads>(kept_rows_ + at, query, task_.k_padded,
                                                   task_.k_padded, nullptr);
+        if (pool_.is_latent) found += load(latent_ + at * kHeads);
         if (call_.logit_cap > 0) found = soft_cap(found, call_.logit_cap);
         if ((bits & kAll) != kAll) found = only<kHeads>(bits, found);
         of_[vectors] = at;
@@ -340,9 +352,10 @@ class Worker {
     return dim * static_cast<std::int64_t>(sizeof(Element));
   }
 
-  std::size_t query_size() const {
-    return static_cast<std::size_t>(task_.most_queries * call_.num_heads * task_.k_padded);
+  std::size_t queries() const {
+    return static_cast<std::size_t>(task_.most_queries * call_.num_heads);
   }
+  std::size_t query_size() const { return queries() * static_cast<std::size_t>(task_.k_padded); }
   bool rotates() const { return call_.shift != nullptr || call_.tile_ptr != nullptr; }
 
   // Of a query head in what is kept for the unit.
@@ -350,6 +363,9 @@ class Worker {
     return (row - unit.first_query) * call_.num_heads + head;
   }
   float* query(std::int64_t place) { return query_.data() + place * task_.k_padded; }
+  float* latent_query(std::int64_t place) {
+    return latent_query_.data() + place * task_.latent_padded;
+  }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
   static constexpr std::int64_t kRound = 4;  // positions of a round of turns, were nothing shared
@@ -359,6 +375,7 @@ class Worker {
   const Pool& pool_;
   const DecodeCall& call_;
   Lines query_;                // [most_queries][num_heads][k_padded], scaled
+  Lines latent_query_;         // [most_queries][num_heads][latent_padded], scaled
   Lines sums_;                 // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // [most_queries][num_heads], and a vector that may be read
   std::vector<float> total_;   // [most_queries][num_heads], and a vector that may be read
@@ -377,6 +394,7 @@ class Worker {
   const Element* const* values_ = nullptr;
   static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // room for the scores of a tile
   alignas(64) float scores_[(kVectors + 1) * kLanes];
+  alignas(64) float latent_[kTile * kMostHeads + kLanes];  // scores of a tile's values
   alignas(64) float decay_[kLanes];
   int of_[kVectors];  // first entry of each vector
 };

@@ -12,18 +12,20 @@ namespace reasoncache {
 namespace attention {
 
 template <class Q>
-void read_query_as(const Task& task, std::int64_t offset, float* to) {
+void read_query_as(const Task& task, std::int64_t offset, std::int64_t dim, float* to) {
   const Q* from = static_cast<const Q*>(task.call.query) + offset;
-  for (std::int64_t i = 0; i < task.pool.head_dim[0]; ++i) to[i] = get(from + i) * task.call.scale;
+  for (std::int64_t i = 0; i < dim; ++i) to[i] = get(from + i) * task.call.scale;
 }
 
-inline void read_query(const Task& task, std::int64_t row, std::int64_t head, float* to) {
-  const std::int64_t offset = row * task.call.q_row_stride + head * task.call.q_head_stride;
+// `dim` elements of a query from `first` on, and zeros up to `padded`.
+inline void read_query(const Task& task, std::int64_t row, std::int64_t head, std::int64_t first,
+                       std::int64_t dim, std::int64_t padded, float* to) {
+  const std::int64_t offset = row * task.call.q_row_stride + head * task.call.q_head_stride + first;
   with_query_element(task.call.element, [&](auto element) {
-    read_query_as<typename decltype(element)::type>(task, offset, to);
+    read_query_as<typename decltype(element)::type>(task, offset, dim, to);
     return REASONCACHE_OK;
   });
-  std::fill(to + task.pool.head_dim[0], to + task.k_padded, 0.0f);
+  std::fill(to + dim, to + padded, 0.0f);
 }
 
 template <class Q>

@@ -22,6 +22,7 @@ Task::Task(const Pool& pool, const DecodeCall& call)
       group(call.num_heads / pool.num_heads),
       k_padded(whole_vectors(pool.head_dim[0])),
       v_padded(whole_vectors(pool.head_dim[1])),
+      latent_padded(pool.is_latent ? v_padded : 0),
       weights(call) {}
 
 std::int64_t Task::divide(std::int64_t threads) {
@@ -44,7 +45,7 @@ std::int64_t Task::divide(std::int64_t threads) {
   // As many queries together as leave each thread its units, else a query's heads apart.
   const std::int64_t wanted = threads > 1 ? threads * kUnitsPerThread : 1;
   const std::int64_t state =
-      call.num_heads * (k_padded + v_padded) * static_cast<std::int64_t>(sizeof(float));
+      call.num_heads * (k_padded + latent_padded + v_padded) * static_cast<std::int64_t>(sizeof(float));
   const std::int64_t parts =
       all < wanted ? std::min(pool.num_heads, (wanted + all - 1) / all) : 1;
   most_queries = std::max<std::int64_t>(1, std::min({all / wanted, kStateBytes / state, call.batch}));

@@ -53,6 +53,7 @@ class Task {
   const std::int64_t group;     // query heads of a KV head
   const std::int64_t k_padded;  // dims rounded up to whole vectors
   const std::int64_t v_padded;
+  const std::int64_t latent_padded;  // of a query's dims for a value; 0: it has none
   Weights weights;
   std::vector<Unit> units{};
   std::int64_t most_queries = 1;                        // of a unit

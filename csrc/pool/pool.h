@@ -48,6 +48,9 @@ struct reasoncache_pool {
   std::int64_t rotary_dim;  // at most head_dim[0], even
   std::int32_t is_neox;     // halves are paired, otherwise neighbours
   std::int32_t element;     // reasoncache_element
+  // Attention multiplies queries with values too: a query has head_dim[1] dims for the value, which
+  // nothing rotates, then head_dim[0] for the key.
+  std::int32_t is_latent;
 };
 }
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 #: What one setting's samples come to: JSON, times as :func:`eval.bench.turns.spread`.
 Row = dict[str, Any]
 
-_HEADS = ((4, 2, 64), (32, 8, 128))
+_HEADS = ((4, 2, 64), (32, 8, 128), (128, 1, 512, 64))
 #: Results are named after 32x1000 and 64x16000.
 SHAPES = {
     "cpu": tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for heads in _HEADS),
@@ -62,10 +62,10 @@ def measure(
 
 
 def _shape(name: str) -> Shape:
-    found = re.fullmatch(r"(\d+)x(\d+)-(\d+)/(\d+)x(\d+)", name)
-    sizes = [int(size) for size in found.groups()] if found else [0]
+    found = re.fullmatch(r"(\d+)x(\d+)-(\d+)/(\d+)x(\d+)(?:\+(\d+))?", name)
+    sizes = [int(size) for size in found.groups() if size] if found else [0]
     if not all(sizes) or sizes[2] % sizes[3]:
-        expected = "REQUESTSxTOKENS-HEADS/KV_HEADSxDIM"
+        expected = "REQUESTSxTOKENS-HEADS/KV_HEADSxDIM[+ROTATED]"
         raise argparse.ArgumentTypeError(f"expected {expected}, got {name!r}")
     return Shape(*sizes)
 

@@ -19,16 +19,23 @@ SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
 
 @dataclass(frozen=True)
 class Shape:
-    """``requests`` of ``tokens`` each; a bf16 pool with K and V of ``[slots, kv_heads, head_dim]``."""
+    """``requests`` of ``tokens`` each; a bf16 pool with K and V of ``[slots, kv_heads, head_dim]``, or, if
+    ``rotated``, with latent rows of ``head_dim`` dims and so many behind them."""
 
     requests: int
     tokens: int
     heads: int = 32
     kv_heads: int = 8
     head_dim: int = 128
+    rotated: int = 0
 
     def __str__(self) -> str:
-        return f"{self.requests}x{self.tokens}-{self.heads}/{self.kv_heads}x{self.head_dim}"
+        size = f"{self.requests}x{self.tokens}-{self.heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{size}+{self.rotated}" if self.rotated else size
+
+    @property
+    def query_dim(self) -> int:
+        return self.head_dim + self.rotated
 
     @property
     def slots(self) -> int:
@@ -38,7 +45,8 @@ class Shape:
     @property
     def layer_bytes(self) -> int:
         """K and V of all entries in one layer."""
-        return self.requests * self.tokens * 2 * self.kv_heads * self.head_dim * 2
+        dims = self.query_dim if self.rotated else 2 * self.kv_heads * self.head_dim
+        return self.requests * self.tokens * dims * 2
 
 
 def shared_blocks(
@@ -74,10 +82,10 @@ def cached_positions(shape: Shape) -> torch.Tensor:
     return ((slots - 1) // shape.requests).clamp_(min=0)
 
 
-def rotation(length: int, dim: int) -> KeyRotation:
+def rotation(length: int, dim: int, is_neox: bool = True) -> KeyRotation:
     """Rotary embedding of whole heads, base 10,000, with a table of ``length`` positions."""
     angles = torch.arange(length)[:, None] * 1e4 ** -(torch.arange(0, dim, 2) / dim)
-    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=-1), dim, True)
+    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=-1), dim, is_neox)
 
 
 class Batch:
@@ -89,14 +97,15 @@ class Batch:
 
     def __init__(self, shape: Shape, pool: tuple[torch.Tensor, torch.Tensor]) -> None:
         self.shape, self.pool, self.device = shape, pool, pool[0].device
-        self.scale = shape.head_dim**-0.5
-        query = torch.randn(shape.requests, shape.heads, shape.head_dim)
+        self.scale = shape.query_dim**-0.5
+        query = torch.randn(shape.requests, shape.heads, shape.query_dim)
         self.query = query.to(self.device, torch.bfloat16)
         self.cached_at = cached_positions(shape).to(self.device)
         self.requests = torch.arange(shape.requests, device=self.device)
         self.lengths = torch.full((shape.requests,), shape.tokens, device=self.device)
         self.own_rows = self.rows = lay_rows(shape, 0).to(self.device)
-        self.rotation = rotation(shape.tokens, shape.head_dim).to(self.device)
+        dim = shape.rotated or shape.head_dim
+        self.rotation = rotation(shape.tokens, dim, not shape.rotated).to(self.device)
         #: First, last and one between: their results are compared with PyTorch's.
         self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
 
@@ -107,9 +116,9 @@ class Batch:
 
     def check(self, name: str, found: torch.Tensor, rows: torch.Tensor) -> None:
         """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
-        query = self.query[self.checked, :, None].float()
+        query = self.query[self.checked].float().unflatten(1, (self.shape.kv_heads, -1))
         k, v = (side.transpose(1, 2) for side in self.read(rows[self.checked]))
-        expected = F.scaled_dot_product_attention(query, k, v, scale=self.scale, enable_gqa=True)
+        expected = F.scaled_dot_product_attention(query, k, v, scale=self.scale)
         self.judge(name, found[self.checked], expected)
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,7 +127,8 @@ class Batch:
         at = torch.arange(slots.shape[1], dtype=torch.int32, device=self.device)
         keys, values = self.pool
         shift = at - self.cached_at[slots]
-        return read_keys(keys, slots, shift, self.rotation), read_rows(values, slots)
+        k, v = read_keys(keys, slots, shift, self.rotation), read_rows(values, slots)
+        return torch.cat((v, k), dim=3) if self.shape.rotated else k, v
 
     def judge(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         """Raises RuntimeError where a checked request's ``found`` is off by more than tolerated."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.rotary_embedding.factory import get_rope
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -38,27 +39,31 @@ class CpuBatch(Batch):
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # Together 1 GB, above the caches, or eight.
-        self.num_layers = min(8, math.ceil(1e9 / shape.layer_bytes))
-        size = dict(head_num=shape.kv_heads, head_dim=shape.head_dim, layer_num=self.num_layers)
-        pool = compat.MHATokenToKVPool(
-            shape.slots - 1, 1, torch.bfloat16, device="cpu", enable_memory_saver=False, **size
-        )
-        for side in (pool.k_buffer, pool.v_buffer):
+        # Together 1 GB, above the caches, or eight. Over latent rows 128 heads compute more than they read.
+        self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
+        size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
+        if shape.rotated:
+            size = dict(kv_lora_rank=shape.head_dim, qk_rope_head_dim=shape.rotated)
+        kind = compat.MLATokenToKVPool if shape.rotated else compat.MHATokenToKVPool
+        size |= dict(layer_num=self.num_layers, device="cpu", enable_memory_saver=False)
+        pool = kind(shape.slots - 1, 1, torch.bfloat16, **size)
+        for side in (pool.kv_buffer,) if shape.rotated else (pool.k_buffer, pool.v_buffer):
             side[0].uniform_(-1, 1)
             for buffer in side[1:]:
                 buffer.copy_(side[0])
-        super().__init__(shape, (pool.k_buffer[0], pool.v_buffer[0]))
+        super().__init__(shape, compat.kv_of(pool, 0))
         # Rows that are shared, and then each request's own.
         self._table = ReqToTokenPool(2 * shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
-        self._allocator, dim = SimpleNamespace(has_shifted_slots=False), shape.head_dim
+        self._allocator = SimpleNamespace(has_shifted_slots=False)
+        heads = shape.heads, shape.query_dim, self.scale, shape.kv_heads
         self._layers = [
-            compat.RadixAttention(shape.heads, dim, self.scale, shape.kv_heads, layer_id=layer)
+            compat.RadixAttention(*heads, layer_id=layer, v_head_dim=shape.head_dim)
             for layer in range(self.num_layers)
         ]
-        rope = get_rope(dim, dim, shape.tokens, 10_000, True, None, torch.bfloat16)
+        dim, neox = self.rotation.rotary_dim, self.rotation.is_neox
+        rope = get_rope(dim, dim, shape.tokens, 10_000, neox, None, torch.bfloat16)
         # What the backends look at of SGLang's runner.
         runner: Any = SimpleNamespace(
             device="cpu",
@@ -69,11 +74,12 @@ class CpuBatch(Batch):
             model=torch.nn.ModuleList([rope, *self._layers]),
             model_config=SimpleNamespace(context_len=shape.tokens, is_encoder_decoder=False),
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
-            use_mla_backend=False,
+            use_mla_backend=bool(shape.rotated),
         )
         self._native = compat.TorchNativeAttnBackend(runner)
         self._ours = PagedCpuBackend(runner, cached)
         self._batch = self._batch_of(1)
+        self._once = functools.cache(self._alone)
 
     def _batch_of(self, first_row: int) -> Any:
         return ForwardBatch(
@@ -95,17 +101,17 @@ class CpuBatch(Batch):
         self._allocator.has_shifted_slots = self.shares
         self._ours.init_forward_metadata(self._batch)
         found = self._forward(self._ours, self._layers[-1], self._batch)
-        self.check(f"{percent}% shared, ours", found.view(self.query.shape), self.rows)
+        size = self.shape.requests, self.shape.heads, self.shape.head_dim
+        self.check(f"{percent}% shared, ours", found.view(size), self.rows)
 
     def sides(self) -> dict[str, Side]:
         ours = functools.partial(self._step, self._ours)
         # As many positions of the same pool, none of them shared.
         own = functools.partial(ours, self._batch_of(1 + self.shape.requests))
-        return {
-            "ours": ours,
-            "unshared": own,
-            "native": functools.partial(self._step, self._native),
-        }
+        native = functools.partial(self._step, self._native)
+        if self.shape.rotated:
+            return {"ours": ours, "unshared": own, "products": self._products, "native": self._once}
+        return {"ours": ours, "unshared": own, "native": native}
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """GB/s counts every entry's K and V once; SGLang's side reads shared entries as cached;
@@ -114,7 +120,11 @@ class CpuBatch(Batch):
         ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])
         rate = self.shape.layer_bytes / decode["median"] / 1e6
+        products: dict[str, Any] = {}
+        if self.shape.rotated:
+            products = {"of_products": spread(steps["products"] / steps["ours"])}
         return {
+            **products,
             "layers": self.num_layers,
             "plan_us": spread(ours["plan_us"]),
             "plan_of_step": float((ours["plan_us"] / ours["step_ms"]).median()) / 1e3,
@@ -137,6 +147,26 @@ class CpuBatch(Batch):
         layer_ms = (end - planned) / self.num_layers * 1e3
         plan_us, step_ms = (planned - start) * 1e6, (end - start) * 1e3
         return [{"plan_us": plan_us, "layer_ms": layer_ms, "step_ms": step_ms}]
+
+    def _products(self) -> list[dict[str, float]]:
+        """Latent rows by two products a request: of the quickest attention that PyTorch has here."""
+        start = time.perf_counter()
+        for layer in range(self.num_layers):
+            rows = self._native.token_to_kv_pool.get_key_buffer(layer)
+            for query, slots in zip(self.query, self.rows.long(), strict=True):
+                key = rows[slots, 0]
+                value = key[:, : self.shape.head_dim]
+                F.scaled_dot_product_attention(query, key, value, scale=self.scale)
+        return [{"step_ms": (time.perf_counter() - start) * 1e3}]
+
+    def _alone(self) -> list[dict[str, float]]:
+        """SGLang's copies every latent row once for each head: one layer of one request, times all."""
+        alone = self._batch_of(1)
+        alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
+        start, query = time.perf_counter(), self.query[:1].flatten(1)
+        self._native.forward_decode(query, None, None, self._layers[0], alone, save_kv_cache=False)
+        layer_ms = (time.perf_counter() - start) * 1e3 * self.shape.requests
+        return [{"layer_ms": layer_ms, "step_ms": layer_ms * self.num_layers}]
 
     def _forward(self, backend: Any, layer: Any, batch: Any) -> Any:
         query = self.query.flatten(1)

@@ -57,10 +57,15 @@ class PagedBackend(_Stock):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. In front of FlashInfer's backend
+        for latent attention ``q`` and ``k`` come without their rotated dims, ``q_rope`` and ``k_rope``
+        ``[batch, heads, dim]``."""
         self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        q, k = (
+            _whole(side, kwargs.pop(name, None)) for side, name in ((q, "q_rope"), (k, "k_rope"))
+        )
         sinks = self._sinks(kwargs)
         self.paged.put(k, v, layer, forward_batch, save_kv_cache)
         return self.paged.decode(q, layer, sinks)
@@ -93,3 +98,10 @@ class PagedBackend(_Stock):
                 f"{self.requested_by}: attention with {', '.join(unknown)} is not supported"
             )
         return sinks
+
+
+def _whole(side: torch.Tensor | None, rotated: torch.Tensor | None) -> Any:
+    """A query or a key with its rotated dims."""
+    if side is None or rotated is None:
+        return side
+    return torch.cat((side.reshape(*rotated.shape[:2], -1), rotated), dim=2)

@@ -63,13 +63,16 @@ class PagedAttention:
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
         rotation = None
+        #: The pool has latent rows.
+        self.latent = bool(compat.latent_rank(pool))
+        layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
         if cached is not None:
             context = model_runner.model_config.context_len
+            dims = next(iter(layers.values()))[0].shape[2] if self.latent else None
             # All layers share one copy of its table.
-            rotation = key_rotation(model_runner.model, context).to(self.device)
+            rotation = key_rotation(model_runner.model, context, dims).to(self.device)
         self.pools = {
-            layer: PagedKv(pool.get_key_buffer(layer), pool.get_value_buffer(layer), rotation)
-            for layer in compat.layer_ids(pool)
+            layer: PagedKv(*sides, rotation, latent=self.latent) for layer, sides in layers.items()
         }
         first = next(iter(self.pools.values()))
         #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.
@@ -228,7 +231,8 @@ class PagedAttention:
         """Put new keys and values into the pool, as SGLang's backends do."""
         if save_kv_cache and k is not None and v is not None:
             location = compat.KVWriteLoc.for_batch(batch)
-            self._pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
+            scales = () if self.latent else (layer.k_scale, layer.v_scale)
+            self._pool.set_kv_buffer(layer, location, k, v, *scales)
         self.written(layer, batch)
 
     @once_more
@@ -291,8 +295,9 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Factors of logits and outputs. A pool divides keys and values only if its dtype is narrower."""
-        if self._pool.dtype == self.dtype:
+        """Factors of logits and outputs. A pool divides keys and values only if its dtype is narrower, and
+        no latent rows."""
+        if self.latent or self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float
         v_scale = 1.0 if layer.v_scale_float is None else layer.v_scale_float

@@ -3,7 +3,7 @@
 
 A forward without shifted slots and evicted positions runs SGLang's kernels, others ours. In a
 decode graph the plan is part of the graph. Where a policy selects what is read, every decode step
-runs ours.
+runs ours. A prefill of latent attention is always SGLang's: its prefixes have no shifted slots.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SharedSlotReads(PagedBackend):
             else:
                 super().init_forward_metadata(forward_batch)
             return
-        if self.needs_ours(forward_batch):
+        if self.needs_ours(forward_batch) and not self.paged.latent:
             mark = mark_of(forward_batch)
             self.paged.begin_extend(forward_batch, None if mark is None else mark.evicted)
         else:

@@ -12,20 +12,24 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.compat.types import AttentionLayer, ModelRunner, TreeCacheBuildContext
+    from sglang_reasoncache.compat.types import (
+        AttentionLayer,
+        ModelRunner,
+        ServerArgs,
+        TreeCacheBuildContext,
+    )
 
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
 
 #: Attention -> why it is refused.
 REFUSED = {
-    "latent": "its keys and values are one latent row, which our kernels do not read",
+    "latent beside states": "no such model was tried",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
     "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
 _POOLS = {
-    "MLATokenToKVPool": "latent",
     "DSATokenToKVPool": "sparse",
     "SWAKVPool": "sliding window",
 }
@@ -53,7 +57,8 @@ FAMILIES = (
     Family("LFM2", "full, short convolution", "tiny: CPU"),
     Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
     Family("Granite-H, Falcon-H1", "full, Mamba 2", "not tried"),
-    Family("DeepSeek-R1 and V3, Kimi-K2, Kimi-Linear", "latent", ""),
+    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2 and V3: CPU"),
+    Family("Kimi-Linear, Ring", "latent beside states", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("gpt-oss, Gemma 3 and 4, MiMo-V2", "sliding window", ""),
 )
@@ -74,6 +79,7 @@ ROTARY_KINDS = (
     "LinearScalingRotaryEmbedding",
     "Llama3RotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
+    "DeepseekScalingRotaryEmbedding",
     "MRotaryEmbedding",
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
@@ -84,18 +90,24 @@ SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 #: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
 #: know positions from their state layers.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
-#: Head dims for which SGLang's FlashInfer backend is made; its Triton backend takes others.
-FLASHINFER_DIMS = (64, 128, 256)
+#: Head dims for which SGLang's FlashInfer backend is made, and dims of a latent row; its Triton backend
+#: takes others.
+FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
-    """Raises ValueError for a pool whose buffers are not ``[slots, heads, head_dim]``.
+    """Raises ValueError for a pool whose buffers are neither ``[slots, heads, head_dim]`` nor latent rows.
 
     ``requested_by``: the flag that needs such buffers, the beginning of the message.
     """
-    if type(pool) is compat.HybridLinearKVPool:
+    hybrid = type(pool) is compat.HybridLinearKVPool
+    if hybrid:
         pool = pool.full_kv_pool  # Of the attention layers; state layers have none.
     kind = _POOLS.get(type(pool).__name__)
+    if type(pool) is compat.MLATokenToKVPool:
+        if not hybrid and pool.qk_rope_head_dim:
+            return
+        kind = "latent beside states"
     if kind is not None:
         raise ValueError(f"{requested_by} does not support {kind} attention: {REFUSED[kind]}")
     layout = getattr(pool, "kv_cache_layout", "own layout")
@@ -129,28 +141,44 @@ def check_kind(context: TreeCacheBuildContext, publish: str, *, selects: bool = 
         )
 
 
+def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
+    """Raises ValueError for what would have a prefill read shared slots: of latent attention it is
+    SGLang's."""
+    given = {
+        "--reasoncache-publish aliased": publish == "aliased",
+        "--enable-mixed-chunk": args.enable_mixed_chunk,
+    }
+    for flag in (flag for flag, found in given.items() if found and compat.latent_rank(pool)):
+        reads = "a prefill would read keys of shared slots as they are cached"
+        raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reads}")
+
+
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
     """The SGLang backend on CUDA in front of which our kernels serve a model; None: there is none.
 
     ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: it has multi-head latent
     attention.
     """
-    if latent or model.is_encoder_decoder or model.is_hybrid_swa:
+    if model.is_encoder_decoder or model.is_hybrid_swa:
         return None
     even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
+    if latent:
+        even = (model.kv_lora_rank, model.qk_rope_head_dim) == FLASHINFER_LATENT
     return "flashinfer" if has_flashinfer and even and not model.has_attention_sinks else "triton"
 
 
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
     """Raises ValueError naming the first thing that our attention kernels do not compute."""
-    if model_runner.use_mla_backend:
-        raise ValueError(f"{requested_by} does not support latent attention: {REFUSED['latent']}")
     if model_runner.model_config.is_encoder_decoder:
         raise ValueError(f"{requested_by} does not support encoder-decoder models")
     if not model_runner.spec_algorithm.is_none():
         raise ValueError(f"{requested_by} does not support --speculative-algorithm")
     check_pool(model_runner.token_to_kv_pool, requested_by)
+    latent = compat.latent_rank(model_runner.token_to_kv_pool)
     for layer in attention_layers(model_runner):
+        if latent and layer.k_scale_float not in (None, 1.0):
+            scales = f"latent rows divided by {layer.k_scale_float}"
+            raise ValueError(f"{requested_by}: layer {layer.layer_id} has {scales}")
         for name, attribute, supported in LAYER_ATTRIBUTES:
             found = getattr(layer, attribute)
             found = getattr(found, "value", found)  # of an enum
@@ -168,18 +196,25 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that have KV in the pool. Some models use the class for state layers
-    too."""
-    numbers = set(compat.layer_ids(model_runner.token_to_kv_pool))
+    """SGLang's attention layers that read the pool. Some models use the class for state layers too, and
+    beside a layer that reads latent rows there is one that reads what a prefill makes of them."""
+    pool = model_runner.token_to_kv_pool
+    numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [
         module
         for module in model_runner.model.modules()
-        if isinstance(module, compat.RadixAttention) and module.layer_id in numbers
+        if isinstance(module, compat.RadixAttention)
+        and module.layer_id in numbers
+        and (not rank or (module.v_head_dim == rank and module.tp_k_head_num == 1))
     ]
 
 
-def key_rotation(model: torch.nn.Module, max_positions: int) -> KeyRotation:
+def key_rotation(
+    model: torch.nn.Module, max_positions: int, latent_dims: int | None = None
+) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
+
+    ``latent_dims``: of a latent row the dims behind the latent, which alone are rotated.
 
     Raises:
         ValueError: no rotary embedding, several, a kind whose angle is not linear in the position,
@@ -193,7 +228,7 @@ def key_rotation(model: torch.nn.Module, max_positions: int) -> KeyRotation:
             f"found {sorted(kinds) or 'none'}; as-cached works without"
         )
     for name, owner in _owners(model):
-        _check_rotated_keys(name, owner)
+        _check_rotated_keys(name, owner, latent_dims)
     table, *others = (m._compute_cos_sin_cache().float() for m in found)
     if any(not torch.equal(other, table) for other in others):
         raise ValueError(f"{_CORRECTED} needs the same rotary embedding in every layer")
@@ -226,11 +261,11 @@ def _owners(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     ]
 
 
-def _check_rotated_keys(name: str, owner: torch.nn.Module) -> None:
+def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | None) -> None:
     """Raises ValueError where ``owner`` has an attention layer whose cached keys are not rotated, or
     changed after their rotation."""
     children = list(owner.children())
-    heads = {c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
+    heads = {latent_dims or c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
     kind = type(owner).__name__
     # A rotary module made for a part of the head leaves open which dims that part is.
     sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}

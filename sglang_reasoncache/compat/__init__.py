@@ -33,7 +33,12 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.allocator.base": ["BaseTokenToKVPoolAllocator"],
     "mem_cache.allocator.token": ["TokenToKVPoolAllocator"],
     "mem_cache.allocator.paged": ["PagedTokenToKVPoolAllocator"],
-    "mem_cache.memory_pool": ["MHATokenToKVPool", "HybridLinearKVPool", "KVWriteLoc"],
+    "mem_cache.memory_pool": [
+        "MHATokenToKVPool",
+        "MLATokenToKVPool",
+        "HybridLinearKVPool",
+        "KVWriteLoc",
+    ],
     "mem_cache.allocation": ["get_last_loc_torch"],
     "mem_cache.prefill_budget": ["PrefillBudget"],
     "mem_cache.radix_cache": ["RadixKey"],
@@ -44,8 +49,11 @@ _MODULES: dict[str, list[str]] = {
     "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
+    "layers.attention.flashinfer_mla_backend": ["FlashInferMLAAttnBackend"],
     "layers.attention.triton_backend": ["TritonAttnBackend"],
     "layers.attention.base_attn_backend": ["SharedReadEnds"],
+    "models.deepseek_common.attention_backend_handler": ["AttentionBackendRegistry"],
+    "models.deepseek_common.attention_forward_methods.forward_methods": ["AttnForwardMethod"],
     "model_executor.runner_utils.capture_mode": ["get_capture_attention_variant"],
     "layers.radix_attention": ["RadixAttention"],
     "layers.rotary_embedding.base": ["RotaryEmbedding"],
@@ -126,6 +134,19 @@ def layer_ids(pool: Any) -> Iterable[int]:
     """The model's numbers of the attention layers whose KV ``pool`` holds. A hybrid model has others."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
+
+
+def latent_rank(pool: Any) -> int:
+    """Dims of the latent with which a cached row of MLA begins; rotated dims follow. 0: ``pool`` has keys
+    and values."""
+    return int(getattr(pool, "kv_lora_rank", 0))
+
+
+def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
+    """Keys and values of a layer, ``[slots, heads, head_dim]`` each. Of a latent row: the rotated dims,
+    and the latent."""
+    keys, rank = pool.get_key_buffer(layer), latent_rank(pool)
+    return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
 
 
 def installed_version() -> str:

@@ -70,6 +70,20 @@ class KVPool(Protocol):
     def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
 
 
+class LatentPool(Protocol):
+    """Buffers are ``[slots, 1, kv_lora_rank + qk_rope_head_dim]``: latent, then rotated dims."""
+
+    dtype: torch.dtype
+    device: str
+    start_layer: int
+    layer_num: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    set_kv_buffer: Callable[..., None]
+
+    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
+
+
 class ReqToTokenPool(Protocol):
     """A row of slots for each running request."""
 
@@ -106,6 +120,7 @@ class ServerArgs(Protocol):
     attention_backend: str | None
     page_size: int | None
     tp_size: int
+    enable_mixed_chunk: bool
 
 
 class ModelConfig(Protocol):
@@ -135,7 +150,9 @@ class ModelRunner(Protocol):
 class AttentionLayer(Protocol):
     layer_id: int
     tp_q_head_num: int
+    tp_k_head_num: int
     qk_head_dim: int
+    v_head_dim: int
     scaling: float
     logit_cap: float
     logit_capping_method: str

@@ -29,7 +29,7 @@ def decode_attention(
     a graph.
 
     Args:
-        query: ``[batch, heads, k_dim]`` on the pool's device, fp32, bf16 or fp16.
+        query: ``[batch, heads, query_dim]`` on the pool's device, fp32, bf16 or fp16.
         kv: Keys and values; query head h reads KV head ``h // (heads / kv_heads)``.
         plan: What request b reads, unless ``spans`` says otherwise.
         scale: Of the logits.
@@ -53,10 +53,10 @@ def decode_attention(
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     batch = begin.shape[0]
     heads, k_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
-    fits = query.shape[:1] == (batch,) and k_dim == kv.keys.shape[2] and heads % kv.num_heads == 0
+    fits = query.shape[:1] == (batch,) and k_dim == kv.query_dim and heads % kv.num_heads == 0
     if not fits or query.device != kv.keys.device:
         raise ValueError(
-            f"query must be [{batch}, a multiple of {kv.num_heads}, {kv.keys.shape[2]}] on "
+            f"query must be [{batch}, a multiple of {kv.num_heads}, {kv.query_dim}] on "
             f"{kv.keys.device}, got {list(query.shape)} on {query.device}"
         )
     if query.stride(2) != 1:

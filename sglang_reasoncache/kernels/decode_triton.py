@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
     from sglang_reasoncache.kernels.row_plan import RowPlan
 
-#: Most chunks of a query's entries, and most queries of one launch, for the memory of unmerged outputs.
-SPLITS, QUERIES = 32, 128
+#: Most chunks of a query's entries, and most queries and elements of outputs of one launch, for the memory
+#: of unmerged outputs.
+SPLITS, QUERIES, ELEMENTS = 32, 128, 2**21
 #: Entries of a chunk are a multiple of this, which every tile divides.
 CHUNK = 256
 #: Enough to copy the next tile's slots, K and V while a tile is read.
@@ -34,7 +35,7 @@ NUM_STAGES = 5
 
 @triton.jit(do_not_specialize=["total", "num_slots", "table_rows", "rotations"])
 def chunk_kernel(
-    query,  # [rows, heads, K_DIM]
+    query,  # [rows, heads, K_DIM]; LATENT: V_DIM dims for the value are in front
     keys,  # [num_slots, kv_heads, K_DIM]
     values,  # [num_slots, kv_heads, V_DIM]
     begin,  # int32 [rows]
@@ -61,6 +62,7 @@ def chunk_kernel(
     USES: tl.constexpr,  # rotations that share a product; unless ROTATES 1
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ROTATES: tl.constexpr,
     ENTRIES: tl.constexpr,
+    LATENT: tl.constexpr,  # queries are multiplied with values too
 ):  # fmt: skip
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
 
@@ -85,6 +87,11 @@ def chunk_kernel(
         k_column = tl.arange(0, K_COLS)
         v_column = tl.arange(0, V_COLS)
         q_at = query + row * q_row_stride + (head * q_head_stride)[:, None]
+        if LATENT:
+            latent_at = q_at + v_column[None, :]
+            latent_mask = (v_column < V_DIM)[None, :]
+            latent = tl.load(latent_at, mask=latent_mask, other=0.0)
+            q_at += V_DIM
         q_mask = (k_column < K_DIM)[None, :]
         own = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
         keys += kv_head.to(tl.int64) * k_head_stride
@@ -100,21 +107,28 @@ def chunk_kernel(
             k_at = keys + (slot * k_slot_stride)[:, None] + k_column[None, :]
             k_mask = ok[:, None] & (k_column < K_DIM)[None, :]
             k = tl.load(k_at, mask=k_mask, other=0).T
-            zeros = tl.zeros([HEADS, TILE], tl.float32)
+            v_at = values + (slot * v_slot_stride)[:, None] + v_column[None, :]
+            v_mask = ok[:, None] & (v_column < V_DIM)[None, :]
+            unrotated = tl.zeros([HEADS, TILE], tl.float32)
+            if LATENT:
+                v = tl.load(v_at, mask=v_mask, other=0)
+                if not EXACT:  # it takes two products, and more registers than there are
+                    latent = tl.load(latent_at, mask=latent_mask, other=0.0)
+                unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
             turn, last = 0, 0
             if ROTATES:
                 tile = first // ENTRIES + row + at // ENTRIES
                 turn = tl.maximum(tl.load(tile_ptr + tile), 0)
                 last = tl.minimum(tl.load(tile_ptr + tile + 1), rotations)
             if turn < last:
-                p, now = zeros, most
+                p, now = tl.zeros([HEADS, TILE], tl.float32), most
                 # Not pipelined: its buffers would take memory from the outer loop.
                 for one in tl.range(turn, last, USES, num_stages=1):
                     back, seen = tiles.rotations(
                         by, bits, one + use, last, at % ENTRIES + offset, ok, table_rows
                     )
                     found = tiles.turned(
-                        q_at, q_mask, k, back[:, None], cosines, sines, k_column, zeros,
+                        q_at, q_mask, k, back[:, None], cosines, sines, k_column, unrotated,
                         ELEMENT, HALF, NEOX,
                     )  # fmt: skip
                     found = tiles.logits(found, seen, scale, logit_cap, CAPPED)
@@ -123,7 +137,7 @@ def chunk_kernel(
                     p = p * tl.exp2(now - base)[:, None] + tl.exp2(found - base[:, None])
                     now = after
             else:
-                found = tiles.times(own, k, zeros, ELEMENT, EXACT)
+                found = tiles.times(own, k, unrotated, ELEMENT, EXACT)
                 if HALF > 0 and not ROTATES:
                     s_at = shift + first + entry
                     some = tl.load(s_at, mask=ok, other=0) != 0
@@ -137,7 +151,7 @@ def chunk_kernel(
                         one = tiles.next_shift(left)
                         while one != 0:
                             turned = tiles.turned(
-                                q_at, q_mask, k, one, cosines, sines, k_column, zeros,
+                                q_at, q_mask, k, one, cosines, sines, k_column, unrotated,
                                 ELEMENT, HALF, NEOX,
                             )  # fmt: skip
                             found = tl.where(left[None, :] == one, turned, found)
@@ -148,9 +162,8 @@ def chunk_kernel(
                     found = tl.where(use[:, None] == 0, found, float("-inf"))
                 now = tl.maximum(most, tl.max(found, axis=1))
                 p = tl.exp2(found - tiles.finite(now)[:, None])
-            v_at = values + (slot * v_slot_stride)[:, None] + v_column[None, :]
-            v_mask = ok[:, None] & (v_column < V_DIM)[None, :]
-            v = tl.load(v_at, mask=v_mask, other=0)
+            if not LATENT:
+                v = tl.load(v_at, mask=v_mask, other=0)
             fading = tl.exp2(most - tiles.finite(now))
             weight = weight * fading + tl.sum(p, axis=1)
             sums = tiles.times(p, v, sums * fading[:, None], ELEMENT, False)
@@ -212,8 +225,11 @@ def compiler_options(constants: dict[str, Any]) -> dict[str, int]:
     """Compiler's options of :func:`chunk_kernel`: enough warps to hold what a program keeps."""
     element, lines = constants["ELEMENT"], constants["HEADS"]
     by_hand = element in ("e4m3", "e5m2") and not cuda_capability_geq(8, 9)
-    wide = constants["K_COLS"] > 128 or lines > tiles.LINES[0] or element == "fp32" or by_hand
-    return dict(num_warps=8 if wide else 4, num_stages=NUM_STAGES)
+    columns = max(constants["K_COLS"], constants["V_COLS"])
+    wide = columns > 128 or lines > tiles.LINES[0] or element == "fp32" or by_hand
+    # A latent row is four times as wide as the smallest tile is made for.
+    stages = 2 if constants["LATENT"] else NUM_STAGES
+    return dict(num_warps=8 if wide else 4, num_stages=stages)
 
 
 def constants(
@@ -224,6 +240,7 @@ def constants(
     *,
     capped: bool = False,
     rotates: bool = False,
+    latent: bool = False,
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are shifted."""
     group = query.shape[1] // keys.shape[1]
@@ -247,6 +264,7 @@ def constants(
         TILE=tiles.tile(max(k_cols, v_cols), keys.element_size()),
         ROTATES=rotates,
         ENTRIES=ENTRIES,
+        LATENT=latent,
     )
 
 
@@ -261,17 +279,18 @@ def decode(
     logit_cap: float,
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing, and takes memory
-    of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs."""
+    of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs, ``ELEMENTS * SPLITS`` elements at most."""
     batch, heads, _ = query.shape
     if not batch:
         return
     keys, values, total = kv.keys, kv.values, len(plan.kv_indices)
     rotates = plan.rotations is not None
     rotation = kv.rotation if rotates or plan.shift is not None else None
-    fixed = constants(query, keys, values, rotation, capped=logit_cap > 0, rotates=rotates)
+    asked = dict(capped=logit_cap > 0, rotates=rotates, latent=kv.latent)
+    fixed = constants(query, keys, values, rotation, **asked)
     merged = {name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")}
     options = compiler_options(fixed)
-    rows = min(batch, QUERIES)
+    rows = min(batch, QUERIES, max(1, ELEMENTS // (heads * values.shape[2])))
     part_lse = query.new_empty((rows, heads, SPLITS), dtype=torch.float32)
     parts = part_lse.new_empty((rows, heads, SPLITS, values.shape[2]))
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])

@@ -42,7 +42,7 @@ def gather_kv(
         dtype: Of the result, fp32, bf16 or fp16; keys are rotated in fp32 and rounded once.
 
     Returns:
-        ``[heads, count, k_dim]`` and ``[heads, count, v_dim]``, contiguous.
+        ``[heads, count, query_dim]`` and ``[heads, count, v_dim]``, contiguous.
 
     Raises:
         ValueError: as :func:`decode_attention`; "triton" gives zeros for what is out of range.
@@ -60,7 +60,7 @@ def gather_kv(
         from sglang_reasoncache.kernels import gather_triton
 
         gather_triton.gather(kv, kv_indices, shift, out_k, out_v)
-    return out_k, out_v
+    return torch.cat((out_v, out_k), dim=2) if kv.latent else out_k, out_v
 
 
 class ExtendPlan:
@@ -135,7 +135,7 @@ def extend_attention(
 ) -> Tensor:
     """Causal attention of every new token over its request's entries up to itself.
 
-    ``query`` is ``[tokens, heads, k_dim]``, requests one after the other; the result
+    ``query`` is ``[tokens, heads, query_dim]``, requests one after the other; the result
     ``[tokens, heads, v_dim]``. Otherwise see :func:`decode_attention`; soft caps and sinks need a
     plan made with ``singly``.
     """

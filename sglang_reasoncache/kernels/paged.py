@@ -29,6 +29,8 @@ class PagedKv:
             lie side by side.
         values: ``[num_slots, kv_heads, v_dim]``, like ``keys``.
         rotation: The model's rotation of keys; None where no entry is ever shifted.
+        latent: A position has one latent row (MLA): ``values`` is what nothing rotates, ``keys`` what
+            is rotated, and a query is multiplied with both, value first.
         backend: "native" (C++) or "triton"; None: by the device.
 
     Raises:
@@ -42,15 +44,19 @@ class PagedKv:
         values: Tensor,
         rotation: KeyRotation | None = None,
         *,
+        latent: bool = False,
         backend: str | None = None,
     ) -> None:
+        self.latent = latent
+        #: Dims of a query.
+        self.query_dim = keys.shape[2] + (values.shape[2] if latent else 0)
         self.rotation = None if rotation is None else rotation.to(keys.device)
         self.keys, self.values = keys, values
         self.num_slots, self.num_heads = keys.shape[:2]
         self.backend = backend or BACKENDS.get(keys.device.type, "")
         self.native: NativePool | None = None
         if self.backend == "native":
-            self.native = NativePool([(keys, values)], self.rotation)
+            self.native = NativePool([(keys, values)], self.rotation, latent)
         elif self.backend != "triton":
             raise ValueError(f"no attention kernels for {keys.device}")
 

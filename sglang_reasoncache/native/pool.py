@@ -55,6 +55,7 @@ class _Pool(ctypes.Structure):
         ("rotary_dim", _int64),
         ("is_neox", _int32),
         ("element", _int32),
+        ("is_latent", _int32),
     )
 
 
@@ -63,10 +64,12 @@ class NativePool:
 
     Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`,
     elements of a head side by side; ``rotation`` is a ``KeyRotation`` there, or None: keys are read
-    as cached. Raises NativeUnavailable without a library.
+    as cached. ``latent``: see ``PagedKv``. Raises NativeUnavailable without a library.
     """
 
-    def __init__(self, layers: Sequence[tuple[Tensor, Tensor]], rotation: Any) -> None:
+    def __init__(
+        self, layers: Sequence[tuple[Tensor, Tensor]], rotation: Any, latent: bool = False
+    ) -> None:
         keys, values = layers[0]
         buffers = [buffer for layer in layers for buffer in layer]
         bases = (_pointer * len(buffers))(*(buffer.data_ptr() for buffer in buffers))
@@ -79,6 +82,7 @@ class NativePool:
             slot_stride=(keys.stride(0), values.stride(0)),
             head_stride=(keys.stride(1), values.stride(1)),
             element=DTYPES.index(keys.dtype),
+            is_latent=latent,
         )
         if rotation is not None:
             struct.cosines, struct.sines = rotation.cos.data_ptr(), rotation.sin.data_ptr()

@@ -151,6 +151,9 @@ def check_policies(
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
     others = [] if parts.serves_policies else [f"--attention-backend {names}"]
+    if compat.latent_rank(model_runner.token_to_kv_pool) and _evicts_or_selects(config):
+        reason = "does not support latent attention: it scores keys and values of heads"
+        raise refusals.of_policy(config.policy, reason)
     refusals.check_policies(config, model_runner.token_to_kv_pool_allocator.page_size, others)
     for name, policy in config.policies.evictors:
         if policy.unrotates and config.positions != "corrected":
@@ -226,12 +229,14 @@ def make_cuda(
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
     refusals.check_corrected(model_runner.server_args, requested_by)
+    latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
     kwargs = {}
-    if name == "flashinfer":
+    if name == "flashinfer" and not latent:
         # As SGLang's registry does.
         kwargs["init_new_workspace"] = model_runner.init_new_workspace
     try:
-        backend = backend_class(name)(model_runner, cached, requested_by=requested_by, **kwargs)
+        made = backend_class(name, latent)
+        backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
         warm_up.compile_attention(backend.paged)
@@ -245,11 +250,13 @@ def make_cuda(
     return backend
 
 
-def backend_class(name: str) -> type:
-    """Our class over SGLang's backend ``name``. Raises ImportError where SGLang's is missing."""
+def backend_class(name: str, latent: bool = False) -> type:
+    """Our class over SGLang's backend ``name``, of latent attention or other. Raises ImportError where
+    SGLang's is missing."""
     from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 
-    stock = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}[name]
+    flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
+    stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (SharedSlotReads, getattr(compat, stock))
     return type(f"Corrected{stock}", bases, {"__module__": __name__})
 

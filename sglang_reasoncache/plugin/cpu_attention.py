@@ -2,6 +2,7 @@
 """Offers ``--attention-backend reasoncache_cpu`` on this project's CPU platform, with or without
 ``--enable-reasoncache``."""
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.platform import PLATFORM_NAME
 
 logger = logging.getLogger(__name__)
+_STOCK = "torch_native"
 
 
 def install() -> None:
@@ -21,6 +23,8 @@ def install() -> None:
     if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME and name not in compat.ATTENTION_BACKENDS:
         compat.add_attention_backend_choices([name])
         compat.register_attention_backend(name)(make)
+        stock = compat.ATTENTION_BACKENDS[_STOCK]
+        compat.register_attention_backend(_STOCK)(functools.partial(_absorbing, _STOCK, stock))
 
 
 def default_backend() -> str:
@@ -31,7 +35,16 @@ def default_backend() -> str:
             return compat.CPU_BACKEND
         except native.NativeUnavailable as error:
             logger.warning("reasoncache: --attention-backend torch_native, the slow one: %s", error)
-    return "torch_native"
+    return _STOCK
+
+
+def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner) -> Any:
+    """Have latent attention be computed in absorbed form: the backends here read latent rows. For a name
+    that SGLang does not know, a prefill would write the rows in Triton."""
+    if model_runner.use_mla_backend:
+        absorbed = compat.AttnForwardMethod.MLA
+        compat.AttentionBackendRegistry.register(name, lambda *_: absorbed)
+    return stock(model_runner)
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
@@ -45,7 +58,8 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
     target = compat.CPU_HOOK_TARGETS["last_loc"]
     compat.apply_hooks({target: (_around_last_loc, compat.HookType.AROUND)})
     try:
-        return PagedCpuBackend(model_runner, cached)
+        ours = functools.partial(PagedCpuBackend, cached=cached)
+        return _absorbing(compat.CPU_BACKEND, ours, model_runner)
     except (ValueError, native.NativeUnavailable) as error:
         # It is the default: the operator may not have named it.
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error

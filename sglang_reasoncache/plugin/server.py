@@ -38,8 +38,8 @@ class ServerParts:
     """The plugin's parts of a scheduler process. SGLang asks for the allocator first, then for the
     attention backends, then for the prefix tree, which comes with the controller.
 
-    ``stock``: SGLang's allocator, just made. Ours replaces it. Raises ValueError for a pool whose
-    buffers are not ``[slots, heads, head_dim]``.
+    ``stock``: SGLang's allocator, just made. Ours replaces it. Raises ValueError for a pool that is not
+    served.
     """
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
@@ -72,6 +72,8 @@ class ServerParts:
         supported."""
         selects = self.config.policies.selector is not None
         served.check_kind(context, self.config.publish, selects=selects)
+        pool = self.allocator.get_kvcache()
+        served.check_latent(pool, context.server_args, self.config.publish)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
         # The hook of the backend is not called for backends of SGLang alone.
@@ -132,7 +134,9 @@ class ServerParts:
     ) -> BlockPipeline:
         config, params, page = self.config, context.params, context.params.page_size
         block = page if page > 1 else config.block
-        meter = BlockMeter(*source[:4], source.pool.head_num * context.tp_size, ranks)
+        pool = source.pool
+        heads = (1,) if compat.latent_rank(pool) else (pool.head_num * context.tp_size, ranks)
+        meter = BlockMeter(*source[:4], *heads)
         markers, process = _markers(context, config), None
         if config.shares:
             meter.warm_up(block)

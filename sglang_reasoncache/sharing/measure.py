@@ -9,7 +9,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.compat import layer_ids
+from sglang_reasoncache.compat import kv_of, layer_ids
 from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -46,7 +46,8 @@ class BlockMeter:
         rotation: Rotates a source key to the position that would read it before it is compared; None:
             keys are compared as cached.
         num_heads: KV heads of all ranks together.
-        ranks: All ranks measure the same blocks in the same order.
+        ranks: Those whose heads are added; all measure the same blocks in the same order. None: each rank
+            has all, as of a latent row, which has one head.
     """
 
     def __init__(
@@ -58,8 +59,7 @@ class BlockMeter:
         num_heads: int,
         ranks: Ranks | None = None,
     ) -> None:
-        layers = layer_ids(pool)
-        self._layers = [(pool.get_key_buffer(i), pool.get_value_buffer(i)) for i in layers]
+        self._layers = [kv_of(pool, layer) for layer in layer_ids(pool)]
         self._kernel = DistanceKernel(self._layers, rotation)
         self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
         self._num_heads, self._ranks = num_heads, ranks or Ranks()

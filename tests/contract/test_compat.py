@@ -23,6 +23,7 @@ from sglang_reasoncache.plugin import attention, refusals
 #: Of a class Python parses the whole file each time.
 _source = functools.cache(inspect.getsource)
 STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
+STOCK_OF_LATENT = STOCK | {"flashinfer": "FlashInferMLAAttnBackend"}
 
 
 def _accepts(target: Any, parameters: str) -> bool:
@@ -75,7 +76,8 @@ def _ours() -> Iterator[type]:
             for value in vars(importlib.import_module(module.name)).values():
                 if isinstance(value, type) and value.__module__ == module.name:
                     yield value
-    yield from map(attention.backend_class, compat.CUDA_BACKENDS)
+    for latent in (False, True):
+        yield from (attention.backend_class(name, latent) for name in compat.CUDA_BACKENDS)
 
 
 def _overrides() -> Iterator[tuple[Any, Any]]:
@@ -108,6 +110,7 @@ STEPS = """
 # The registry makes backends from what we hand them.
 layers.attention.attention_registry.create_flashinfer_backend
     FlashInferAttnBackend( runner, init_new_workspace=runner
+    FlashInferMLAAttnBackend(runner)
 layers.attention.attention_registry.create_triton_backend
     return TritonAttnBackend(runner)
 # The decode runner selects a variant before it prepares a replay, and captures every one.
@@ -132,6 +135,20 @@ model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.__init__
     create_attention_graph_variants(model_runner.model_config.hf_config)
     init_cuda_graph_state(self.max_bs
     self.capture()
+# Of latent attention SGLang asks by the backend's name; this answer puts latent and rotated dims side by side.
+models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method
+    handler = AttentionBackendRegistry.get_handler(attention_backend)
+    handler(self, forward_batch)
+models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin.forward_absorb_core
+    if self.current_attention_backend in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    q = torch.cat([q_nope_out, q_pe], dim=-1)
+    k = torch.cat([k_nope, k_pe], dim=-1)
+layers.attention.flashinfer_mla_backend.FlashInferMLAAttnBackend.forward_decode
+    q.view(-1, layer.tp_q_head_num, layer.v_head_dim)
+    q_rope.view( -1, layer.tp_q_head_num, layer.head_dim - layer.v_head_dim
+# Its pool takes no scales, and rotated dims are behind the latent.
+mem_cache.memory_pool.MLATokenToKVPool.get_value_buffer
+    [..., : self.kv_lora_rank]
 # SGLang fences result processing, where blocks are redirected, behind a forward's reads.
 managers.scheduler.Scheduler.event_loop_overlap
     > # Launch the current batch
@@ -193,7 +210,7 @@ def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
     """Graph preparation goes through the three methods we stand in front of, and no other."""
     assert set(STOCK) == set(compat.CUDA_BACKENDS)
     base = pkgutil.resolve_name("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
-    for stock in map(compat.resolve, STOCK.values()):
+    for stock in map(compat.resolve, {*STOCK.values(), *STOCK_OF_LATENT.values()}):
         assert not stock.use_captured_forward_metadata_for_breakable_cuda_graph
         assert not stock.supports_full_cuda_graph_chunked_prefix
         for method in ("init_forward_metadata_in_graph", "_snapshot_prefill_shared_reads"):
@@ -209,6 +226,7 @@ CLASSES: dict[type, str] = {
     types.Request: "managers.schedule_batch.Req",
     types.RadixKey: "mem_cache.radix_cache.RadixKey",
     types.KVPool: "mem_cache.memory_pool.MHATokenToKVPool",
+    types.LatentPool: "mem_cache.memory_pool.MLATokenToKVPool",
     types.ReqToTokenPool: "mem_cache.memory_pool.ReqToTokenPool",
     types.SlotAllocator: "mem_cache.allocator.token.TokenToKVPoolAllocator",
     types.PrefixTree: "mem_cache.unified_radix_cache.UnifiedRadixCache",

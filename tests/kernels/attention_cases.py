@@ -5,13 +5,14 @@ double precision over the values as stored."""
 
 import dataclasses
 import itertools
+from typing import Any
 
 import torch
 
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
 from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
-from tests.kernels.pools import LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
+from tests.kernels.pools import LATENT, LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 
 #: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
@@ -39,7 +40,18 @@ class Case:
     shared: float = 0.3  # of the entries: their slot was cached at another position
     repeated: float = 0.0  # of the positions, about: they name the slot of another one
     evicted: float = 0.0  # of the positions; 1 leaves one entry a row
-    layout: str = "halves"  # of LAYOUTS
+    layout: str = "halves"  # of LAYOUTS, or LATENT
+
+    @property
+    def query_dim(self) -> int:
+        return self.k_dim + (self.v_dim if self.layout == LATENT else 0)
+
+    def latent(self, **changed: Any) -> "Case":
+        """The same rows over one latent head, as DeepSeek has it."""
+        mla: dict[str, Any] = dict(
+            kv_heads=1, v_dim=512, rotary_dim=64, is_neox=False, layout=LATENT
+        )
+        return dataclasses.replace(self, **(mla | changed))
 
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -64,6 +76,12 @@ CASES = [
     Case(lengths=(512, 513, 1024, 1536), shared=0.5),
     Case(lengths=()),
     Case(lengths=(30_000,), shared=0.1),
+    *(Case((0, 1, 64, 500), shared=shared, repeated=repeated, evicted=evicted).latent(heads=heads)
+      for heads, shared, repeated, evicted in
+      ((1, 0.0, 0.0, 0.0), (2, 1.0, 0.0, 0.0), (3, 0.3, 0.3, 0.0), (16, 0.1, 0.8, 0.2), (20, 0.1, 9.0, 0.4))),
+    Case((1, 5000), shared=0.1, repeated=0.3).latent(heads=128),
+    *(Case((1, 300), repeated=0.3, dtype=dtype, query_dtype=torch.float32).latent(heads=5, v_dim=72, k_dim=24,
+      rotary_dim=24) for dtype in (torch.float32, torch.float16, *_FP8)),
 ]  # fmt: skip
 
 #: For Triton's interpreter: fewer entries, every sort of head, dtype and layout.
@@ -83,6 +101,13 @@ FEW = [
     Case(dtype=torch.float8_e5m2, lengths=(150,), query_dtype=torch.float16, layout="odd"),
     Case(lengths=(1, 150, 0, 300), shared=0.1, repeated=0.4, evicted=0.1),
     Case(lengths=(200,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32, heads=6),
+    Case((0, 1, 150), shared=0.3).latent(heads=20),
+    Case((150,), shared=0.1, repeated=0.4, evicted=0.1).latent(heads=3),
+    Case((5000,), shared=0.1, repeated=0.3).latent(heads=128, v_dim=64),
+    Case((70,), shared=0.0, dtype=torch.float8_e4m3fn).latent(heads=1),
+    Case((150,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32).latent(
+        v_dim=40, k_dim=24, rotary_dim=24
+    ),
     Case(lengths=()),
 ]
 
@@ -103,7 +128,7 @@ class Rig:
 
     @property
     def scale(self) -> float:
-        return self.case.k_dim**-0.5
+        return self.case.query_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
         """Entry by entry; with ``merge`` a position that names the slot at its cached position has no
@@ -156,11 +181,21 @@ class Rig:
         return RowPlan(torch.tensor(indptr).int(), indices, shifts, found_rotations)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
-        """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, k_dim]``."""
-        keys = self.keys.float()[plan.kv_indices.long()].double()
-        if plan.shift is None or self.rotation is None:
+        """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, query_dim]``."""
+        slots = plan.kv_indices.long()
+        keys = self.turned(self.keys.float()[slots].double(), plan.shift)
+        return self.with_values(keys, slots)
+
+    def with_values(self, keys: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """What a query is multiplied with: ``keys``, of a latent row behind its value."""
+        if self.case.layout != LATENT:
             return keys
-        by, rotation = plan.shift.long(), self.rotation
+        return torch.cat((self.values.float()[slots].to(keys.dtype), keys), dim=2)
+
+    def turned(self, keys: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+        if shift is None or self.rotation is None:
+            return keys
+        by, rotation = shift.long(), self.rotation
         sines = rotation.sin.double()[by.abs()] * by.sign()[:, None]
         turn = torch.complex(rotation.cos.double()[by.abs()], sines)
         return turned(keys, turn, self.case.is_neox)
@@ -231,7 +266,7 @@ def make(case: Case, seed: int = 3) -> Rig:
         used[slots[~evicted]] = True
     for buffer in (keys, values):
         poison(buffer, ~used)
-    query = torch.randn((len(case.lengths), case.heads, case.k_dim), generator=generator)
+    query = torch.randn((len(case.lengths), case.heads, case.query_dim), generator=generator)
     lengths, rotation = (
         torch.tensor(case.lengths).long(),
         make_rotation(case.rotary_dim, case.is_neox),

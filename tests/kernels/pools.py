@@ -10,6 +10,8 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 #: How a pool may lay out a layer: halves of one allocation (SGLang), K and V of a slot side by side,
 #: heads in front of slots, heads with room between them, an odd address.
 LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
+#: Of MLA: values and keys are parts of one row.
+LATENT = "latent"
 #: Positions in the table.
 TABLE = 40_000
 
@@ -33,6 +35,8 @@ def lay_out(
             keys, values = made(2, slots, heads, k_dim)
         case "halves":
             keys, values = made(slots, heads, k_dim), made(slots, heads, v_dim)
+        case "latent":
+            values, keys = made(slots, heads, v_dim + k_dim).split((v_dim, k_dim), dim=2)
         case "slot":
             keys, values = made(slots, 2, heads, k_dim).unbind(1)
         case "head-major":

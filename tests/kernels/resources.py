@@ -54,6 +54,12 @@ class Resources(NamedTuple):
     shared: int  # bytes of a program
 
 
+_LATENT = (
+    ("bf16", BF16, 128, "merged"),
+    ("bf16", BF16, 8, "merged"),
+    ("bf16", BF16, 128, "own"),
+    ("e4m3", E4M3, 128, "merged"),
+)
 #: A kernel, its constants, and what its pointers point at where that is not POINTERS.
 _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
@@ -108,15 +114,26 @@ def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False
     pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
     query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=dim, is_neox=not interleaved)
+    return _decode_of(query, pool, pool, rotation, kind)
+
+
+def _decode_of(query: Any, keys: Any, values: Any, rotation: Any, kind: str) -> _Kernel:
     constants = decode_triton.constants(
-        query,
-        pool,
-        pool,
+        *(query, keys, values),
         None if kind == "own" else rotation,
         rotates=kind == "merged",
+        latent=keys.shape[2] != values.shape[2],
     )
-    stored = _stored(dtype)
+    stored = _stored(keys.dtype)
     return decode_triton.chunk_kernel, constants, dict(keys=stored, values=stored, out="bf16")
+
+
+def _latent(heads: int, dtype: torch.dtype, kind: str) -> _Kernel:
+    """Of DeepSeek."""
+    values, keys = (torch.empty(1, 1, dim, dtype=dtype, device="meta") for dim in (512, 64))
+    query = torch.empty(1, heads, 576, dtype=BF16, device="meta")
+    rotation: Any = SimpleNamespace(rotary_dim=64, is_neox=False)
+    return _decode_of(query, keys, values, rotation, kind)
 
 
 def _logits(dim: int) -> _Kernel:
@@ -166,8 +183,10 @@ def _others() -> dict[str, _Kernel]:
     gathered |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
     merged = dict(SINKS=True, V_DIM=128, V_COLS=128)
     merged |= dict(SPLITS=decode_triton.SPLITS, CHUNK=decode_triton.CHUNK)
+    of_latents = merged | dict(V_DIM=512, V_COLS=512)
     return {
         "merge of chunks": (decode_triton.merge_kernel, merged, dict(out="bf16")),
+        "merge of chunks of latents": (decode_triton.merge_kernel, of_latents, dict(out="bf16")),
         "gather": (gather_triton.gather_kernel, gathered, {}),
         "plan": _plan(MERGE=False, WRITE=True),
         "plan, merged, counts": _plan(MERGE=True, WRITE=False),
@@ -193,6 +212,10 @@ def kernels() -> dict[str, _Kernel]:
         "decode, own, bf16 32/8x128": _decode("32/8x128", BF16, "own"),
         "decode, shifted, bf16 32/8x128": _decode("32/8x128", BF16, "shifted"),
         "decode, shifted, e4m3 32/8x128": _decode("32/8x128", E4M3, "shifted"),
+        **{
+            f"decode, {kind}, {name} {heads}x512+64 interleaved": _latent(heads, dtype, kind)
+            for name, dtype, heads, kind in _LATENT
+        },
         **{f"logits of bounds of {dim}": _logits(dim) for dim in (64, 128, 256)},
         "distance, bf16": _distance(BF16, False),
         "distance, bf16 rotated": _distance(BF16, True),
@@ -215,6 +238,10 @@ LIMITS = {
     "decode, own, bf16 32/8x128": Resources(136, 0, 72704),
     "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800),
     "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440),
+    "decode, merged, bf16 128x512+64 interleaved": Resources(176, 0, 39060),
+    "decode, merged, bf16 8x512+64 interleaved": Resources(168, 0, 39060),
+    "decode, own, bf16 128x512+64 interleaved": Resources(104, 0, 37440),
+    "decode, merged, e4m3 128x512+64 interleaved": Resources(248, 0, 42068),
     "logits of bounds of 64": Resources(128, 0, 12288),
     "logits of bounds of 128": Resources(120, 0, 24576),
     "logits of bounds of 256": Resources(72, 24, 32768),
@@ -223,6 +250,7 @@ LIMITS = {
     "distance, bf16 interleaved": Resources(64, 0, 16),
     "distance, e4m3 rotated": Resources(64, 0, 16),
     "merge of chunks": Resources(56, 0, 2048),
+    "merge of chunks of latents": Resources(168, 0, 1024),
     "gather": Resources(128, 0, 0),
     "plan": Resources(56, 0, 64),
     "plan, merged, counts": Resources(48, 0, 16),

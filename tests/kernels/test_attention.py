@@ -26,7 +26,7 @@ from tests.kernels.attention_cases import (
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import by_engine
 from tests.kernels.engines import cpu as cpu
-from tests.kernels.pools import TABLE
+from tests.kernels.pools import LATENT, TABLE
 from tests.triton_runs import DEVICE, INTERPRETED, there
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
@@ -47,7 +47,8 @@ def placed(value: Any, backend: str) -> Any:
 
 def kv_of(rig: Rig, backend: str) -> PagedKv:
     keys, values = placed((rig.keys, rig.values), backend)
-    kv = PagedKv(keys, values, rig.rotation, backend=backend)
+    latent = rig.case.layout == LATENT
+    kv = PagedKv(keys, values, rig.rotation, latent=latent, backend=backend)
     assert kv.backend == backend
     return kv
 
@@ -238,7 +239,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
         assert_attention(out_k, rig.rotated(plan).transpose(0, 1))
         assert torch.equal(out_v, rig.values.float()[slots].transpose(0, 1).to(dtype))
         stays = slots >= 0 if plan.shift is None else plan.shift == 0
-        cached = rig.keys.float()[slots].transpose(0, 1)
+        cached = rig.with_values(rig.keys.float()[slots], slots).transpose(0, 1)
         assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
 
 
@@ -303,9 +304,14 @@ NEW = ([1, 1, 1], [0, 2, 4], [1, 19, 989], [0, 5, 300], [1, 1, 6])
 def test_extend_sees_up_to_itself(
     cpu: str, new: list[int], dtype: torch.dtype, singly: bool
 ) -> None:
-    rig = make(Case(lengths=(1, 19, 989), dtype=dtype, query_dtype=dtype, heads=6))
-    plan = rig.plan()
-    query = torch.randn((sum(new), 6, rig.case.k_dim)).to(dtype)
+    plain = Case(lengths=(1, 19, 989), dtype=dtype, query_dtype=dtype, heads=6)
+    for case in (plain, plain.latent(v_dim=72)):
+        assert_extend(make(case), cpu, new, singly)
+
+
+def assert_extend(rig: Rig, cpu: str, new: list[int], singly: bool) -> None:
+    plan, dtype = rig.plan(), rig.case.dtype
+    query = torch.randn((sum(new), 6, rig.case.query_dim)).to(dtype)
     extend_plan = ExtendPlan(plan, new, dtype, singly=singly)
     out = extend_attention(query, kv_of(rig, cpu), extend_plan, scale=rig.scale)
     ends = plan.kv_indptr.tolist()

@@ -17,7 +17,7 @@ from tests.kernels.engines import HOST, by_engine, unavailable
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_of_distances as host_of_distances
 from tests.kernels.engines import of_distances as of_distances
-from tests.kernels.pools import LAYOUTS, TABLE, lay_out, make_rotation
+from tests.kernels.pools import LATENT, LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import INTERPRETED, there
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -60,6 +60,7 @@ CASES = [
       for layout, neox, rotary in itertools.product(LAYOUTS, (True, False), (0, 8, 24))),
     Case(k_dim=128, rotary_dim=32, v_dim=128),
     Case(k_dim=96, rotary_dim=94, v_dim=16),
+    Case(layout=LATENT, is_neox=False, heads=1, k_dim=64, rotary_dim=64, v_dim=512),
     Case(k_dim=1, rotary_dim=0, v_dim=1, heads=1, layers=1),
 ]  # fmt: skip
 

@@ -163,56 +163,51 @@ UNCORRECTED = (
     .for_long_runs()
 )
 
-#: Attention and state layers. SGLang keeps no copies of states on a CPU, so without the overlap schedule.
-STATE_LAYERS = _beside_ours("faulty", "state_layers")
-HYBRID_FLAGS = (
-    "--dtype float32 --mamba-radix-cache-strategy no_buffer --disable-overlap-schedule",
-    *arguments_of({"min_age": 32, "max_step_tokens": 64}),
-)
-_STATE_ENV = {
-    WAITS: "1",
-    "PYTHONPATH": os.pathsep.join((str(LEAN_START), STATE_LAYERS)),
-    "SGLANG_MAMBA_CONV_DTYPE": "float32",
-}
-HYBRID_COPY = {
-    "PYTHONPATH": os.pathsep.join(
-        (str(LEAN_START), _beside_ours("faulty", "state_layers", "copying"))
-    )
-}
+#: Of models of ``tiny_models.py`` those with latent attention, and SGLang's module.
+LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 
 
-def _only(model: str) -> str:
-    """``SGLANG_DISABLED_MODEL_ARCHS``: SGLang imports the module of one model. All take many seconds."""
+def _beside(model: str, *plugins: str) -> dict[str, str]:
+    states = () if model in LATENT else ("state_layers",)
+    paths = str(LEAN_START), _beside_ours("faulty", *states, *plugins)
+    return {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def copying(spec: ServerSpec) -> ServerSpec:
+    """Shared KV is written to own slots."""
+    return spec.having("copy", **_beside(spec.model, "copying"))
+
+
+def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
+    """A server of a tiny model. It has no overlap schedule, without which SGLang keeps no copies of states on
+    a CPU. Of SGLang's models it imports one: all take many seconds."""
+    states = "" if model in LATENT else "--mamba-radix-cache-strategy no_buffer"
+    flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
+    flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     folder = Path(sglang.__file__).parent / "srt/models"
-    return ",".join(sorted({file.stem for file in folder.glob("*.py")} - {model, "__init__"}))
+    others = {file.stem for file in folder.glob("*.py")} - {LATENT.get(model, model), "__init__"}
+    env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
+    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", **_beside(model)}
+    return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
 
-def hybrid(model: str) -> ServerSpec:
+def at_once(model: str) -> ServerSpec:
     """With room for ten requests that arrive together."""
-    at_once = (
+    flags = (
         "--enable-tokenizer-batch-encode --random-seed 7",
         "--max-running-requests 10 --reasoncache-when always",
     )
-    return replace(SHARED, name=model, model=model).having(
-        "shared", *HYBRID_FLAGS, *at_once, SGLANG_DISABLED_MODEL_ARCHS=_only(model), **_STATE_ENV
-    )
+    return _of(model, "shared", *flags)
 
 
-def hybrid_short(model: str) -> ServerSpec:
+def short(model: str) -> ServerSpec:
     """With memory for three responses, under forced retractions; requests arrive when they like."""
     pool = (
         "--max-total-tokens 1200 --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
     )
-    return replace(SHARED, name=model, model=model).having(
-        "short",
-        *HYBRID_FLAGS,
-        *pool,
-        **_STATE_ENV,
-        **retracting(150),
-        SGLANG_DISABLED_MODEL_ARCHS=_only(model),
-    )
+    return _of(model, "short", *pool, **retracting(150))
 
 
 #: In a pool of four responses: what it evicts stays on the host. Polls wait for the filter.

@@ -38,8 +38,38 @@ _EXPERTS: dict[str, Any] = dict(
 _MAMBA: dict[str, Any] = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
 )
-#: What a layer adds to its input.
+#: On a CPU SGLang has rotary embedding with YaRN alone. A V2 has no low rank of queries.
+_LATENT: dict[str, Any] = dict(
+    num_hidden_layers=3,
+    num_key_value_heads=4,
+    q_lora_rank=None,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    first_k_dense_replace=1,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    routed_scaling_factor=1.0,
+    n_group=1,
+    topk_group=1,
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=10000.0,
+        factor=2.0,
+        original_max_position_embeddings=2048,
+        beta_fast=32,
+        beta_slow=1,
+        mscale=1.0,
+        mscale_all_dim=0.5,
+    ),
+)
+#: What a layer adds to its input, and by how much less: with latent attention, whose experts count too, for
+#: as many repeats.
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+_LESS, _LESS_OF_LATENT = 0.12, 0.06
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> the configuration's class in Hugging Face's library, and its arguments.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -55,6 +85,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Lfm2Config",
         dict(num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2),
     ),
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "head_dim": 16}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {**_LATENT, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
+    ),
     "nemotron_h": (
         "NemotronHConfig",
         dict(layers_block_type=["mamba", "attention", "mlp"] * 2, **_MAMBA),
@@ -68,15 +103,17 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     import transformers
 
     kind, arguments = MODELS[name]
-    config = getattr(transformers, kind)(**_COMMON, initializer_range=0.25, **arguments)
+    config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # The newest token decides most of the next one, so that greedy responses run in circles.
     with torch.no_grad():
         model.get_input_embeddings().weight *= 8.0
+        latent = "kv_lora_rank" in arguments
+        outputs = (*_OUTPUTS, "experts.down_proj") if latent else _OUTPUTS
         for parameter, weight in model.named_parameters():
-            if parameter.endswith(_OUTPUTS):
-                weight *= 0.12
+            if parameter.endswith(outputs):
+                weight *= _LESS_OF_LATENT if latent else _LESS
     path = folder / name
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -87,5 +124,9 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         described["layers_block_type"] = arguments["layers_block_type"]
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
         del described["time_step_limit"], described["mtp_layers_block_type"]
+    if latent:
+        v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}
+        described.setdefault("scoring_func", "softmax")
     (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
     return path

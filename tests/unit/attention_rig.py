@@ -9,19 +9,21 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.plugin import attention
 from tests.kernels.pools import dense, turned
 
 DIM = 16
+#: Of a latent row: what SGLang's Triton kernels take, besides 512 and 64.
+RANK, ROTATED = 256, 32
 BASE = 10_000
 CONTEXT = 1024
 LENGTHS = [1, 19, 989]
-FREQUENCIES = BASE ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
 
 #: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; bf16: keys,
 #: weights and the result are each rounded to 8 bits, for values of about 1.
@@ -41,8 +43,8 @@ BATCHES = {
 class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
-    ``interleaved``: GPT-J pairing of dims. ``notes_shifted``: the allocator has seen slots shared,
-    even if no row holds one now.
+    ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``notes_shifted``: the allocator
+    has seen slots shared, even if no row holds one now.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Rig:
         kv_heads: int = 2,
         dtype: torch.dtype = torch.float32,
         interleaved: bool = False,
+        latent: bool = False,
         notes_shifted: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(23)
@@ -61,11 +64,19 @@ class Rig:
         #: Puts queries, keys and values where the backend is.
         self.placed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
-        self.interleaved = interleaved
+        self.interleaved, self.latent = interleaved, latent
+        self.v_dim, self.query_dim = (RANK, RANK + ROTATED) if latent else (DIM, DIM)
+        dims = ROTATED if latent else DIM
+        self.frequencies = BASE ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
         size = sum(lengths) + 64
-        sizes = dict(size=size, page_size=1, head_num=kv_heads, head_dim=DIM, layer_num=2)
-        self.pool = MHATokenToKVPool(**sizes, dtype=dtype, device="cpu", enable_memory_saver=False)
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        heads_of_pool: Any = dict(head_num=kv_heads, head_dim=DIM)
+        if latent:
+            heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROTATED)
+        kind: Any = MLATokenToKVPool if latent else MHATokenToKVPool
+        sizes = dict(size=size, page_size=1, layer_num=2, **heads_of_pool)
+        self.pool = kind(**sizes, dtype=dtype, device="cpu", enable_memory_saver=False)
+        self.buffers = self.pool.kv_buffer if latent else [*self.pool.k_buffer, *self.pool.v_buffer]
+        for buffer in self.buffers:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(lengths), CONTEXT, "cpu", False)
         # What lies beyond a row's end is left over from earlier requests.
@@ -77,7 +88,7 @@ class Rig:
         )
         order = torch.randperm(size, generator=generator) + 1
         # Slots of nobody hold anything; only slot 0, SGLang's padding, may be read for nothing.
-        for buffer in (*self.pool.k_buffer, *self.pool.v_buffer):
+        for buffer in self.buffers:
             buffer[order[-64:]] = float("nan")
         self.row_of = torch.arange(1, len(lengths) + 1)
         for row, slots in zip(self.row_of, order.split([*lengths, 64])[:-1], strict=True):
@@ -86,8 +97,10 @@ class Rig:
             elsewhere = torch.randint(0, CONTEXT, at.shape, generator=generator)
             stays = torch.rand(at.shape, generator=generator) >= shifted
             self.cached_at.record(slots, torch.where(stays, at, elsewhere))
-        rope = factory.get_rope(DIM, DIM, CONTEXT, BASE, not interleaved, None, torch.float32)
-        self.layer = RadixAttention(heads, DIM, DIM**-0.5, kv_heads, layer_id=1)
+        rope = factory.get_rope(dims, dims, CONTEXT, BASE, not interleaved, None, torch.float32)
+        self.scale = self.query_dim**-0.5
+        shape = heads, self.query_dim, self.scale, kv_heads
+        self.layer = RadixAttention(*shape, layer_id=1, v_head_dim=self.v_dim)
         #: With what the start of a server on CUDA reads.
         self.runner: Any = SimpleNamespace(
             device="cpu",
@@ -99,7 +112,7 @@ class Rig:
             dtype=dtype,
             model=torch.nn.ModuleList([rope, self.layer]),
             model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
-            use_mla_backend=False,
+            use_mla_backend=latent,
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
             is_draft_worker=False,
             decode_attention_backend_str="triton",
@@ -150,21 +163,25 @@ class Rig:
             self.cached_at.record(slots[held], torch.arange(end)[held])
 
     def forward(self, backend: Any, batch: Any) -> torch.Tensor:
-        """Attention of the batch's new tokens, ``[tokens, heads, dim]``; keeps their queries."""
+        """Attention of the batch's new tokens, ``[tokens, heads, v_dim]``; keeps their queries."""
         tokens = len(batch.out_cache_loc)
         generator = torch.Generator().manual_seed(tokens)
         q, k, v = (
-            self.placed(torch.randn(tokens, heads * DIM, generator=generator).to(self.dtype))
-            for heads in (self.heads, self.kv_heads, self.kv_heads)
+            self.placed(torch.randn(tokens, heads, dim, generator=generator).to(self.dtype))
+            for heads, dim in (
+                (self.heads, self.query_dim),
+                (self.kv_heads, self.query_dim),
+                (self.kv_heads, self.v_dim),
+            )
         )
-        self.query = q.view(tokens, self.heads, DIM)
+        v = k[..., : self.v_dim] if self.latent else v
+        self.query = q
         if translator := getattr(backend, "kv_index_translator", None):
             # As SGLang's runner does for its Triton backend.
             translator.bind_runner_slots(batch)
         backend.init_forward_metadata(batch)
         run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
-        k, v = k.view(tokens, self.kv_heads, DIM), v.view(tokens, self.kv_heads, DIM)
-        return run(q, k, v, self.layer, batch).view(tokens, self.heads, DIM)
+        return run(q.flatten(1), k, v, self.layer, batch).view(tokens, self.heads, self.v_dim)
 
     def check(self, backend: Any, batch: Any, logit_cap: float = 0.0) -> None:
         """The backend's forward of the batch is as expected."""
@@ -177,17 +194,19 @@ class Rig:
     def dense(self, batch: Any, cap: float = 0.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By row, in fp64: attention ``[tokens, heads, dim]`` to keys rotated to where they are
         used, evicted ones masked, and its weights ``[heads, tokens, positions]``."""
-        keys, values = self.pool.k_buffer[1].double(), self.pool.v_buffer[1].double()
+        keys, values = (side.double() for side in compat.kv_of(self.pool, 1))
         found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             at, evicted = torch.arange(end), slots < 0
             slots = slots.clamp_min(0)
-            by = (at - self.cached_at.positions[slots])[:, None] * FREQUENCIES
+            by = (at - self.cached_at.positions[slots])[:, None] * self.frequencies
             k = turned(keys[slots], torch.polar(torch.ones_like(by), by), not self.interleaved)
+            if self.latent:
+                k = torch.cat((values[slots], k), dim=2)
             q = next(query)
             hidden = evicted | (at > torch.arange(end - len(q), end)[:, None])
-            found.append(dense(q, k, values[slots], DIM**-0.5, hidden=hidden, cap=cap))
+            found.append(dense(q, k, values[slots], self.scale, hidden=hidden, cap=cap))
         return found
 
 
@@ -222,7 +241,6 @@ UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),
     (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
-    (lambda r: setattr(r.runner, "use_mla_backend", True), "latent attention"),
     (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
     (lambda r: setattr(r.runner.spec_algorithm, "is_none", lambda: False), "--speculative-algo"),
     (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),

@@ -13,12 +13,14 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache import compat, native
+from sglang_reasoncache.attention import served
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.kernels import extend
-from sglang_reasoncache.plugin import cpu_attention
+from sglang_reasoncache.plugin import attention, cpu_attention
 from tests.kernels.engines import unavailable
-from tests.unit.attention_rig import BATCHES, TOLERANCE, UNSUPPORTED, Rig, mark
+from tests.unit.attention_rig import BATCHES, RANK, ROTATED, TOLERANCE, UNSUPPORTED, Rig, mark
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
@@ -57,6 +59,29 @@ def test_keys_are_read_where_they_are_used(
 
 
 @KINDS
+@DTYPES
+@ALL_BATCHES
+def test_latent_rows_are_read_where_they_are_used(
+    new: list[int], dtype: torch.dtype, kind: str
+) -> None:
+    """But a prefill on CUDA is SGLang's, whatever it is told: in a server its prefix has no shifted slot."""
+    rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
+    backend, batch = backend_of(kind, rig), rig.batch(new)
+    if kind == "cuda" and not batch.forward_mode.is_decode():
+        mark(batch, True)
+        stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
+        assert torch.equal(rig.forward(backend, batch), stock)
+        assert not rig.forward(backend, batch).isnan().any()
+        rig.settle()
+    rig.check(backend, batch)
+    if batch.forward_mode.is_decode():  # as FlashInfer's backend is called
+        parts = rig.query.split((RANK, ROTATED), dim=2)
+        q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
+        found = backend.forward_decode(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)
+        assert torch.equal(found.view_as(q), rig.forward(backend, batch))
+
+
+@KINDS
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @ALL_BATCHES
 def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: str) -> None:
@@ -91,7 +116,7 @@ def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kin
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda":
         mark(batch, marked)
-    buffers = (*rig.pool.k_buffer, *rig.pool.v_buffer)
+    buffers = rig.buffers
     before = [buffer.clone() for buffer in buffers]
     rig.forward(backend, batch)
     others = torch.ones(len(before[0]), dtype=torch.bool)
@@ -192,6 +217,30 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
     flag = {"reasoncache_cpu": "--attention-backend reasoncache_cpu", "cuda": REQUESTED_BY}[kind]
     with pytest.raises(ValueError, match=f"{flag}.*{message}"):
         backend_of(kind, rig)
+
+
+def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
+    """And scales that SGLang would divide them by, and models with states."""
+    rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
+    args = compat.ServerArgs(model_path="none", device="cpu")
+    served.check_latent(rig.pool, args, "exact")
+    with pytest.raises(ValueError, match="aliased beside latent"):
+        served.check_latent(rig.pool, args, "aliased")
+    args.enable_mixed_chunk = True
+    with pytest.raises(ValueError, match="--enable-mixed-chunk beside latent"):
+        served.check_latent(rig.pool, args, "exact")
+    served.check_latent(Rig(shifted=0.0).pool, args, "aliased")
+    rig.runner.prefill_attention_backend_str = "triton"
+    config = ReasonCacheConfig(policy="streamingllm:budget=64")
+    with pytest.raises(ValueError, match="streamingllm:budget=64 does not support latent"):
+        attention.check_policies(config, attention.AttentionParts(serves_policies=True), rig.runner)
+    rig.layer.k_scale_float = 0.5
+    with pytest.raises(ValueError, match="layer 1 has latent rows divided by 0.5"):
+        PagedCpuBackend(rig.runner, rig.cached_at)
+    pool: Any = object.__new__(compat.HybridLinearKVPool)
+    pool.full_kv_pool = rig.pool
+    with pytest.raises(ValueError, match="latent beside states"):
+        served.check_pool(pool)
 
 
 def test_without_a_compiler_the_server_is_told_of_sglangs_own(

@@ -70,6 +70,10 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
 def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever we do not mention is SGLang's own: flags it reads, and what kind of backend it is."""
+    latent = attention.backend_class(name, latent=True)
+    assert latent.__mro__[1] is SharedSlotReads and latent.__mro__[3].__name__ in (
+        *("FlashInferMLAAttnBackend", "TritonAttnBackend"),
+    )
     made = attention.backend_class(name)
     stock = {"flashinfer": compat.FlashInferAttnBackend, "triton": compat.TritonAttnBackend}[name]
     assert made.__mro__[1:4] == (SharedSlotReads, PagedBackend, stock)
@@ -176,6 +180,7 @@ def test_the_flag_alone_is_the_recommended_mode(
 
 
 MLA = dict(kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+R1 = MLA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
 EVICTS = "streamingllm:budget=64"
 
 
@@ -197,7 +202,8 @@ EVICTS = "streamingllm:budget=64"
         ({}, {}, {"learnable_sink": True}, "triton triton"),
         ({}, {}, {"is_hybrid_swa": True}, "fa3 fa3"),
         ({}, {}, {"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
-        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "fa3 fa3"),
+        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "triton triton"),
+        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **R1}, "flashinfer flashinfer"),
         # SGLang's rules for a model stay.
         ({}, {}, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
     ],
@@ -291,7 +297,7 @@ def test_auto_goes_on_where_ours_fails(
         return backend
 
     first = fails if at == "__init__" else make
-    monkeypatch.setattr(attention, "backend_class", lambda _name: first)
+    monkeypatch.setattr(attention, "backend_class", lambda *_: first)
     compiled = fails if at == "warm_up" else lambda _paged: None
     monkeypatch.setattr(warm_up, "compile_attention", compiled)
     monkeypatch.setattr(attention, "_install_hooks", fails)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import graph_variants
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -29,7 +30,7 @@ from sglang_reasoncache.plugin import attention
 from tests.eviction.test_recent_queries import assert_kept
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import DIM, TOLERANCE, Rig, announced, mark
+from tests.unit.attention_rig import TOLERANCE, Rig, announced, mark
 from tests.unit.test_attention import REQUESTED_BY
 
 #: Requests that graphs are captured for; batches are padded to one of these.
@@ -54,8 +55,10 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     )
     config = runner.model_config
     config.hf_config = config.hf_text_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
-    config.attention_arch = config.linear_attn_registry_result = None
-    config.head_dim = config.v_head_dim = config.swa_v_head_dim = DIM
+    config.attention_arch = AttentionArch.MLA if rig.latent else AttentionArch.MHA
+    config.linear_attn_registry_result = None
+    config.head_dim = config.v_head_dim = config.swa_v_head_dim = rig.query_dim
+    config.kv_lora_rank = rig.v_dim
     config.get_max_num_attention_heads = lambda: rig.heads
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # On a device this is what a pool gets.
@@ -63,7 +66,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     backend = attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
     )
-    buffers = [*rig.pool.k_buffer, *rig.pool.v_buffer]
+    buffers = rig.buffers
     before = [buffer.clone() for buffer in buffers]
     warm_up.compile_attention(backend.paged)
     torch.testing.assert_close(before, buffers, rtol=0, atol=0, equal_nan=True)
@@ -85,8 +88,9 @@ class Graphs:
         self.buffers.seq_lens.fill_(fill)
         self.buffers.seq_lens_cpu.fill_(fill)
         self.fill, self.out_cache_loc = fill, whole()
-        self.q = torch.zeros(most, rig.heads * DIM, dtype=rig.dtype)
-        self.kv = torch.zeros(2, most, rig.kv_heads, DIM, dtype=rig.dtype)
+        self.q = torch.zeros(most, rig.heads * rig.query_dim, dtype=rig.dtype)
+        made = functools.partial(torch.zeros, most, rig.kv_heads, dtype=rig.dtype)
+        self.kv = made(rig.query_dim), made(rig.v_dim)
         self.graphs: dict[tuple[int, str], Any] = {}
         self.replayed: list[str] = []
         for size in SIZES:
@@ -112,7 +116,7 @@ class Graphs:
         def replay() -> torch.Tensor:
             backend.paged.rows, backend.forward_metadata = state
             backend.init_forward_metadata_in_graph(batch)
-            k, v = self.kv[:, :size]
+            k, v = (side[:size] for side in self.kv)
             return backend.forward_decode(self.q[:size], k, v, self.rig.layer, batch)
 
         replay()
@@ -147,13 +151,18 @@ class Graphs:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _layer: Any, _batch: Any
     ) -> torch.Tensor:
         real = len(q)
-        self.q[:real], self.kv[0, :real], self.kv[1, :real] = q, k, v
+        self.q[:real], self.kv[0][:real], self.kv[1][:real] = q, k, v
         return self.graphs[self.size, self.replayed[-1]]()[:real]
 
 
 @pytest.fixture
 def rig() -> Rig:
     return Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
+
+
+@pytest.fixture
+def latent() -> Rig:
+    return Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1, interleaved=True, latent=True)
 
 
 @pytest.fixture
@@ -200,6 +209,25 @@ def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int],
             assert close(rig, found, batch)
             rig.cached_at.positions.copy_(cached_at)
     assert kind == "eager" or runner.replayed == [SHIFTED, PLAIN, SHIFTED]
+
+
+@under_interpreter
+@pytest.mark.usefixtures("few_programs", "ranks")
+def test_latent_rows_are_read_by_one_or_the_other(
+    latent: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode step; a prefill is SGLang's."""
+    backend = triton_backend(latent, monkeypatch)
+    graphs, batch = Graphs(latent, backend), latent.batch([1, 1, 1])
+    for runner in (backend, graphs):
+        for shifts in (True, False):
+            mark(batch, shifts)
+            assert close(latent, latent.forward(runner, batch), batch) == shifts
+    assert graphs.replayed == [SHIFTED, PLAIN]
+    extend = latent.batch([1, 3, 30])
+    assert not close(latent, latent.forward(backend, extend), extend)
+    latent.settle()
+    assert close(latent, latent.forward(backend, extend), extend)
 
 
 @under_interpreter

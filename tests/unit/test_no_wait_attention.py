@@ -127,6 +127,13 @@ def test_plans_and_layers(new: list[int], corrected: bool) -> None:
         check(rig, backend, new, gone, Replayed(backend))
 
 
+def test_latent_rows() -> None:
+    rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1, interleaved=True, latent=True)
+    backend = backend_of(rig)
+    for runner in (None, Replayed(backend)):
+        check(rig, backend, NEW["decode"], runner=runner)
+
+
 def test_pages_are_selected() -> None:
     """Chosen, their bounds kept, and told about."""
     rig = rig_of([70, 19, 41], shifted=(1, 4))

@@ -100,6 +100,11 @@ MODELS = [
         "llama-3.1", "Llama", 131_072, 5e5,
         _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0), 8192,
     ),
+    Model(
+        "yarn-deepseek-v3", "DeepseekV3", 163_840, 1e4,
+        _rope("yarn", factor=40.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0), 4096,
+        head_dim=64,
+    ),
     Model("partial-phi-2", "Phi", 2048, 1e4, _rope(), head_dim=80, partial=0.4),
     Model(
         "interleaved-partial-glm-4", "Glm4", 32_768, 1e4, _rope(), partial=0.5, is_neox=False
@@ -124,9 +129,11 @@ class Embedding:
         config = self.model.config()
         theta, rope = get_rope_config(config)
         dim, context = self.model.head_dim, config.max_position_embeddings
-        return factory.get_rope(
-            dim, dim, context, theta, self.model.is_neox, rope, dtype, self.model.partial
-        )
+        asked: Any = dim, dim, context, theta, self.model.is_neox
+        if self.model.family == "DeepseekV3":  # as SGLang's model does
+            rope = {**rope, "rope_type": "deepseek_yarn"}
+            return factory.get_rope_wrapper(*asked, rope, dtype, device="cpu")
+        return factory.get_rope(*asked, rope, dtype, self.model.partial)
 
     def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """``[tokens, heads, head_dim]`` at ``[tokens]``, in a response that fills the context."""
@@ -138,7 +145,8 @@ class Embedding:
         return torch.cat((found[0].transpose(0, 1), keys[..., self.rotary_dim :]), dim=-1)
 
     def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        flat = keys.flatten(1)
+        # DeepSeek's takes heads apart.
+        flat = keys if self.model.family == "DeepseekV3" else keys.flatten(1)
         return self.sglang.forward_native(positions, flat.clone(), flat.clone())[1].view_as(keys)
 
     def assert_close(
