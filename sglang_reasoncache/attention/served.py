@@ -153,6 +153,19 @@ def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
         raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reads}")
 
 
+def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
+    """Raises ValueError for flags beside which latent attention is not served. A prefill of it is SGLang's."""
+    reads = "a prefill would read keys of shared slots as they are cached"
+    given = {
+        "--reasoncache-publish aliased": (publish == "aliased", reads),
+        "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
+        "--enable-hierarchical-cache": (args.enable_hierarchical_cache, "it was not tried"),
+    }
+    for flag, (found, reason) in given.items():
+        if found and compat.latent_rank(pool):
+            raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reason}")
+
+
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
     """The SGLang backend on CUDA in front of which our kernels serve a model; None: there is none.
 
