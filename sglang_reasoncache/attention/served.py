@@ -142,15 +142,16 @@ def check_kind(context: TreeCacheBuildContext, publish: str, *, selects: bool = 
 
 
 def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
-    """Raises ValueError for what would have a prefill read shared slots: of latent attention it is
-    SGLang's."""
+    """Raises ValueError for flags beside which latent attention is not served. A prefill of it is SGLang's."""
+    reads = "a prefill would read keys of shared slots as they are cached"
     given = {
-        "--reasoncache-publish aliased": publish == "aliased",
-        "--enable-mixed-chunk": args.enable_mixed_chunk,
+        "--reasoncache-publish aliased": (publish == "aliased", reads),
+        "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
+        "--enable-hierarchical-cache": (args.enable_hierarchical_cache, "it was not tried"),
     }
-    for flag in (flag for flag, found in given.items() if found and compat.latent_rank(pool)):
-        reads = "a prefill would read keys of shared slots as they are cached"
-        raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reads}")
+    for flag, (found, reason) in given.items():
+        if found and compat.latent_rank(pool):
+            raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reason}")
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:

@@ -121,6 +121,7 @@ class ServerArgs(Protocol):
     page_size: int | None
     tp_size: int
     enable_mixed_chunk: bool
+    enable_hierarchical_cache: bool
 
 
 class ModelConfig(Protocol):

@@ -229,6 +229,9 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     args.enable_mixed_chunk = True
     with pytest.raises(ValueError, match="--enable-mixed-chunk beside latent"):
         served.check_latent(rig.pool, args, "exact")
+    args.enable_mixed_chunk, args.enable_hierarchical_cache = False, True
+    with pytest.raises(ValueError, match="--enable-hierarchical-cache beside latent"):
+        served.check_latent(rig.pool, args, "exact")
     served.check_latent(Rig(shifted=0.0).pool, args, "aliased")
     rig.runner.prefill_attention_backend_str = "triton"
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
