@@ -135,8 +135,8 @@ class ServerParts:
         config, params, page = self.config, context.params, context.params.page_size
         block = page if page > 1 else config.block
         pool = source.pool
-        heads = (1,) if compat.latent_rank(pool) else (pool.head_num * context.tp_size, ranks)
-        meter = BlockMeter(*source[:4], *heads)
+        heads = 1 if compat.latent_rank(pool) else pool.head_num * context.tp_size
+        meter = BlockMeter(*source[:4], heads, ranks)
         markers, process = _markers(context, config), None
         if config.shares:
             meter.warm_up(block)

@@ -45,9 +45,9 @@ class BlockMeter:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         rotation: Rotates a source key to the position that would read it before it is compared; None:
             keys are compared as cached.
-        num_heads: KV heads of all ranks together.
-        ranks: Those whose heads are added; all measure the same blocks in the same order. None: each rank
-            has all, as of a latent row, which has one head.
+        num_heads: KV heads of all ranks together; 1 for latent rows.
+        ranks: Those whose heads are added; all measure the same blocks in the same order. Of latent rows,
+            which every rank has whole, the sum is what makes ranks agree to the bit.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class BlockMeter:
         cached_at: CachedPositions,
         rotation: KeyRotation | None,
         num_heads: int,
-        ranks: Ranks | None = None,
+        ranks: Ranks,
     ) -> None:
         self._layers = [kv_of(pool, layer) for layer in layer_ids(pool)]
         self._kernel = DistanceKernel(self._layers, rotation)
         self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
-        self._num_heads, self._ranks = num_heads, ranks or Ranks()
+        self._num_heads, self._ranks = num_heads, ranks
 
     @property
     def backend(self) -> str:
