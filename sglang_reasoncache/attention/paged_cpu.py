@@ -22,10 +22,6 @@ class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
         flag = f"--attention-backend {compat.CPU_BACKEND}"
         super().__init__(model_runner, cached, requested_by=flag)
 
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Length of the rows with which SGLang pads a group's batch under DP attention, graph or not."""
-        return 1
-
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan the rows; every layer of this forward reads them."""
         paged, mode = self.paged, forward_batch.forward_mode

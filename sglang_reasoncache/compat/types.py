@@ -119,7 +119,6 @@ class ServerArgs(Protocol):
     radix_cache_backend: str | None
     attention_backend: str | None
     page_size: int | None
-    tp_size: int
     enable_mixed_chunk: bool
 
 
@@ -187,6 +186,8 @@ class ForwardBatch(Protocol):
     #: ``[tokens]``, slots that this forward writes.
     out_cache_loc: torch.Tensor
     positions: torch.Tensor
+    #: A ``GraphVote`` once groups of DP attention have voted.
+    can_run_decode_cuda_graph: bool
 
 
 class ScheduleBatch(Protocol):
@@ -222,6 +223,7 @@ class TreeCacheBuildContext(Protocol):
     tp_worker: TpWorker
     tp_size: int
     tp_rank: int
+    tp_group: Any
     is_hybrid_swa: bool
     is_hybrid_ssm: bool
     is_dsa: bool
