@@ -265,7 +265,7 @@ def backend_class(name: str, latent: bool = False) -> type:
 
 def _install_hooks(backend: Any) -> None:
     kind, target = compat.HookType, compat.CUDA_HOOK_TARGETS
-    after = {
+    after: dict[str, Callable[..., Any]] = {
         "forward_batch": _after_forward_batch,
         "decode_vote": functools.partial(_after_decode_vote, backend),
         "prefill_vote": functools.partial(_after_prefill_vote, backend),

@@ -210,19 +210,18 @@ def short(model: str) -> ServerSpec:
     return _of(model, "short", *pool, **retracting(150))
 
 
-#: DP attention: two groups, a rank and a core each. In a pool with room polls wait for the filter; short of
-#: memory groups retract when they like.
+#: DP attention: two groups, a rank and a core each; polls wait for the filter.
 _GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
     *arguments_of({"min_age": 32, "max_step_tokens": 64}),
     SGLANG_DISABLED_MODEL_ARCHS=_only("qwen3_moe"),
     PYTHONPATH=os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "attention_groups"))),
-    **TWO_CORES,
+    **{WAITS: "1", **TWO_CORES},
 )
-GROUPS = _GROUPS.having("roomy", "--reasoncache-when always", **{WAITS: "1"})
+GROUPS = _GROUPS.having("roomy", "--reasoncache-when always")
 GROUPS_SHORT = _GROUPS.having(
-    "short", "--max-total-tokens 1200 --max-running-requests 12", CROWDED, **retracting(150)
+    "short", "--max-total-tokens 800 --max-running-requests 12", CROWDED, **retracting(150)
 )
 #: Groups of two ranks, and four processes for two cores.
 GROUPS_OF_TWO = GROUPS.having(
