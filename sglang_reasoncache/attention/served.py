@@ -147,6 +147,9 @@ def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
     given = {
         "--reasoncache-publish aliased": publish == "aliased",
         "--enable-mixed-chunk": args.enable_mixed_chunk,
+        # With these a group's decode steps run as a prefill while another group has one.
+        "--moe-a2a-backend with DP attention": compat.get_parallel().attn_dp_size > 1
+        and args.moe_a2a_backend in ("pplx", "deepep_v2"),
     }
     for flag in (flag for flag, found in given.items() if found and compat.latent_rank(pool)):
         reads = "a prefill would read keys of shared slots as they are cached"

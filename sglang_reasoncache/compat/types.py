@@ -120,6 +120,7 @@ class ServerArgs(Protocol):
     attention_backend: str | None
     page_size: int | None
     enable_mixed_chunk: bool
+    moe_a2a_backend: str
 
 
 class ModelConfig(Protocol):

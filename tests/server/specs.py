@@ -215,7 +215,6 @@ _GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
     *arguments_of({"min_age": 32, "max_step_tokens": 64}),
-    SGLANG_DISABLED_MODEL_ARCHS=_only("qwen3_moe"),
     PYTHONPATH=os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "attention_groups"))),
     **{WAITS: "1", **TWO_CORES},
 )
@@ -227,6 +226,7 @@ GROUPS_SHORT = _GROUPS.having(
 GROUPS_OF_TWO = GROUPS.having(
     "tp4", "--tp 4", SGLANG_CPU_OMP_THREADS_BIND="0|1|0|1"
 ).for_long_runs()
+
 
 #: In a pool of four responses: what it evicts stays on the host. Polls wait for the filter.
 HOST_TIER = SHARED.having(

@@ -12,7 +12,7 @@ from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, wait_until_idle
 from tests.server.problems import OPT_OUT, reports
-from tests.server.test_hybrids import ROUNDING, Loop, _prompts, _tell
+from tests.server.test_families import ROUNDING, Loop, _prompts, _tell
 
 _MOST = 300
 

@@ -94,6 +94,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         dict(
             num_hidden_layers=4,
+            # On a CPU SGLang wants a head for each rank of all groups.
+            num_key_value_heads=4,
             head_dim=32,
             num_experts=4,
             num_experts_per_tok=2,
