@@ -3,8 +3,18 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from typing import Any
+
+
+class GraphVote(enum.IntEnum):
+    """Which decode graph a group of DP attention can run. The groups take the smallest vote.
+
+    Stands where SGLang has a bool, so EAGER is false and the others are true.
+    """
+
+    EAGER, SHIFTED, PLAIN = range(3)
 
 
 class MarkedRids(list[str]):

@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache import compat
@@ -264,7 +265,9 @@ class PagedAttention:
             plan = self.extend_plan = self._planned_extend(plan.rows, batch)
         # Waits until SGLang has loaded what it loads from the host into this layer.
         self._pool.get_key_buffer(layer.layer_id)
-        return self._attend(extend_attention, q, layer, plan, sinks)
+        out = self._attend(extend_attention, q[: plan.num_tokens], layer, plan, sinks)
+        # Under DP attention SGLang adds tokens, so that groups gather alike many.
+        return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
 
     @once_more
     def keep(self, q: Tensor, layer: AttentionLayer) -> None:

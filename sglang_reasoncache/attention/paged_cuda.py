@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
-from sglang_reasoncache.attention.batch_mark import mark_of
+from sglang_reasoncache.attention.batch_mark import GraphVote, mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.kernels.row_plan import BatchRows
 
@@ -78,16 +78,23 @@ class SharedSlotReads(PagedBackend):
 
     # -- in graphs --------------------------------------------------------------
 
+    @property
+    def never_in_prefill_graphs(self) -> bool:
+        """They hold SGLang's kernels only, and keep no queries."""
+        return self.paged.always_needed or self.paged.queries is not None
+
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Prefill graphs hold SGLang's kernels only, and keep no queries."""
-        if self.reads_ours(forward_batch) or self.paged.queries is not None:
+        """Whether SGLang's kernels can run a prefill."""
+        if self.reads_ours(forward_batch) or self.never_in_prefill_graphs:
             return False
         stock = getattr(super(), "can_run_prefill_cuda_graph", None)
         return stock is None or stock(forward_batch)
 
     def choose_graph(self, forward_batch: ForwardBatch) -> str:
         """Which variant the forward about to be replayed runs; its preparation comes next."""
-        self._graph_variant = SHIFTED if self.reads_ours(forward_batch) else PLAIN
+        # Graphs of both variants make SGLang's collectives, but in other memory.
+        agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
+        self._graph_variant = SHIFTED if agreed or self.reads_ours(forward_batch) else PLAIN
         return self._graph_variant
 
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:

@@ -147,6 +147,12 @@ def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
     given = {
         "--reasoncache-publish aliased": (publish == "aliased", reads),
         "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
+        # With these a group's decode steps run as a prefill while another group has one.
+        "--moe-a2a-backend with DP attention": (
+            compat.get_parallel().attn_dp_size > 1
+            and args.moe_a2a_backend in ("pplx", "deepep_v2"),
+            reads,
+        ),
         "--enable-hierarchical-cache": (args.enable_hierarchical_cache, "it was not tried"),
     }
     for flag, (found, reason) in given.items():

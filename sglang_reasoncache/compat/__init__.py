@@ -96,6 +96,9 @@ CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation
 CUDA_HOOK_TARGETS: dict[str, str] = {
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
+    "decode_vote": _COMPONENTS + "dp_attn._local_decode_cuda_graph_vote",
+    "prefill_vote": _COMPONENTS + "dp_attn._local_prefill_cuda_graph_vote",
+    "votes": _COMPONENTS + "dp_attn.MLPSyncBatchInfo.all_gather",
 }
 
 #: The step of SGLang's resolution of flags that takes a default attention backend.

@@ -119,9 +119,9 @@ class ServerArgs(Protocol):
     radix_cache_backend: str | None
     attention_backend: str | None
     page_size: int | None
-    tp_size: int
     enable_mixed_chunk: bool
     enable_hierarchical_cache: bool
+    moe_a2a_backend: str
 
 
 class ModelConfig(Protocol):
@@ -188,6 +188,8 @@ class ForwardBatch(Protocol):
     #: ``[tokens]``, slots that this forward writes.
     out_cache_loc: torch.Tensor
     positions: torch.Tensor
+    #: A ``GraphVote`` once groups of DP attention have voted.
+    can_run_decode_cuda_graph: bool
 
 
 class ScheduleBatch(Protocol):
@@ -223,6 +225,7 @@ class TreeCacheBuildContext(Protocol):
     tp_worker: TpWorker
     tp_size: int
     tp_rank: int
+    tp_group: Any
     is_hybrid_swa: bool
     is_hybrid_ssm: bool
     is_dsa: bool

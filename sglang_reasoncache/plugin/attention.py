@@ -13,7 +13,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import served, warm_up
-from sglang_reasoncache.attention.batch_mark import MarkedRids
+from sglang_reasoncache.attention.batch_mark import GraphVote, MarkedRids
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
@@ -25,6 +25,8 @@ from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
+#: Column of ``can_run_decode_cuda_graph`` in what groups of DP attention tell each other.
+_DECODE_VOTE = 2
 
 
 @dataclass(frozen=True)
@@ -262,10 +264,16 @@ def backend_class(name: str, latent: bool = False) -> type:
 
 
 def _install_hooks(backend: Any) -> None:
-    batch, variants = (compat.CUDA_HOOK_TARGETS[key] for key in ("forward_batch", "graph_variants"))
-    compat.apply_hooks({batch: (_after_forward_batch, compat.HookType.AFTER)})
+    kind, target = compat.HookType, compat.CUDA_HOOK_TARGETS
+    after: dict[str, Callable[..., Any]] = {
+        "forward_batch": _after_forward_batch,
+        "decode_vote": functools.partial(_after_decode_vote, backend),
+        "prefill_vote": functools.partial(_after_prefill_vote, backend),
+        "votes": _after_votes,
+    }
+    compat.apply_hooks({target[name]: (hook, kind.AFTER) for name, hook in after.items()})
     around = functools.partial(_around_graph_variants, backend)
-    compat.apply_hooks({variants: (around, compat.HookType.AROUND)})
+    compat.apply_hooks({target["graph_variants"]: (around, kind.AROUND)})
 
 
 def _after_forward_batch(
@@ -283,9 +291,56 @@ def _after_forward_batch(
         return
     # SGLang builds a batch on the stream that its forward runs on.
     with tree.controller.containment:
-        evicted = tree.evicted_of(batch.reqs)
-        shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
-        result.rids = MarkedRids(result.rids, shifted or any(evicted), evicted)
+        tree.controller.holds = False
+        result.rids = _marked(backend, batch, result.rids)
+
+
+def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
+    tree = batch.tree_cache
+    evicted = tree.evicted_of(batch.reqs)
+    shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
+    return MarkedRids(rids, shifted or any(evicted), evicted)
+
+
+def _needs_ours(backend: Any, batch: Any) -> bool:
+    """Whether a scheduled batch (None: the group has none) needs our kernels. From now until SGLang builds
+    the forward of the batch no row changes, so that what the groups agree on stays true."""
+    if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
+        return False
+    controller = batch.tree_cache.controller
+    controller.holds, needed = True, True
+    with controller.containment:
+        needed = _marked(backend, batch, []).needs_ours
+    return needed
+
+
+def _after_decode_vote(
+    backend: Any, result: bool, *, local_batch: Any, **_: Any
+) -> GraphVote | None:
+    """Under DP attention groups agree before each forward whether it may run in a graph."""
+    needed = _needs_ours(backend, local_batch)
+    if not result:
+        return None
+    return GraphVote.SHIFTED if needed else GraphVote.PLAIN
+
+
+def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
+    """No group runs a prefill graph if one cannot, as :meth:`can_run_prefill_cuda_graph` says later. SGLang
+    may turn decode steps beside another group's prefill into such prefills."""
+    if not result or local_batch is None or local_batch.forward_mode.is_idle():
+        return None
+    if backend.never_in_prefill_graphs or _needs_ours(backend, local_batch):
+        return False
+    controller = getattr(local_batch.tree_cache, "controller", None)
+    # Between vote and forward a prompt may lose positions.
+    return None if controller is None or not controller.eviction.evicts_prompts else False
+
+
+def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
+    """Votes were gathered, ``info.tp0_info_cpu`` ``[groups, columns]``: hand on the smallest, of which
+    SGLang made a bool. It reaches ``SharedSlotReads.choose_graph`` with the batch."""
+    votes = info.tp0_info_cpu[:, _DECODE_VOTE]
+    info.can_run_decode_cuda_graph = GraphVote(int(votes.min()))
 
 
 def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:

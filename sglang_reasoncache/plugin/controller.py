@@ -51,6 +51,8 @@ class Controller:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
         self._decode_steps, self._is_active = 0, self.config.is_active
+        #: Polls wait: the forward of a scheduled batch is not built yet.
+        self.holds = False
         #: By ``id``: requests of the last poll whose rows have not been released since.
         self._running: dict[int, Request] = {}
         with self.containment:
@@ -143,6 +145,8 @@ class Controller:
 
         Returns by how many slots the freed slots and the ledger grew together.
         """
+        if self.holds:
+            return 0
         self._decode_steps += 1
         self.stats.decode_steps += self._is_active
         if self._decode_steps % self.interval:

@@ -11,7 +11,6 @@ from sglang_reasoncache.config import ReasonCacheConfig
 
 _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count shared slots"
 _OWN_ROW = "a session keeps its row after the request"
-_RANKS = "ranks would have to agree on decisions; not tested"
 
 #: Field of SGLang's record -> why this plugin cannot run when the field is set, or is a size above 1.
 CONFLICTS: Mapping[str, str] = {
@@ -35,8 +34,6 @@ CONFLICTS: Mapping[str, str] = {
     "dcp_size": "a slot is spread over ranks",
     "pp_size": "the distance needs every layer on one rank",
     "dllm_algorithm": "a diffusion model rewrites its KV",
-    "enable_dp_attention": _RANKS,
-    "attn_dp_size": _RANKS,
     "attn_cp_size": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
@@ -56,6 +53,9 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
     ),
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": (
         "once graphs are captured it gives the KV pool the memory in which our prefills run"
+    ),
+    "SGLANG_SCHEDULER_SKIP_ALL_GATHER": (
+        "groups of DP attention would not agree which graph they run"
     ),
 }
 #: Values of a field that is not set.

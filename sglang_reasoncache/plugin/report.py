@@ -122,6 +122,7 @@ class Report:
         uncorrected: Why nothing is shared from the start on; None: blocks can share.
         disabled: The failure that ended sharing and evicting (``containment.py``); None: there was none.
         recent: The last finished requests, oldest first.
+        dp_rank: Number of the scheduler's replica, or of its group under DP attention.
     """
 
     config: ReasonCacheConfig
@@ -133,6 +134,7 @@ class Report:
     uncorrected: str | None = None
     disabled: str | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
+    dp_rank: int = 0
 
     @property
     def slots_saved(self) -> int:
@@ -199,6 +201,7 @@ class Report:
         if self.selection is not None:
             told = self.selection.describe() if details else self.selection.recent()
         return {
+            "dp_rank": self.dp_rank,
             "disabled": self.disabled,
             "uncorrected": self.uncorrected,
             "config": self.config.to_dict(),

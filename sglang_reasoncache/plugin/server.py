@@ -52,6 +52,8 @@ class ServerParts:
         self.attention = attention.AttentionParts()
         self.uncorrected: str | None = None
         self.controller: Controller | None = None
+        #: Over so many ranks the heads of a request are spread: those of an attention group.
+        self.attention_ranks: int = compat.get_parallel().attn_tp_size
 
     def attention_backend(
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
@@ -98,9 +100,10 @@ class ServerParts:
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
         config, params, stats = self.config, context.params, SharingStats()
-        ranks = Ranks(params.tp_cache_group if context.tp_size > 1 else None)
+        # SGLang's group of the ranks that run the same requests.
+        ranks = Ranks(params.tp_cache_group if self.attention_ranks > 1 else None)
         corrects = config.positions == "corrected"
-        check_alike(ranks, corrects)
+        check_alike(Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None), corrects)
         source = KeySource(
             pool=self.allocator.get_kvcache(),
             rows=params.req_to_token_pool.req_to_token,
@@ -115,7 +118,10 @@ class ServerParts:
         eviction = EvictionController(evictors, self.allocator, rows, source, stats, ranks)
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
         selection = self.attention.selection
-        report = Report(config, stats, pipeline, eviction, metrics, selection, self.uncorrected)
+        report = Report(
+            *(config, stats, pipeline, eviction, metrics, selection, self.uncorrected),
+            dp_rank=_dp_rank(),
+        )
         told = "reasoncache: %s, block %d, page %d, distances by %s, %s"
         begins, backend = "on" if config.is_active else "idle", pipeline.meter.backend
         logger.info(told, begins, pipeline.block, params.page_size, backend, config)
@@ -135,7 +141,7 @@ class ServerParts:
         config, params, page = self.config, context.params, context.params.page_size
         block = page if page > 1 else config.block
         pool = source.pool
-        heads = 1 if compat.latent_rank(pool) else pool.head_num * context.tp_size
+        heads = 1 if compat.latent_rank(pool) else pool.head_num * self.attention_ranks
         meter = BlockMeter(*source[:4], heads, ranks)
         markers, process = _markers(context, config), None
         if config.shares:
@@ -159,7 +165,7 @@ def _pool_use(allocator: Any, tree: Any) -> float:
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:
     """Raise ValueError if this tensor-parallel rank corrects shared keys and another rank cannot. All
-    ranks call this together."""
+    ranks of all attention groups call this together: their graphs must be alike."""
     if ranks.least(corrects) < corrects:
         told = "a tensor-parallel rank cannot correct shared keys and others can"
         raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")
@@ -180,12 +186,16 @@ def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> Reaso
     return markers
 
 
+def _dp_rank() -> int:
+    """Number of this scheduler's replica, or of its group under DP attention."""
+    return compat.get_parallel().dp_rank or 0
+
+
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
     """Prometheus labels: those of SGLang's scheduler series that tell servers and ranks apart."""
-    parallel = compat.get_parallel()
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
         "tp_rank": context.tp_rank,
-        "dp_rank": parallel.dp_rank if parallel.dp_size > 1 else 0,
+        "dp_rank": _dp_rank(),
         **(compat.get_observability().extra_metric_labels or {}),
     }

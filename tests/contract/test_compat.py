@@ -55,6 +55,10 @@ HOOKS = {
     "hybrid_backend": "runner full_attn_backend",
     "forward_batch": "batch model_runner ...",
     "graph_variants": "hf_config",
+    # What they are called with has names.
+    "decode_vote": "local_batch ...",
+    "prefill_vote": "local_batch ...",
+    "votes": "self ...",
     "last_loc": _LAST_LOC,
 }
 
@@ -173,6 +177,27 @@ managers.scheduler.Scheduler.run_batch
     with self.forward_stream_ctx:
     self.forward_stream.wait_stream(self.schedule_stream)
     self.model_worker.forward_batch_generation(
+# Groups of DP attention agree on a batch after its slots were allocated, and decode steps may become prefills.
+managers.scheduler.Scheduler.get_next_batch_to_run
+    self.update_running_batch(running_batch)
+    self.dp_attn_adapter.maybe_prepare_mlp_sync_batch( ret
+    self.dp_attn_adapter.maybe_convert_decode_to_extend(ret)
+managers.schedule_batch.ScheduleBatch.convert_decode_to_extend
+    self.decoding_reqs = self.reqs
+managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw
+    _local_decode_cuda_graph_vote( local_batch=local_batch,
+    _local_prefill_cuda_graph_vote( local_batch=local_batch,
+# Among what they tell each other a vote is the third number, as wide as an int, and reaches the runner.
+managers.scheduler_components.dp_attn.MLPSyncBatchInfo
+    [ self.num_tokens, self.num_tokens_for_logprob, int(self.can_run_decode_cuda_graph),
+    self.tp0_info_cpu = tp0_info_cpu
+    self.can_run_decode_cuda_graph = bool(tp0_info_cpu[:, 2].min())
+managers.scheduler_components.dp_attn._update_gather_batch
+    batch.can_run_decode_cuda_graph = mlp_sync_info.can_run_decode_cuda_graph
+model_executor.forward_batch_info.ForwardBatch.init_new
+    can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph
+model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view
+    can_run_decode_cuda_graph=forward_batch.can_run_decode_cuda_graph
 managers.tp_worker.TpModelWorker.forward_batch_generation
     ForwardBatch.init_new(
 """

@@ -83,9 +83,9 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
         server.check_alive()
         response = server.get("/v1/loads", params={"include": "all"})
         response.raise_for_status()
-        now = response.json()["loads"][0]
         names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
-        busy = {name: now[name] for name in names if now[name]}
+        loads = response.json()["loads"]
+        busy = {name: load[name] for load in loads for name in names if load[name]}
         if not busy:
             return
         assert time.monotonic() < deadline, f"not idle after {timeout_s:g} s: {busy}"

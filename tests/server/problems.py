@@ -66,7 +66,7 @@ def respond(
 def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
     """What :func:`respond` returns, of responses that have their log-probabilities."""
     wait_until_idle(server)
-    recent = {entry["rid"]: entry for entry in report(server)["recent"]}
+    recent = {entry["rid"]: entry for one in reports(server) for entry in one["recent"]}
     found = []
     for body in bodies:
         meta = body["meta_info"]
@@ -87,11 +87,17 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
     return found
 
 
-def report(server: ServerProcess) -> dict[str, Any]:
-    """With details."""
+def reports(server: ServerProcess) -> list[dict[str, Any]]:
+    """With details; of each scheduler."""
     response = server.get("/reasoncache/details")
     response.raise_for_status()
-    return response.json()["schedulers"][0]
+    return sorted(response.json()["schedulers"], key=lambda one: one["dp_rank"])
+
+
+def report(server: ServerProcess) -> dict[str, Any]:
+    """With details; of the only scheduler."""
+    [one] = reports(server)
+    return one
 
 
 def series(server: ServerProcess) -> dict[str, float]:

@@ -210,6 +210,24 @@ def short(model: str) -> ServerSpec:
     return _of(model, "short", *pool, **retracting(150))
 
 
+#: DP attention: two groups, a rank and a core each; polls wait for the filter.
+_GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
+    "groups",
+    "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
+    *arguments_of({"min_age": 32, "max_step_tokens": 64}),
+    PYTHONPATH=os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "attention_groups"))),
+    **{WAITS: "1", **TWO_CORES},
+)
+GROUPS = _GROUPS.having("roomy", "--reasoncache-when always")
+GROUPS_SHORT = _GROUPS.having(
+    "short", "--max-total-tokens 800 --max-running-requests 12", CROWDED, **retracting(150)
+)
+#: Groups of two ranks, and four processes for two cores.
+GROUPS_OF_TWO = GROUPS.having(
+    "tp4", "--tp 4", SGLANG_CPU_OMP_THREADS_BIND="0|1|0|1"
+).for_long_runs()
+
+
 #: In a pool of four responses: what it evicts stays on the host. Polls wait for the filter.
 HOST_TIER = SHARED.having(
     "host-tier",

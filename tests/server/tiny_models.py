@@ -90,6 +90,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         {**_LATENT, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
     ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(
+            num_hidden_layers=4,
+            # On a CPU SGLang wants a head for each rank of all groups.
+            num_key_value_heads=4,
+            head_dim=32,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            norm_topk_prob=True,
+        ),
+    ),
     "nemotron_h": (
         "NemotronHConfig",
         dict(layers_block_type=["mamba", "attention", "mlp"] * 2, **_MAMBA),

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DP attention: each group of ranks has its own requests and shares for itself, and all run each forward
+together, for the experts."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from eval.serving import ServerProcess
+from tests.server import specs
+from tests.server.harness import ServerPool, assert_whole, wait_until_idle
+from tests.server.problems import OPT_OUT, reports
+from tests.server.test_families import ROUNDING, Loop, _prompts, _tell
+
+_MOST = 300
+
+
+def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[str, Any]]:
+    """Responses to jobs that arrive together: the group, the prompt, and whether it opts out."""
+
+    def ask(job: tuple[int, str, bool]) -> Any:
+        group, text, shares = job
+        sampling = {"temperature": 0, "max_new_tokens": _MOST, "ignore_eos": True}
+        sampling |= {} if shares else OPT_OUT
+        body = {"text": text, "return_logprob": True, "routed_dp_rank": group}
+        response = server.post("/generate", json={**body, "sampling_params": sampling})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        return _tell(server, list(pool.map(ask, jobs)))
+
+
+def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
+    """That log-probabilities are those of a loop with the same redirections. Returns how far off a loop
+    without any is."""
+    dense, rotation = 0.0, loop.rotation()
+    for (_, text, shares), found in zip(jobs, responses, strict=True):
+        prompt = loop.tokenizer(text)["input_ids"]
+        assert shares or not found["blocks"]
+        assert loop.off(prompt, found, found["blocks"], rotation) < ROUNDING / 4
+        dense += loop.off(prompt, found, [], None) / len(jobs)
+    return dense
+
+
+@specs.FEW_CORES
+@pytest.mark.parametrize("spec", [specs.GROUPS, specs.GROUPS_OF_TWO])
+def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpec) -> None:
+    """Of its own requests, four of which share, beside one that opted out; and one group while the other is
+    idle."""
+    server, loop = servers.get(spec), Loop(servers, spec.model)
+    log = server.log_size()
+    jobs = [(i % 2, text, i < 8) for i, text in enumerate(_prompts(10))]
+    responses = _ask(server, jobs)
+    seen = reports(server)
+    assert [one["dp_rank"] for one in seen] == [0, 1]
+    for group, one in enumerate(seen):
+        mine = [found for job, found in zip(jobs, responses, strict=True) if job[0] == group]
+        blocks = sum(len(found["blocks"]) for found in mine)
+        assert blocks == one["totals"]["blocks_shared"] > 20
+        assert one["uncorrected"] is None is one["disabled"]
+        assert one["threshold"]["warm"] and one["totals"]["requests_opted_out"] == 1
+    assert _check(loop, jobs, responses) > 10 * ROUNDING / 4
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    labels = {
+        sample.labels["dp_rank"]: sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name == "sglang:reasoncache_blocks_shared_total" and sample.value
+    }
+    assert labels.keys() == {"0", "1"}
+    alone = [(1, text, i < 2) for i, text in enumerate(_prompts(3, first=10))]
+    _check(loop, alone, _ask(server, alone))
+    grown = [
+        now["totals"]["blocks_shared"] - one["totals"]["blocks_shared"]
+        for now, one in zip(reports(server), seen, strict=True)
+    ]
+    assert grown[0] == 0 < grown[1]
+    assert_whole(server, log)
+
+
+@specs.FEW_CORES
+@pytest.mark.parametrize("spec", [specs.GROUPS_SHORT])
+def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
+    """Each with memory for two responses, and six requests, one of which opted out."""
+    server, loop = servers.get(spec), Loop(servers, spec.model)
+    log = server.log_size()
+    jobs = [(i % 2, text, i > 1) for i, text in enumerate(_prompts(12))]
+    responses = _ask(server, jobs)
+    wait_until_idle(server)
+    for one in reports(server):
+        totals = one["totals"]
+        assert totals["blocks_shared"] > 0 == totals["blocks_missed"]
+        assert totals["shortages"] > 0
+    assert "#retracted_reqs" in server.log_text(log)
+    opted_out = [at for at, job in enumerate(jobs) if not job[2]]
+    _check(loop, [jobs[at] for at in opted_out], [responses[at] for at in opted_out])
+    assert_whole(server, log)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups of DP attention agree in SGLang's vote which decode graph they run, and on prefill graphs."""
+
+import contextlib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.managers.scheduler_components import dp_attn
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_context, get_parallel
+
+from sglang_reasoncache.attention.batch_mark import GraphVote
+from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, SharedSlotReads
+from sglang_reasoncache.plugin import attention
+from tests.two_ranks import on_two_ranks
+
+#: What a group has to run: nothing, or a batch in this mode whose rows have shifted slots, or have not.
+IDLE, EXTEND = None, ForwardMode.EXTEND
+DECODE, SHIFTED_DECODE = (ForwardMode.DECODE, False), (ForwardMode.DECODE, True)
+CASES: list[tuple[tuple[Any, Any], GraphVote]] = [
+    ((DECODE, DECODE), GraphVote.PLAIN),
+    ((DECODE, SHIFTED_DECODE), GraphVote.SHIFTED),
+    ((SHIFTED_DECODE, IDLE), GraphVote.SHIFTED),
+    ((IDLE, DECODE), GraphVote.PLAIN),
+    ((SHIFTED_DECODE, (EXTEND, False)), GraphVote.EAGER),
+]
+
+
+def batch_of(kind: Any) -> Any:
+    if kind is None:
+        return None
+    mode, shifted = kind
+    tree = SimpleNamespace(
+        controller=SimpleNamespace(
+            containment=contextlib.nullcontext(),
+            holds=False,
+            eviction=SimpleNamespace(evicts_prompts=False),
+        ),
+        reads_shifted=lambda reqs: shifted,
+        evicted_of=lambda reqs: [0],
+    )
+    return SimpleNamespace(forward_mode=mode, reqs=[object()], tree_cache=tree)
+
+
+def backend_of() -> Any:
+    backend: Any = SharedSlotReads.__new__(SharedSlotReads)
+    allocator = SimpleNamespace(has_evicted=False, has_shifted_slots=False)
+    facts: Any = dict(cached=True, always_needed=False, queries=None, allocator=allocator)
+    backend.paged = SimpleNamespace(**facts)
+    return backend
+
+
+def _rank(rank: int, group: Any) -> list[Any]:
+    backend, found = backend_of(), []
+    attention._install_hooks(backend)
+    ranks = SimpleNamespace(active_ranks_cpu=torch.ones(2, dtype=torch.int32))
+    with (
+        get_context().override_server_args(device="cpu", attention_backend="torch_native"),
+        get_parallel().override(tp_group=ranks),
+    ):
+        for kinds, _ in CASES:
+            batch = batch_of(kinds[rank])
+            vote = dp_attn._local_decode_cuda_graph_vote(
+                local_batch=batch, disable_cuda_graph=False
+            )
+            told: Any = dict.fromkeys(dp_attn.MLPSyncBatchInfo.__annotations__, 0)
+            told |= dict(num_dp_ranks=2, tp_size=1, cp_size=1, can_run_decode_cuda_graph=vote)
+            info = dp_attn.MLPSyncBatchInfo(**told)
+            info.all_gather(device="cpu", group=group)
+            ran = SimpleNamespace()
+            dp_attn._update_gather_batch(ran, info, True)
+            forward = SimpleNamespace(rids=["r"], forward_mode=ForwardMode.DECODE, **vars(ran))
+            found.append((forward.can_run_decode_cuda_graph, backend.choose_graph(forward)))
+    return found
+
+
+def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
+    """In SGLang's exchange, between two processes. A group without shifted slots, and an idle one, run the
+    graph that the other one needs."""
+    for found in on_two_ranks(_rank, tmp_path, 120):
+        for (agreed, variant), (kinds, expected) in zip(found, CASES, strict=True):
+            assert agreed is expected, kinds
+            assert variant == (SHIFTED if expected is GraphVote.SHIFTED else PLAIN)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+@pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries", "selection"])
+def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> None:
+    """Also for decode steps, which SGLang may turn into prefills."""
+    backend, batch = backend_of(), batch_of((mode, cause == "shifted"))
+    controller = batch.tree_cache.controller
+    controller.eviction.evicts_prompts = cause == "evicts"
+    backend.paged.queries = object() if cause == "queries" else None
+    backend.paged.always_needed = cause == "selection"
+    vote = attention._after_prefill_vote(backend, True, local_batch=batch)
+    assert vote is (False if cause else None)
+    assert attention._after_prefill_vote(backend, False, local_batch=batch) is None
+    # Idle groups leave it to the others.
+    assert attention._after_prefill_vote(backend, True, local_batch=None) is None
