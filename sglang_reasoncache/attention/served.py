@@ -170,7 +170,10 @@ def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | Non
         return None
     even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
     if latent:
+        # SGLang's FlashInfer backend reads ``scaling``, and prefills Sarvam with other dims.
         even = (model.kv_lora_rank, model.qk_rope_head_dim) == FLASHINFER_LATENT
+        names = getattr(model.hf_config, "architectures", None) or ()
+        even = even and hasattr(model, "scaling") and not any("Sarvam" in name for name in names)
     return "flashinfer" if has_flashinfer and even and not model.has_attention_sinks else "triton"
 
 

@@ -146,6 +146,13 @@ def resolve_positions(
     return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
 
+def check_latent_policies(config: ReasonCacheConfig, pool: Any) -> None:
+    """Raises ValueError for a policy beside latent attention, before anything is made for it."""
+    if compat.latent_rank(pool) and _evicts_or_selects(config):
+        reason = "does not support latent attention: it scores keys and values of heads"
+        raise refusals.of_policy(config.policy, reason)
+
+
 def check_policies(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> None:
@@ -153,9 +160,6 @@ def check_policies(
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
     others = [] if parts.serves_policies else [f"--attention-backend {names}"]
-    if compat.latent_rank(model_runner.token_to_kv_pool) and _evicts_or_selects(config):
-        reason = "does not support latent attention: it scores keys and values of heads"
-        raise refusals.of_policy(config.policy, reason)
     refusals.check_policies(config, model_runner.token_to_kv_pool_allocator.page_size, others)
     for name, policy in config.policies.evictors:
         if policy.unrotates and config.positions != "corrected":

@@ -45,6 +45,7 @@ class ServerParts:
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
         served.check_pool(pool)
+        attention.check_latent_policies(config, pool)
         self.config = config
         self.allocator = shared_allocator_of(stock)
         num_slots = pool.get_key_buffer(next(iter(compat.layer_ids(pool)))).shape[0]
