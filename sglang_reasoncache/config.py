@@ -198,8 +198,8 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """A policy that evicts counts what is shared in its budget at every poll, unless it waits for a
-        shortage, too."""
+        """True if ``when`` is ``always``, or if a policy evicts at every poll: its budget counts what is
+        shared."""
         evicts = any(policy.when == ALWAYS for _, policy in self.policies.evictors)
         return self.when == "always" or evicts
 

@@ -36,7 +36,7 @@ BUILT_IN: Mapping[str, str] = types.MappingProxyType(
         "quest": "sglang_reasoncache.selection.quest:Quest",
     }
 )
-#: Sharing between similar steps, and nothing at all.
+#: Names of sharing, and of doing nothing.
 SHARING, NOTHING = "reasoncache", "none"
 _LONGEST = 1000
 

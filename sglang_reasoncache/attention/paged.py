@@ -263,7 +263,7 @@ class PagedAttention:
         if sinks is not None and plan.pieces:
             self._singly = True
             plan = self.extend_plan = self._planned_extend(plan.rows, batch)
-        # Waits until SGLang has loaded what it loads from the host into this layer.
+        # Waits until SGLang has loaded this layer's KV from the host.
         self._pool.get_key_buffer(layer.layer_id)
         out = self._attend(extend_attention, q[: plan.num_tokens], layer, plan, sinks)
         # Under DP attention SGLang adds tokens, so that groups gather alike many.
@@ -298,8 +298,8 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Factors of logits and outputs. A pool divides keys and values only if its dtype is narrower, and
-        no latent rows."""
+        """Factors of logits and of outputs: 1 where the pool has the model's dtype or latent rows, which
+        SGLang does not divide."""
         if self.latent or self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float

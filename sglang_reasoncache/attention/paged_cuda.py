@@ -3,7 +3,8 @@
 
 A forward without shifted slots and evicted positions runs SGLang's kernels, others ours. In a
 decode graph the plan is part of the graph. Where a policy selects what is read, every decode step
-runs ours. A prefill of latent attention is always SGLang's: its prefixes have no shifted slots.
+runs ours. With latent attention SGLang's kernels run every prefill: cached prefixes have no shifted
+slots.
 """
 
 from __future__ import annotations

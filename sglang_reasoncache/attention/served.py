@@ -90,8 +90,8 @@ SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 #: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
 #: know positions from their state layers.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
-#: Head dims for which SGLang's FlashInfer backend is made, and dims of a latent row; its Triton backend
-#: takes others.
+#: Dims for which SGLang's FlashInfer backend is made: of a head, and of a latent row (latent, rotated).
+#: For others its Triton backend is taken.
 FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 
 
@@ -120,9 +120,9 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 
 def check_kind(context: TreeCacheBuildContext, publish: str, *, selects: bool = False) -> None:
-    """Raises ValueError for a model whose attention layers keep less than keys and values of all
-    positions, or that forbids what ``--reasoncache-publish`` or a policy does. ``selects``: a policy
-    selects the pages that a step reads."""
+    """Raises ValueError for a model whose attention layers do not keep keys and values of all positions,
+    and for a model or a cache beside which ``publish`` or selecting pages is not served. ``selects``: a
+    policy selects the pages that a step reads."""
     kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
         raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
@@ -142,7 +142,8 @@ def check_kind(context: TreeCacheBuildContext, publish: str, *, selects: bool = 
 
 
 def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
-    """Raises ValueError for flags beside which latent attention is not served. A prefill of it is SGLang's."""
+    """Raises ValueError for flags that exclude latent attention. SGLang computes its prefills, so these
+    must not meet shared slots."""
     reads = "a prefill would read keys of shared slots as they are cached"
     given = {
         "--reasoncache-publish aliased": (publish == "aliased", reads),
@@ -206,8 +207,8 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool. Some models use the class for state layers too, and
-    beside a layer that reads latent rows there is one that reads what a prefill makes of them."""
+    """SGLang's attention layers that read the pool: not those that stand for state layers and, with latent
+    attention, not those that read the keys and values which a prefill expands."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [
@@ -224,7 +225,8 @@ def key_rotation(
 ) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
 
-    ``latent_dims``: of a latent row the dims behind the latent, which alone are rotated.
+    ``latent_dims``: how many dims of a latent row are rotated, those behind the latent; None: other
+    attention.
 
     Raises:
         ValueError: no rotary embedding, several, a kind whose angle is not linear in the position,

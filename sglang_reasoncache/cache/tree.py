@@ -35,7 +35,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def __init__(self, params: CacheInitParams) -> None:
         # The ``Controller``, set once it is made.
         self.controller: Any = None
-        #: Records the cached positions of a path's slots, which are 0 and on. Set with the controller.
+        #: Records that a path's slots are cached at positions 0 and on. Set with the controller.
         self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
         # While slots are freed: the row that they come from; while the tree inserts a row: its slots.
         self._row: HostRow = _NOTHING_SHARED
@@ -143,13 +143,11 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 
     def known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
-        """What the host knows of entries of a row or node, the first of which is at position ``start``:
-        for each its slot if that may be shared, ``EVICTED``, or 0: an entry that shares nothing. int64
-        ``[entries]``.
+        """For each entry of a row or node, int64 ``[entries]``: the slot if it may be shared, ``EVICTED``, or
+        0 if the entry shares nothing. ``start``: position of the first entry.
 
-        While a row is inserted, the tree frees the slots of tokens that it has already. They are views
-        of the inserted tensor, which begins at position 0, so the place in memory tells the position
-        (``tests/contract``)."""
+        While a row is inserted, the tree frees slots of tokens that the tree already holds. These are
+        views of the inserted tensor, so their address tells the position (``tests/contract``)."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             assert 0 <= start <= len(self._inserted) - len(slots), "not a part of the row"
@@ -162,8 +160,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self.controller.on_release(req, row)
 
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
-        """Load evicted nodes of a path back from the host. Their keys are rotated for their positions
-        in the path, because the tree hands no approximate KV to the host."""
+        """Load evicted nodes of a path from the host. The tree holds exact KV only, so their keys are rotated
+        for their positions in the path, which are recorded."""
         loaded: bool = super().load_back(node_id, mem_quota, req=req)
         if loaded:
             self.token_to_kv_pool_allocator.once_more(self._record_path, node_id, req)

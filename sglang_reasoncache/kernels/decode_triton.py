@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
     from sglang_reasoncache.kernels.row_plan import RowPlan
 
-#: Most chunks of a query's entries, and most queries and elements of outputs of one launch, for the memory
-#: of unmerged outputs.
+#: Bounds on the memory of unmerged outputs: chunks of a query's entries, and queries and output elements
+#: of one launch.
 SPLITS, QUERIES, ELEMENTS = 32, 128, 2**21
 #: Entries of a chunk are a multiple of this, which every tile divides.
 CHUNK = 256

@@ -101,7 +101,7 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
     try:
         queries = paged.keep_queries(window)
     except MemoryError as error:
-        lower = "lower --max-running-requests, or window of snapkv, alpha of rkv"
+        lower = "lower --max-running-requests, or the policy's window, alpha or prompt_queries"
         reason = f"keeps the newest queries of every request: {error}; {lower}"
         raise refusals.of_policy(config.policy, reason) from error
     told = "reasoncache: the newest %d queries of %d requests take %.1f MiB"

@@ -39,8 +39,8 @@ def default_backend() -> str:
 
 
 def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner) -> Any:
-    """Have latent attention be computed in absorbed form: the backends here read latent rows. For a name
-    that SGLang does not know, a prefill would write the rows in Triton."""
+    """Make SGLang compute latent attention in absorbed form, because the backends here read latent rows.
+    For a backend name that SGLang does not know it would write the rows with Triton kernels."""
     if model_runner.use_mla_backend:
         absorbed = compat.AttnForwardMethod.MLA
         compat.AttentionBackendRegistry.register(name, lambda *_: absorbed)

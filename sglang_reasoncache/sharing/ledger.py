@@ -24,7 +24,7 @@ class Ledger:
 
     def clear(self) -> None:
         self.slots = 0
-        # A heap by distance, then by arrival. It may still hold removed blocks.
+        # A heap by distance, then by arrival, which may still hold removed blocks.
         self._queue: list[tuple[float, int, BlockProposal]] = []
         # ``id`` of a request -> blocks in its row, and blocks that read its row.
         self._of: dict[int, dict[BlockProposal, None]] = {}

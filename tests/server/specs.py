@@ -179,8 +179,8 @@ def copying(spec: ServerSpec) -> ServerSpec:
 
 
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
-    """A server of a tiny model. It has no overlap schedule, without which SGLang keeps no copies of states on
-    a CPU. Of SGLang's models it imports one: all take many seconds."""
+    """A server of a tiny model, without the overlap schedule, which needs copies of states that SGLang does
+    not keep on a CPU. Of SGLang's models it imports one: all take many seconds."""
     states = "" if model in LATENT else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))

@@ -23,8 +23,8 @@ def similarity(keys: torch.Tensor) -> torch.Tensor:
 class KeyDiff(Evictor):
     """KeyDiff (Park et al., arXiv 2504.15364): the keys most like the mean of all held keys go.
 
-    Keys are compared as they lie in the pool, rotated; the paper does not say which it takes. It
-    protects no recent positions (``recent=1``), or 10 to 20% of the budget.
+    Keys are compared as cached, rotated; the paper leaves that open. The paper protects no recent
+    positions (``recent=1``), or 10 to 20% of the budget.
     """
 
     def scores(self, view: View) -> torch.Tensor:
