@@ -211,17 +211,16 @@ def short(model: str) -> ServerSpec:
 
 
 #: DP attention: two groups, a rank and a core each; polls wait for the filter.
-_GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
+GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
-    *arguments_of({"min_age": 32, "max_step_tokens": 64}),
+    *arguments_of({"min_age": 32, "max_step_tokens": 64, "when": "always"}),
     PYTHONPATH=os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "attention_groups"))),
     **{WAITS: "1", **TWO_CORES},
 )
-GROUPS = _GROUPS.having("roomy", "--reasoncache-when always")
-GROUPS_SHORT = _GROUPS.having(
-    "short", "--max-total-tokens 800 --max-running-requests 12", CROWDED, **retracting(150)
-)
+GROUPS_SHORT = GROUPS.having(
+    "short", "--max-total-tokens 800", CROWDED, **retracting(150)
+).for_long_runs()
 #: Groups of two ranks, and four processes for two cores.
 GROUPS_OF_TWO = GROUPS.having(
     "tp4", "--tp 4", SGLANG_CPU_OMP_THREADS_BIND="0|1|0|1"
