@@ -204,6 +204,7 @@ EVICTS = "streamingllm:budget=64"
         ({}, {}, {"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
         ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "triton triton"),
         ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **R1}, "flashinfer flashinfer"),
+        ({}, {}, {"architectures": ["SarvamMLAForCausalLM"], **R1}, "triton triton"),
         # SGLang's rules for a model stay.
         ({}, {}, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
     ],
