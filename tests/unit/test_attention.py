@@ -233,7 +233,6 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     with pytest.raises(ValueError, match="--enable-hierarchical-cache beside latent"):
         served.check_latent(rig.pool, args, "exact")
     served.check_latent(Rig(shifted=0.0).pool, args, "aliased")
-    rig.runner.prefill_attention_backend_str = "triton"
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     with pytest.raises(ValueError, match="streamingllm:budget=64 does not support latent"):
         attention.check_latent_policies(config, rig.pool)

@@ -158,6 +158,12 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
     world.assert_whole()
 
 
+def having(*found: str) -> Any:
+    """What SGLang hands to the factory of a prefix cache, as far as ``check_kind`` looks at it."""
+    kinds = "is_hybrid_swa", "is_dsa", "is_hybrid_ssm", "enable_hierarchical_cache"
+    return SimpleNamespace(**{kind: kind in found for kind in kinds})
+
+
 @pytest.mark.parametrize(
     ("found", "named"),
     [
@@ -166,17 +172,14 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
     ],
 )
 def test_aliased_publishing_is_refused(found: str, named: str) -> None:
-    kinds = "is_hybrid_swa", "is_dsa", "is_hybrid_ssm", "enable_hierarchical_cache"
-    context: Any = SimpleNamespace(**{kind: kind == found for kind in kinds})
+    context = having(found)
     served.check_kind(context, "exact")
     with pytest.raises(ValueError, match=f"--reasoncache-publish aliased .* {named}"):
         served.check_kind(context, "aliased")
 
 
 def test_selection_beside_a_tier_is_refused() -> None:
-    kinds = "is_hybrid_swa", "is_dsa", "is_hybrid_ssm", "enable_hierarchical_cache"
-    context: Any = SimpleNamespace(**dict.fromkeys(kinds, False))
-    served.check_kind(context, "exact", selects=True)
-    context.enable_hierarchical_cache = True
+    served.check_kind(having(), "exact", selects=True)
+    context = having("enable_hierarchical_cache")
     with pytest.raises(ValueError, match="selects pages .* --enable-hierarchical-cache"):
         served.check_kind(context, "exact", selects=True)
