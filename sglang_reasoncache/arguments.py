@@ -14,7 +14,6 @@ FLAGS = (
     "block",
     "percentile",
     "positions",
-    "publish",
     "span",
 )
 SET = "--reasoncache-set"

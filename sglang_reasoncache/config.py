@@ -133,12 +133,6 @@ class ReasonCacheConfig:
         "Pair blocks of equal tokens, or block by index (the papers' behaviour).",
         choices=("tokens", "index"),
     )
-    publish: str = _setting(
-        "exact",
-        "What a finished request leaves in the prefix cache. exact: its prefix up to the first "
-        "shared position. aliased: all of it, for follow-up turns that keep the reasoning.",
-        choices=("exact", "aliased"),
-    )
     admission_credit: float = _setting(
         0.5,
         "Largest share of future output that admission counts as shared in advance.",

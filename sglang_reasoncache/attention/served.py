@@ -119,21 +119,13 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
         )
 
 
-def check_kind(context: TreeCacheBuildContext, publish: str, *, selects: bool = False) -> None:
+def check_kind(context: TreeCacheBuildContext, *, selects: bool = False) -> None:
     """Raises ValueError for a model whose attention layers do not keep keys and values of all positions,
-    and for a model or a cache beside which ``publish`` or selecting pages is not served. ``selects``: a
-    policy selects the pages that a step reads."""
+    and for a cache beside which selecting pages is not served. ``selects``: a policy selects the pages
+    that a step reads."""
     kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
         raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
-    reasons = {
-        "models with state layers: SGLang publishes as many positions as a state has seen, which may end "
-        "inside a shared block": context.is_hybrid_ssm,
-        "--enable-hierarchical-cache: SGLang would copy approximate KV to the host, where nothing tells "
-        "it from exact KV": context.enable_hierarchical_cache,
-    }
-    for reason in (reason for reason, found in reasons.items() if found and publish == "aliased"):
-        raise ValueError(f"--reasoncache-publish aliased does not support {reason}")
     if selects and context.enable_hierarchical_cache:
         raise ValueError(
             "--reasoncache-policy that selects pages does not support --enable-hierarchical-cache: the "
@@ -141,12 +133,11 @@ def check_kind(context: TreeCacheBuildContext, publish: str, *, selects: bool = 
         )
 
 
-def check_latent(pool: Any, args: ServerArgs, publish: str) -> None:
+def check_latent(pool: Any, args: ServerArgs) -> None:
     """Raises ValueError for flags that exclude latent attention. SGLang computes its prefills, so these
     must not meet shared slots."""
     reads = "a prefill would read keys of shared slots as they are cached"
     given = {
-        "--reasoncache-publish aliased": (publish == "aliased", reads),
         "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
         # With these a group's decode steps run as a prefill while another group has one.
         "--moe-a2a-backend with DP attention": (

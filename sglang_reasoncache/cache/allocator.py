@@ -80,8 +80,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     page_size: int
     references: PageReferences
-    #: Whether any slot may be used away from its cached position. It stays True until the cache is
-    #: flushed, because the tree can hold such a slot after its other references are gone.
+    #: Whether any slot may be used away from its cached position. It stays True until a flush.
     has_shifted_slots: bool
     #: Whether rows may have entries below 0 (evicted positions). It stays True until a flush.
     has_evicted: bool
@@ -104,8 +103,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     @property
     def saved(self) -> int:
         """Slots that sharing saves the rows now, within a request and across requests."""
-        in_tree = 0 if self.tree is None else self.tree.count_aliases()
-        return self.references.extra * self.page_size - in_tree
+        return self.references.extra * self.page_size
 
     def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
         """Prepare one reference more for every page id in ``gained``, then one less for every page id
@@ -158,11 +156,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         if self.tree is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
-            self.free_known(free_index, self.once_more(self.tree.known_of, free_index, start_pos))
-
-    def free_known(self, slots: torch.Tensor, known: np.ndarray) -> None:
-        """Free slots of a row or node. ``known``: as for :meth:`prepare_known`."""
-        self.commit(self.once_more(self.prepare_known, slots, known))
+            known = self.once_more(self.tree.known_of, free_index, start_pos)
+            self.commit(self.once_more(self.prepare_known, free_index, known))
 
     def free_group_end(self) -> None:
         super().free_group_end()

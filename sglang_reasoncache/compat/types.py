@@ -44,16 +44,6 @@ class Request(Protocol):
     def finished(self) -> bool: ...
 
 
-class RadixKey(Protocol):
-    """Token ids."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: slice) -> RadixKey: ...
-    def page_aligned(self, page_size: int) -> RadixKey: ...
-    def child_key(self, page_size: int) -> Any: ...
-    def match(self, other: RadixKey, *, page_size: int) -> int: ...
-
-
 class KVPool(Protocol):
     """Buffers are ``[slots, heads, head_dim]``."""
 
@@ -208,7 +198,6 @@ class CacheInitParams(Protocol):
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Any
     tp_cache_group: Any
-    component_registry_override: Any
 
 
 class TpWorker(Protocol):
@@ -227,6 +216,5 @@ class TreeCacheBuildContext(Protocol):
     tp_rank: int
     tp_group: Any
     is_hybrid_swa: bool
-    is_hybrid_ssm: bool
     is_dsa: bool
     enable_hierarchical_cache: bool

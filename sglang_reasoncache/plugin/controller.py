@@ -15,7 +15,7 @@ from sglang_reasoncache.eviction.controller import EvictionController, longest_f
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.state import RequestState, allows, is_running, state_of, takes_part
+from sglang_reasoncache.sharing.state import RequestState, is_running, state_of, takes_part
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
@@ -45,7 +45,6 @@ class Controller:
     eviction: EvictionController
     report: Report
     interval: int = INTERVAL
-    allows = staticmethod(allows)
 
     def __post_init__(self) -> None:
         self.forecast = SharingForecast(self.config.admission_credit)

@@ -12,7 +12,7 @@ from sglang_reasoncache.attention import served
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.cache.tree import SharedRadixCache, publish_aliased
+from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config, flag_of
 from sglang_reasoncache.eviction.controller import EvictionController
@@ -74,9 +74,9 @@ class ServerParts:
         """Build the prefix tree and its controller. Raises ValueError for a model or setting that is not
         supported."""
         selects = self.config.policies.selector is not None
-        served.check_kind(context, self.config.publish, selects=selects)
+        served.check_kind(context, selects=selects)
         pool = self.allocator.get_kvcache()
-        served.check_latent(pool, context.server_args, self.config.publish)
+        served.check_latent(pool, context.server_args)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
         # The hook of the backend is not called for backends of SGLang alone.
@@ -86,8 +86,6 @@ class ServerParts:
         )
         self.config = config = resolved
         attention.check_policies(config, self.attention, runner)
-        if config.publish == "aliased":
-            publish_aliased(params)
         tree: SharedRadixCache
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
         self.controller = controller = self._controller(context, tree)

@@ -171,8 +171,8 @@ def asks_to_share(custom_params: object) -> bool:
 
 
 def allows(req: Request) -> bool:
-    """False if the request opted out: its row is left alone, and it reads no approximate KV. Also False
-    if ``custom_params`` is invalid and no frontend refused it; see ``plugin/hooks.py``."""
+    """False if the request opted out: its row is left alone. Also False if ``custom_params`` is invalid
+    and no frontend refused it; see ``plugin/hooks.py``."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError: its repr is part of the message

@@ -249,7 +249,6 @@ def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
 CLASSES: dict[type, str] = {
     types.RequestKV: "managers.schedule_batch.ReqKvInfo",
     types.Request: "managers.schedule_batch.Req",
-    types.RadixKey: "mem_cache.radix_cache.RadixKey",
     types.KVPool: "mem_cache.memory_pool.MHATokenToKVPool",
     types.LatentPool: "mem_cache.memory_pool.MLATokenToKVPool",
     types.ReqToTokenPool: "mem_cache.memory_pool.ReqToTokenPool",

@@ -11,8 +11,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from tests.property.world import Setup, World
 
-SINGLE = Setup(page=1, block=4, slots=200, publish="exact")
-PAGED = Setup(page=4, block=4, slots=200, publish="exact")
+SINGLE = Setup(page=1, block=4, slots=200)
+PAGED = Setup(page=4, block=4, slots=200)
 SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 
 

@@ -21,7 +21,6 @@ from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Eviction, Pair, Setup, SlowMeter, World
 from tests.unit.test_pipeline import arrive, lack, used
 
-ALIASED = Setup(page=1, block=4, slots=200, publish="aliased")
 #: Positions of :func:`start`'s request whose KV is there, all but the first of them its own.
 WRITTEN = len(PROMPT) + OUTPUT
 
@@ -51,7 +50,7 @@ def test_policies_are_described_with_their_options() -> None:
     assert (options["name"], options["budget"], options["when"]) == ("policy0", 10_000, "short")
 
 
-@pytest.mark.parametrize("setup", [SINGLE, ALIASED, PAGED], ids=str)
+@SETUPS
 def test_a_budget_counts_slots(setup: Setup) -> None:
     """What sharing saves need not be given up, and a slot goes with all of its names."""
     budget = WRITTEN + 6

@@ -49,7 +49,7 @@ class Track:
     """A request and what its row must show."""
 
     req: Req
-    exact_only: bool
+    opted_out: bool
     #: Token sequence ending at each position of prompt and output.
     paths: list[Path]
     #: Content of every written row position, and whether all of it is exact and there.
@@ -111,7 +111,6 @@ class Memory:
         """The row starts with what the tree holds for its tokens."""
         track.shows = self.held(track.paths[: track.req.prefix_len])
         track.gone = {}
-        self._reassess(track)
 
     def held(self, paths: list[Path]) -> list[int]:
         """What the tree holds for whole pages of a sequence."""
@@ -235,19 +234,11 @@ class Memory:
         pages = self._pages(track, track.req.kv.cache_protected_len)
         shown = [content for path, own in pages for content in self.tree.get(path, own)]
         track.shows[: len(shown)] = shown
-        self._reassess(track)
 
     def published(self, track: Track, up_to: int) -> None:
         """After :meth:`observe`: whole pages of ``[0, up_to)`` are in the tree."""
         for path, _ in self._pages(track, up_to):
             assert path in self.tree, f"the page that ends at {len(path.tokens)} was not published"
-
-    def _reassess(self, track: Track) -> None:
-        track.exact = all(
-            self.is_exact_at(content, path)
-            for content, path in zip(track.shows, track.paths, strict=False)
-        )
-        assert track.exact or not track.exact_only, "an opted-out request reads approximations"
 
     def observe(self) -> None:
         """Walk tree and rows, compare everything with the model."""
@@ -265,12 +256,10 @@ class Memory:
         named: list[np.ndarray] = []
         evictable = protected = 0
         stack = [
-            (child, self.root(child.key.cache_salt), frozenset[int]())
-            for child in tree.root_node.children.values()
+            (child, self.root(child.key.cache_salt)) for child in tree.root_node.children.values()
         ]
-        owned_by_tree: set[int] = set()
         while stack:
-            node, path, above = stack.pop()
+            node, path = stack.pop()
             data = node.component_data[ComponentType.FULL]
             slots = data.value.numpy()
             assert len(slots) == len(node.key) > 0
@@ -279,18 +268,15 @@ class Memory:
             path = paths[-1]
             for end in range(page, len(slots) + 1, page):
                 found[paths[end - 1]] = tuple(contents[end - page : end])
-            if not tree._aliased:
-                for at, content in zip(paths, contents, strict=True):
-                    assert self.is_exact_at(content, at), "approximation in an exact tree"
-            pages = self._page_ids(slots)
-            named.append(pages)
-            own = set(pages.tolist()) - above
-            assert owned_by_tree.isdisjoint(own), "two branches hold a page their ancestors do not"
-            owned_by_tree |= own
+            for at, content in zip(paths, contents, strict=True):
+                assert self.is_exact_at(content, at), "an approximation in the tree"
+            named.append(self._page_ids(slots))
             assert data.lock_ref == locks[id(node)], "a lock count is wrong"
-            protected += len(own) * page * (data.lock_ref > 0)
-            evictable += len(own) * page * (data.lock_ref == 0)
-            stack += [(child, path, above | own) for child in node.children.values()]
+            protected += len(slots) * (data.lock_ref > 0)
+            evictable += len(slots) * (data.lock_ref == 0)
+            stack += [(child, path) for child in node.children.values()]
+        of_tree = np.concatenate([*named, np.zeros(0, np.int64)])
+        assert len(np.unique(of_tree)) == len(of_tree), "the tree holds a page twice"
         # Nothing appears in the tree that no request published, nothing changes there.
         for path, page_contents in found.items():
             if self.tree.get(path) != page_contents:
@@ -309,8 +295,7 @@ class Memory:
             shown = np.where(written < 0, EVICTED, stored[written])
             assert shown.tolist() == track.shows, f"the row of {track.req.rid} shows wrong content"
             assert tree.reads_shifted([track.req]) or not world.has_shifted(track.req)
-            if not tree._aliased:
-                assert not tree.reads_shifted([track.req]) or track.blocks
+            assert not tree.reads_shifted([track.req]) or track.blocks
             assert any(tree.evicted_of([track.req])) == (EVICTED in track.shows)
             mine = row[kv.cache_protected_len :]
             named.append(self._page_ids(mine))
@@ -331,7 +316,7 @@ class Memory:
         assert ledger.slots == promised * self.block
         live = world.controller.pipeline.saved
         extra = sum(allocator.references.values()) - len(allocator.references)
-        assert live == extra * page - tree.count_aliases()
+        assert live == extra * page
         assert live == expected_live
         assert world.controller.saved_positions == live + num_evicted
         books = (allocator.available_size(), evictable, protected, private, -live, -num_evicted)
@@ -344,17 +329,13 @@ class Memory:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
         first = known.first_readers(held)
-        # What policies are asked with. Two positions of the tree may share a slot of their own.
-        slots, found = len(row) - known.evicted - known.saved, len(np.unique(first))
-        assert found == slots or (found < slots and self.world.tree._aliased)
-        own = ~np.isin(row[held], row[: req.kv.cache_protected_len])
+        # What policies are asked with.
+        assert len(np.unique(first)) == len(row) - known.evicted - known.saved
         _, by_slot = np.unique(row[held], return_inverse=True)
         _, by_place = np.unique(first, return_inverse=True)
         both = np.unique(np.stack((by_slot, by_place)), axis=1)
         assert both.shape[1] == len(set(by_place.tolist())), "one place, two slots"
-        # Two positions of the tree may share a slot of which the request knows nothing.
-        own_both = np.unique(np.stack((by_slot, by_place))[:, own], axis=1)
-        assert own_both.shape[1] == len(set(by_slot[own].tolist())), "one slot, two places"
+        assert both.shape[1] == len(set(by_slot.tolist())), "one slot, two places"
 
     def _page_ids(self, slots: np.ndarray) -> np.ndarray:
         """Pages a run of whole pages names, one entry per reference; the end may be cut."""

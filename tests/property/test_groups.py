@@ -34,11 +34,10 @@ from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, SlowMete
 from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
-    Setup(page=1, block=3, slots=190, publish="exact"),
-    Setup(page=1, block=2, slots=170, publish="aliased", need_sort=True),
-    Setup(page=4, block=4, slots=256, publish="aliased"),
-    Setup(page=4, block=4, slots=240, publish="exact", need_sort=True),
-    Setup(page=1, block=3, slots=170, publish="exact", when="short", core="rust"),
+    Setup(page=1, block=3, slots=190),
+    Setup(page=1, block=2, slots=170, need_sort=True),
+    Setup(page=4, block=4, slots=240, need_sort=True),
+    Setup(page=1, block=3, slots=170, when="short", core="rust"),
 ]
 QUICK_RULES = 2400
 MIN_AGE = 6

@@ -29,18 +29,15 @@ from tests.property.world import MAX_CONTEXT, MAX_ROWS, Eviction, Pair, Setup, W
 
 QUICK_OPERATIONS = 30_000
 SETUPS = [
-    Setup(page=1, block=2, slots=160, publish="exact"),
-    Setup(page=1, block=3, slots=160, publish="aliased"),
-    Setup(page=1, block=1, slots=128, publish="aliased", need_sort=True),
-    Setup(page=4, block=4, slots=256, publish="exact"),
-    Setup(page=4, block=4, slots=256, publish="aliased"),
-    Setup(page=16, block=16, slots=640, publish="aliased", need_sort=True),
-    Setup(page=1, block=2, slots=160, publish="exact", prompts=True),
-    Setup(page=4, block=4, slots=256, publish="aliased", prompts=True),
-    Setup(page=1, block=2, slots=120, publish="exact", when="short"),
-    Setup(page=1, block=3, slots=110, publish="aliased", when="short"),
-    Setup(page=4, block=4, slots=160, publish="aliased", need_sort=True, when="short"),
-    Setup(page=1, block=2, slots=140, publish="exact", prompts=True, when="short"),
+    Setup(page=1, block=2, slots=160),
+    Setup(page=1, block=1, slots=128, need_sort=True),
+    Setup(page=4, block=4, slots=256),
+    Setup(page=16, block=16, slots=640, need_sort=True),
+    Setup(page=1, block=2, slots=160, prompts=True),
+    Setup(page=4, block=4, slots=256, prompts=True),
+    Setup(page=1, block=3, slots=110, when="short"),
+    Setup(page=4, block=4, slots=160, need_sort=True, when="short"),
+    Setup(page=1, block=2, slots=140, prompts=True, when="short"),
 ]
 #: Tokens come from an alphabet of two, so that prefixes collide.
 BITS = st.integers(0, 2**24 - 1)
@@ -48,8 +45,8 @@ PICK = st.integers(0, 63)
 #: Requests with different salts must never meet in the tree.
 SALT = st.sampled_from((None, None, None, "salt"))
 ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
-#: (position in the tree, tokens beyond it, exact KV only)
-LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3), st.booleans())
+#: (position in the tree, tokens beyond it)
+LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3))
 #: (where, length, how); see ``_script_evictions``.
 EVICTIONS = st.lists(
     st.tuples(PICK, st.integers(1, 12), st.integers(0, 15)), min_size=1, max_size=6
@@ -72,7 +69,7 @@ def tokens_of(bits: int, length: int) -> list[int]:
 class MemoryMachine(RuleBasedStateMachine):
     """One scheduler's memory. Rules follow the scheduler; :class:`Memory` says what must hold."""
 
-    operations = rules_run = rules_with_aliases = 0
+    operations = rules_run = 0
     blocks_shared = blocks_late = positions_evicted = 0
 
     def __init__(self, setup: Setup) -> None:
@@ -92,10 +89,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def decoding(self) -> list[Track]:
         return [track for track in self.running if track.decoding]
 
-    def _track(self, prompt: list[int], exact_only: bool, salt: str | None) -> Track:
+    def _track(self, prompt: list[int], opted_out: bool, salt: str | None) -> Track:
         self.names += 1
-        req = self.world.request(str(self.names), prompt, exact_only, salt)
-        return Track(req, exact_only, self.memory.root(salt).along(prompt))
+        req = self.world.request(str(self.names), prompt, opted_out, salt)
+        return Track(req, opted_out, self.memory.root(salt).along(prompt))
 
     def _seen(self, pick: int) -> list[int]:
         """An earlier prompt or response, a recent one half of the time."""
@@ -149,7 +146,7 @@ class MemoryMachine(RuleBasedStateMachine):
         is_last = req.extend_end == track.target
         if is_last:
             self._append(track, 1 + len(track.tokens) % 2)
-        if self.setup.prompts and not track.exact_only:
+        if self.setup.prompts and not track.opted_out:
             self._evict_in_prefill(track, is_last)
             return
         up_to = req.extend_end
@@ -159,7 +156,7 @@ class MemoryMachine(RuleBasedStateMachine):
         checkpoint_kv_cache(req, self.world.tree)
         self.memory.repointed(track)
         self.memory.observe()
-        self.memory.published(track, 0 if track.exact_only else up_to)
+        self.memory.published(track, up_to)
 
     def _evict_in_prefill(self, track: Track, is_last: bool) -> None:
         """A request that keeps its prompt to itself is asked after every chunk."""
@@ -219,7 +216,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.evictor.waiting.clear()
 
     def _evict(self, track: Track, evictions: list[Any]) -> None:
-        if track.exact_only:
+        if track.opted_out:
             return
         if evictions or track.evicted_again:
             self._count()
@@ -258,7 +255,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _longest(self) -> Track:
         """The decoding request that has most to give."""
-        willing = [track for track in self.decoding if not track.exact_only]
+        willing = [track for track in self.decoding if not track.opted_out]
         return max(willing or self.decoding, key=lambda track: len(track.shows))
 
     def _script(self, track: Track, draws: Draws, ready: int) -> None:
@@ -301,13 +298,12 @@ class MemoryMachine(RuleBasedStateMachine):
             req = track.req
             req.finished_reason = FINISH_LENGTH(length=len(req.output_ids))
             req.finished_len = len(req.output_ids)
-            exact = not self.world.tree._aliased
-            shared = [block.dst_start for block in track.blocks if exact]
+            shared = [block.dst_start for block in track.blocks]
             up_to = min([len(track.shows), *shared, *track.evicted])
             self.memory.publish(track, up_to)
             self._release(track, checkpoint=True)
             self.seen.append(track.tokens)
-            left.append((track, 0 if track.exact_only else up_to))
+            left.append((track, up_to))
         self.world.allocator.free_group_end()
         self.memory.observe()
         for track, up_to in left:
@@ -319,7 +315,7 @@ class MemoryMachine(RuleBasedStateMachine):
         keep=st.integers(0, 48),
         bits=BITS,
         length=st.integers(1, 12),
-        exact_only=st.sampled_from((False, False, True)),
+        opted_out=st.sampled_from((False, False, True)),
         salt=SALT,
         chunk=st.integers(0, 3),
     )
@@ -329,13 +325,13 @@ class MemoryMachine(RuleBasedStateMachine):
         keep: int,
         bits: int,
         length: int,
-        exact_only: bool,
+        opted_out: bool,
         salt: str | None,
         chunk: int,
     ) -> None:
         """A new prompt, an earlier one, part of one, or a follow-up turn."""
         prompt = self._prompt(origin, keep, bits, length)
-        if self._start(self._track(prompt, exact_only, salt), chunk):
+        if self._start(self._track(prompt, opted_out, salt), chunk):
             self.seen = [*self.seen[-15:], prompt]
 
     def _prompt(self, origin: int, keep: int, bits: int, length: int) -> list[int]:
@@ -347,7 +343,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(origin=PICK, bits=BITS, salt=SALT, draws=BLOCKS)
     def respond(self, origin: int, bits: int, salt: str | None, draws: Draws) -> None:
-        """A whole short response, so that much of the tree comes from sharing."""
+        """A whole short response, part of which is published."""
         prompt = self._prompt(origin, bits % 48, bits, 1 + bits % 5)
         track = self._track(prompt, False, salt)
         if self._start(track, 0):
@@ -524,27 +520,22 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.memory.tree) > 0)
     @rule(requests=st.lists(LOOK_UP, min_size=1, max_size=4))
-    def look_up(self, requests: list[tuple[int, int, bool]]) -> None:
+    def look_up(self, requests: list[tuple[int, int]]) -> None:
         """Requests that wait are matched, which splits nodes, and go away again."""
         paths = list(self.memory.tree)
-        for at, beyond, exact_only in requests:
+        for at, beyond in requests:
             path = paths[at % len(paths)]
-            self._look_up([*path.tokens, *tokens_of(at, beyond)], exact_only, path.salt)
+            self._look_up([*path.tokens, *tokens_of(at, beyond)], path.salt)
 
-    def _look_up(self, tokens: list[int], exact_only: bool, salt: str | None) -> None:
+    def _look_up(self, tokens: list[int], salt: str | None) -> None:
         self._count()
-        req = self.world.request("probe", tokens, exact_only, salt)
+        req = self.world.request("probe", tokens, salt=salt)
         key = RadixKey(array("q", tokens), cache_salt=salt)
         result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))
         paths = self.memory.root(salt).along(tokens)
-        contents = self.memory.held(paths[: result.device_prefix_len])
-        if exact_only:
-            for content, path in zip(contents, paths, strict=False):
-                assert self.memory.is_exact_at(content, path)
-        if not exact_only or not self.world.tree._aliased:
-            page = self.setup.page
-            held = sum(path in self.memory.tree for path in paths[page - 1 :: page])
-            assert result.device_prefix_len == held * page
+        page = self.setup.page
+        held = sum(path in self.memory.tree for path in paths[page - 1 :: page])
+        assert result.device_prefix_len == held * page
 
     @precondition(lambda self: len(self.memory.tree) > 40 and not self.running)
     @rule(flush=st.booleans())
@@ -564,12 +555,11 @@ class MemoryMachine(RuleBasedStateMachine):
         tree = self.world.tree
         tree.evict(EvictParams(num_tokens=tree.evictable_size()))
         assert not tree.root_node.children
-        assert tree.evictable_size() == tree.protected_size() == tree.count_aliases() == 0
+        assert tree.evictable_size() == tree.protected_size() == 0
 
     @invariant()
     def books_balance(self) -> None:
         type(self).rules_run += 1
-        type(self).rules_with_aliases += self.world.tree.count_aliases() > 0
         self.memory.observe()
 
     def teardown(self) -> None:
@@ -625,7 +615,3 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     at_once = setup.when == "always"
     assert Machine.blocks_shared > Machine.rules_run // (30 if at_once else 90)
     assert Machine.positions_evicted > Machine.rules_run // 60
-    if setup.publish == "aliased":
-        assert not at_once or Machine.rules_with_aliases > Machine.rules_run // 30
-    else:
-        assert Machine.rules_with_aliases == 0

@@ -29,7 +29,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.cache.tree import SharedRadixCache, publish_aliased
+from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
@@ -69,14 +69,13 @@ class Setup:
     page: int
     block: int
     slots: int
-    publish: str
     need_sort: bool = False
     prompts: bool = False
     when: str = "always"
     core: str = "python"
 
     def __str__(self) -> str:
-        parts = [f"page{self.page}", f"block{self.block}", self.publish]
+        parts = [f"page{self.page}", f"block{self.block}"]
         parts += ["sorted"] * self.need_sort + ["prompts"] * self.prompts
         parts += ["short"] * (self.when == "short")
         parts += [self.core] * (self.core != "python")
@@ -260,8 +259,6 @@ class World:
         params.tree_components = (ComponentType.FULL,)
         self.set_components(params)
         params.tree_core_backend = setup.core
-        if setup.publish == "aliased":
-            publish_aliased(params)
         self.tree = SharedRadixCache(params)
         cached_at = CachedPositions(setup.slots + setup.page, self.device)
         self.ranks = Ranks() if ranks is None else ranks
@@ -272,9 +269,7 @@ class World:
         self.engine: Any = ScriptedEngine() if engine is None else engine
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Every block is within the threshold.
-        settings: dict[str, Any] = dict(block=setup.block, publish=setup.publish)
-        settings |= dict(when=setup.when, percentile=100, warmup=0)
-        config = ReasonCacheConfig(**settings)
+        config = ReasonCacheConfig(block=setup.block, when=setup.when, percentile=100, warmup=0)
         stats, block = SharingStats(), setup.block
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
@@ -313,9 +308,9 @@ class World:
         """What the tree keeps beside keys and values: nothing."""
 
     def request(
-        self, name: str, prompt: Sequence[int], exact_only: bool = False, salt: str | None = None
+        self, name: str, prompt: Sequence[int], opted_out: bool = False, salt: str | None = None
     ) -> Req:
-        params = SamplingParams(custom_params={OPT_OUT_KEY: False} if exact_only else None)
+        params = SamplingParams(custom_params={OPT_OUT_KEY: False} if opted_out else None)
         req = Req(name, "", array("q", prompt), params, cache_salt=salt)
         self.requests.add(req)
         return req

@@ -69,7 +69,6 @@ CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
 #: Attention that skips evicted positions.
 PAGED_READS = "--attention-backend reasoncache_cpu"
 PAGE16 = "--page-size 16"
-ALIASING = "--reasoncache-publish aliased"
 POLICY = "--reasoncache-policy"
 #: Of servers whose decisions ``reference.py`` follows.
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
@@ -89,13 +88,13 @@ EXACT = SHARED.having(
     "exact", TIGHT, CROWDED, *SOON, CHUNKED, "--enable-metrics", REASONCACHE_FORK=""
 ).beside(STOCK)
 #: At once, and between the responses to one prompt too.
-ALIASED = SHARED.having(
-    "aliased",
-    *(TIGHT, *EAGER, CHUNKED, ALIASING, "--reasoncache-scope prompt --enable-metrics"),
+ACROSS = SHARED.having(
+    "across",
+    *(TIGHT, *EAGER, CHUNKED, "--reasoncache-scope prompt --enable-metrics"),
     **retracting(25),
 ).beside(STOCK)
 #: Whole pages.
-PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, ALIASING, CROWDED)
+PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, CROWDED)
 
 #: Memory for a few responses; those to one prompt share with each other.
 SWINGING = SHARED.having(
@@ -131,7 +130,7 @@ EVICTING_PAGES = SHARED.having(
 #: Sharing and evicting on the same rows, under forced retractions, without the overlap schedule.
 SHARING_AND_EVICTING = SHARED.having(
     "both",
-    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, ALIASING, "--disable-overlap-schedule"),
+    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, "--disable-overlap-schedule"),
     *(POLICY, "reasoncache+streamingllm:budget=240"),
     **retracting(25),
 )
@@ -242,6 +241,6 @@ HOST_TIER = SHARED.having(
 #: KV in eight bits.
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()
 
-SHARING = (EXACT, ALIASED, PAGED)
+SHARING = (EXACT, ACROSS, PAGED)
 EVICTORS = (EVICTING_PAGES, SHARING_AND_EVICTING)
 EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, QUEST)

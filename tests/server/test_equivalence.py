@@ -65,10 +65,10 @@ def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.Serve
     _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
 
 
-@pytest.mark.parametrize("spec", [specs.ALIASED])
+@pytest.mark.parametrize("spec", [specs.ACROSS])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Also where others left approximations in the cache; but for rounding, as this server prefills
-    in pieces and recomputes after retractions."""
+    """Beside others that share, too; but for rounding, as this server prefills in pieces and
+    recomputes after retractions."""
     server = servers.get(spec)
     solve(server, COMPARED)
     assert report(server)["totals"]["blocks_shared"] > 0

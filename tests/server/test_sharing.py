@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing under load, in every publish mode and page size, and what every kind of server does.
+"""Sharing under load, at every page size, and what every kind of server does.
 
 The ``server`` fixture checks after each test that every slot is back, a flush starts us anew and the
 log holds no traceback; SGLang's strict memory checks run after every batch meanwhile. The first test
@@ -50,7 +50,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     [
         # Only what SGLang was short of: as much as requests happen to overlap.
         (specs.EXACT, 24, 24, 0.03, 0.8),
-        (specs.ALIASED, 16, 16, 0.1, 0.8),
+        (specs.ACROSS, 16, 16, 0.1, 0.8),
         (specs.FP8, 16, 16, 0.1, 0.8),
         # Blocks are whole pages; by index they differ in tokens, so only memory is checked.
         (specs.PAGED, 12, 0, 0.0, 0.0),
@@ -173,7 +173,7 @@ def test_nothing_is_shared_where_keys_cannot_be_corrected(server: ServerProcess)
 
 
 @pytest.mark.parametrize(
-    "server", [specs.EXACT, specs.ALIASED, specs.SHARING_AND_EVICTING], indirect=True
+    "server", [specs.EXACT, specs.ACROSS, specs.SHARING_AND_EVICTING], indirect=True
 )
 def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     """``custom_params`` of the OpenAI API switches sharing and evicting off for one request."""
@@ -224,7 +224,7 @@ def test_a_response_without_reasoning_shares_nothing(server: ServerProcess) -> N
 SAMPLED = {"temperature": 0.8}
 
 
-@pytest.mark.parametrize("server", [specs.ALIASED], indirect=True)
+@pytest.mark.parametrize("server", [specs.ACROSS], indirect=True)
 def test_samples_share_with_each_other(server: ServerProcess) -> None:
     before = series(server)
     todo = prompts(3, seed=51)
@@ -244,7 +244,7 @@ def test_samples_share_with_each_other(server: ServerProcess) -> None:
     assert after["slots_saved_across_now"] == 0
 
 
-@pytest.mark.parametrize("server", [specs.ALIASED], indirect=True)
+@pytest.mark.parametrize("server", [specs.ACROSS], indirect=True)
 def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
     server: ServerProcess,
 ) -> None:

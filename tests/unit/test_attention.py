@@ -223,16 +223,14 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     """And scales that SGLang would divide them by, and models with states."""
     rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
     args = compat.ServerArgs(model_path="none", device="cpu")
-    served.check_latent(rig.pool, args, "exact")
-    with pytest.raises(ValueError, match="aliased beside latent"):
-        served.check_latent(rig.pool, args, "aliased")
+    served.check_latent(rig.pool, args)
     args.enable_mixed_chunk = True
     with pytest.raises(ValueError, match="--enable-mixed-chunk beside latent"):
-        served.check_latent(rig.pool, args, "exact")
+        served.check_latent(rig.pool, args)
     args.enable_mixed_chunk, args.enable_hierarchical_cache = False, True
     with pytest.raises(ValueError, match="--enable-hierarchical-cache beside latent"):
-        served.check_latent(rig.pool, args, "exact")
-    served.check_latent(Rig(shifted=0.0).pool, args, "aliased")
+        served.check_latent(rig.pool, args)
+    served.check_latent(Rig(shifted=0.0).pool, args)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     with pytest.raises(ValueError, match="streamingllm:budget=64 does not support latent"):
         attention.check_latent_policies(config, rig.pool)

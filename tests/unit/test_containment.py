@@ -48,8 +48,8 @@ pytestmark = pytest.mark.usefixtures("few_objects")
 OURS = f"{Path(sglang_reasoncache.__file__).parent}/"
 KINDS = (MemoryError, RuntimeError, torch.OutOfMemoryError)
 SETUPS = [
-    Setup(page=1, block=4, slots=240, publish="exact", when="short"),
-    Setup(page=4, block=4, slots=320, publish="aliased", prompts=True),
+    Setup(page=1, block=4, slots=240, when="short"),
+    Setup(page=4, block=4, slots=320, prompts=True),
 ]
 PROMPT = list(range(1, 25))
 LENGTHS = [70, 19, 41]

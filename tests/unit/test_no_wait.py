@@ -29,8 +29,7 @@ from tests.strict_device import WouldWait, guarded, no_wait, strict_device
 from tests.triton_runs import INTERPRETED
 
 SLOTS = 200
-SETUPS = [Setup(page, 4, SLOTS, publish) for page in (1, 4) for publish in ("exact", "aliased")]
-SETUPS += [Setup(page, 4, SLOTS, "aliased", need_sort=True) for page in (1, 4)]
+SETUPS = [Setup(page, 4, SLOTS, need_sort) for page in (1, 4) for need_sort in (False, True)]
 ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
@@ -93,7 +92,7 @@ def shared(world: World, name: str = "r", first: int = 100) -> Any:
 
 
 @ALL_SETUPS
-@pytest.mark.parametrize("end", ["finish", "retract", "together", "opted out"])
+@pytest.mark.parametrize("end", ["finish", "retract", "together"])
 def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
     world = World(setup)
     reqs = [shared(world), shared(world, "other", first=200)]
@@ -110,7 +109,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
         world.allocator.free_group_end()
     # A follow-up turn continues from what was published.
     text = [*reqs[1].origin_input_ids, *reqs[1].output_ids, 5]
-    after = world.request("after", text, end == "opted out")
+    after = world.request("after", text)
     world.prefill(after)
     after.output_ids.append(9)
     steps(world, after)
@@ -149,7 +148,7 @@ def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
         shapes = {layer: LayerShape(2, 4, 0.5, 0.0) for layer in range(LAYERS)}
         generations = torch.zeros(MAX_ROWS + 1, dtype=torch.int64)
         recent = RecentQueries(shapes, generations, 32, torch.float32, torch.device(World.device))
-        world = world_of(Setup(page, 4, SLOTS, "exact"), policy, queries=recent)
+        world = world_of(Setup(page, 4, SLOTS), policy, queries=recent)
         keys = torch.randn(world.pool.k_buffer[0].shape, generator=torch.Generator().manual_seed(1))
         for buffer in world.pool.k_buffer:
             buffer.copy_(keys)

@@ -19,9 +19,9 @@ from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
-from tests.property.world import PROMPT, Pair, Setup, SlowMeter, World
+from tests.property.world import Pair, Setup, SlowMeter, World
 
-SETUP = Setup(page=1, block=4, slots=120, publish="exact")
+SETUP = Setup(page=1, block=4, slots=120)
 
 
 @pytest.fixture
@@ -64,22 +64,6 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     assert row[20:24] == row[8:12] and row[26:30] == row[14:18]
 
 
-def test_a_prefix_from_an_aliased_node_is_shifted_behind_its_first_shared_position() -> None:
-    """``tests/property`` checks after each rule that none is overlooked."""
-    world = World(Setup(page=1, block=4, slots=400, publish="aliased"))
-    first = world.start("first")
-    world.propose(first, Pair(16, 9))
-    world.controller.after_decode([first])
-    text = [*first.origin_input_ids, *first.output_ids]
-    world.finish(first)
-    for length in range(len(PROMPT), len(text)):
-        # A prompt is matched but for its last token.
-        req = world.request(f"r{length}", [*text[:length], 99])
-        world.prefill(req)
-        assert world.has_shifted(req) == world.tree.reads_shifted([req]) == (length > 16)
-        world.retract(req)
-
-
 def assert_judged(world: World, freed: int, refusal: str) -> None:
     """A block of four was refused, or freed its slots."""
     seen = freed, dict(world.controller.stats.refusals)
@@ -99,7 +83,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
 )
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
     """Whole pages, one not in the other, and no reader that the model just wrote."""
-    world = World(Setup(page=4, block=4, slots=160, publish="exact"))
+    world = World(Setup(page=4, block=4, slots=160))
     world.controller.pipeline.redirector._min_age = min_age
     req = world.start()
     before = world.row(req).copy()
@@ -253,8 +237,8 @@ def test_ratios_of_the_endpoint() -> None:
 # -- blocks that could share, and what they give when SGLang is short ------------------------
 
 SETUPS = [
-    Setup(page=1, block=4, slots=120, publish="exact", when="short"),
-    Setup(page=4, block=4, slots=160, publish="aliased", when="short"),
+    Setup(page=1, block=4, slots=120, when="short"),
+    Setup(page=4, block=4, slots=160, when="short"),
 ]
 ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
