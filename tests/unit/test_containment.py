@@ -370,7 +370,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
     caplog.set_level(logging.CRITICAL + 1)  # some hundred tracebacks
     torch.set_num_threads(1)
     stats, found = sites(setup)
-    assert len(found) > 80 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
+    assert len(found) > 70 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
     assert stats.blocks_reapplied > 1 and stats.positions_evicted > 8
     for turn, (site, number) in enumerate(found):
         load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
