@@ -15,15 +15,10 @@ _Read = Callable[[str], Any]
 
 
 def option(
-    default: Any = dataclasses.MISSING,
-    text: str = "",
-    *,
-    read: _Read | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    choices: Collection[Any] = (),
+    default: Any = dataclasses.MISSING, text: str = "", *, read: _Read | None = None,
+    least: float | None = None, most: float | None = None, choices: Collection[Any] = (),
     metavar: str | None = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """A field of a class of options; ``text`` is its help. The annotation says how its word is read: a
     ``bool`` is a switch, a ``tuple[X, ...]`` is ``a,b`` (positional: several words), a ``Mapping`` may
     be given several times, any other type is called with the word. ``read`` makes the value of the word

@@ -43,15 +43,10 @@ class ServerProcess:
     project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
-        self,
-        model_path: str | Path,
-        *,
-        flags: Sequence[str] = (),
-        env: Mapping[str, str | None] | None = None,
-        log_path: str | Path | None = None,
-        device: Literal["cpu", "cuda"] = "cpu",
-        start_timeout_s: float = 600.0,
-    ) -> None:
+        self, model_path: str | Path, *, flags: Sequence[str] = (),
+        env: Mapping[str, str | None] | None = None, log_path: str | Path | None = None,
+        device: Literal["cpu", "cuda"] = "cpu", start_timeout_s: float = 600.0,
+    ) -> None:  # fmt: skip
         self.model_path = str(model_path)
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"

@@ -20,14 +20,9 @@ SERVER_FLAGS = ("--schedule-conservativeness", "0.3")
 
 
 def in_turns(
-    task: str,
-    methods: Sequence[str],
-    rounds: int,
-    out: Path,
-    again: bool = False,
-    more: Mapping[str, tuple[str, ...]] | None = None,
-    **options: Any,
-) -> dict[str, list[Cell]]:
+    task: str, methods: Sequence[str], rounds: int, out: Path, again: bool = False,
+    more: Mapping[str, tuple[str, ...]] | None = None, **options: Any,
+) -> dict[str, list[Cell]]:  # fmt: skip
     """The cells of each method, one a round; the order turns round in every second one. Servers of
     all methods stay up; with ``again`` every round has the same problems and its own servers.
     ``more``: further flags of the servers of some methods; ``options`` are those of

@@ -56,16 +56,9 @@ def warm_up(server: Server, requests: Sequence[Request], timeout_s: float) -> No
 
 
 def measure(
-    cell: Cell,
-    requests: Sequence[Request],
-    server: Server,
-    advance: Callable[[], object],
-    *,
-    log_interval: int,
-    timeout_s: float,
-    in_flight: int | None = None,
-    attempts: int = 1,
-) -> Served:
+    cell: Cell, requests: Sequence[Request], server: Server, advance: Callable[[], object], *,
+    log_interval: int, timeout_s: float, in_flight: int | None = None, attempts: int = 1,
+) -> Served:  # fmt: skip
     """Measure a cell and write it; ``advance`` is called when a request was answered. Raises
     ServerError: the server died; RunError: requests still run after the last response, or the flush
     is refused; OSError."""

@@ -98,14 +98,9 @@ async def send(client: AsyncOpenAI, model: str, request: Request, began: float) 
 
 
 async def send_all(
-    url: str,
-    model: str,
-    requests: Sequence[Request],
-    ended: Ended,
-    timeout_s: float,
-    in_flight: int | None = None,
-    attempts: int = 1,
-) -> None:
+    url: str, model: str, requests: Sequence[Request], ended: Ended, timeout_s: float,
+    in_flight: int | None = None, attempts: int = 1,
+) -> None:  # fmt: skip
     """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails;
     ``ended`` is called for every attempt."""
     gate = asyncio.Semaphore(in_flight or max(len(requests), 1))

@@ -28,13 +28,9 @@ from tests.eval.peer import moment, response, result, served
 
 
 def write_run(
-    run: Path,
-    methods: dict[str, float],
-    tasks: Sequence[str] = ("tiny_reasoner",),
-    seeds: Sequence[int] = (0,),
-    problems: int = 3,
-    **config: Any,
-) -> Path:
+    run: Path, methods: dict[str, float], tasks: Sequence[str] = ("tiny_reasoner",),
+    seeds: Sequence[int] = (0,), problems: int = 3, **config: Any,
+) -> Path:  # fmt: skip
     """A whole run; ``methods`` with their saving, which also makes them that much faster."""
     asked = {"tasks": list(tasks), "methods": list(methods), "seeds": list(seeds)}
     asked |= {"kv_budget": 4000, "decode_log_interval": 10}

@@ -41,17 +41,10 @@ class GivenLayer:
 
 
 def view(
-    written: int,
-    weights: np.ndarray | None = None,
-    *,
-    prompt: int | None = None,
-    owned: int = 0,
-    page: int = 1,
-    gone: Iterable[int] = (),
-    keys: torch.Tensor | None = None,
-    seed: int = 7,
+    written: int, weights: np.ndarray | None = None, *, prompt: int | None = None, owned: int = 0,
+    page: int = 1, gone: Iterable[int] = (), keys: torch.Tensor | None = None, seed: int = 7,
     shared: Iterable[tuple[int, int, int]] = (),
-) -> View:
+) -> View:  # fmt: skip
     """``prompt``: None: as much as is not the request's own. ``keys``: ``[layers, held, heads, dim]``."""
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     keys = torch.zeros(1, len(held), 1, 2) if keys is None else keys

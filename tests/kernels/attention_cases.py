@@ -201,13 +201,9 @@ class Rig:
         return turned(keys, turn, self.case.is_neox)
 
     def expected(
-        self,
-        plan: RowPlan,
-        spans: tuple[torch.Tensor, torch.Tensor] | None = None,
-        query: torch.Tensor | None = None,
-        cap: float = 0.0,
-        sinks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, plan: RowPlan, spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+        query: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """fp64 attention ``[batch, heads, v_dim]``, and ``[entries]``, query by query: each
         entry's weights added up over the heads."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans

@@ -64,15 +64,9 @@ def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tenso
 
 
 def dense(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    scale: float,
-    *,
-    hidden: torch.Tensor | None = None,
-    cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *,
+    hidden: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """fp64 attention of ``[tokens, heads, dim]`` to ``[held, kv_heads, dim]`` but where ``hidden``
     ``[tokens, held]``, and its weights ``[heads, tokens, held]``."""
     group = query.shape[1] // keys.shape[1]

@@ -42,12 +42,9 @@ def decode_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tens
 @pytest.mark.parametrize("lengths", [(3000,), (700, 30, 5, 2000), (40,) * 30, (700, 1, 2600, 0)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (32, 8), (1, 1), (8, 1)])
 def test_bits_do_not_depend_on_threads(
-    decode_by: Any,
-    lengths: tuple[int, ...],
-    heads: int,
-    kv_heads: int,
+    decode_by: Any, lengths: tuple[int, ...], heads: int, kv_heads: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Of entries and of rotations."""
     rig = make(Case(lengths=lengths, heads=heads, kv_heads=kv_heads, k_dim=128, v_dim=128))
     alone = decode_by(1, rig)

@@ -320,15 +320,9 @@ class MemoryMachine(RuleBasedStateMachine):
         chunk=st.integers(0, 3),
     )
     def admit(
-        self,
-        origin: int,
-        keep: int,
-        bits: int,
-        length: int,
-        opted_out: bool,
-        salt: str | None,
+        self, origin: int, keep: int, bits: int, length: int, opted_out: bool, salt: str | None,
         chunk: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A new prompt, an earlier one, part of one, or a follow-up turn."""
         prompt = self._prompt(origin, keep, bits, length)
         if self._start(self._track(prompt, opted_out, salt), chunk):

@@ -231,17 +231,10 @@ class World:
     device = "cpu"
 
     def __init__(
-        self,
-        setup: Setup,
-        meter_type: type[BlockMeter] = BlockMeter,
-        ranks: Ranks | None = None,
-        interval: int = 1,
-        evictors: Sequence[NamedPolicy] = (),
-        no_tree: bool = False,
-        engine: Any = None,
-        min_age: int = 0,
-        queries: Any = None,
-    ) -> None:
+        self, setup: Setup, meter_type: type[BlockMeter] = BlockMeter, ranks: Ranks | None = None,
+        interval: int = 1, evictors: Sequence[NamedPolicy] = (), no_tree: bool = False,
+        engine: Any = None, min_age: int = 0, queries: Any = None,
+    ) -> None:  # fmt: skip
         """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``.
         ``queries``: a ``RecentQueries`` of policies that read some.
         ``engine``: instead of the scripted one; requests with one prompt are a group then."""

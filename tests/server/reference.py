@@ -43,14 +43,9 @@ def differences(
 
 
 def assert_masked(
-    reference: Any,
-    todo: Sequence[str],
-    found: Sequence[dict[str, Any]],
-    least: int,
-    ratio: float,
-    rounding: tuple[float, float] = (0.02, 0.6),
-    after: int = 1,
-) -> float:
+    reference: Any, todo: Sequence[str], found: Sequence[dict[str, Any]], least: int, ratio: float,
+    rounding: tuple[float, float] = (0.02, 0.6), after: int = 1,
+) -> float:  # fmt: skip
     """Log-probabilities are those of a loop that does not see what was evicted; returns how far
     they are from them in sum.
 

@@ -76,12 +76,9 @@ class Faults:
     computing: ClassVar[set[CodeType]] = set()
 
     def __init__(
-        self,
-        site: Site | None = None,
-        number: int = 1,
-        error: type[Exception] = MemoryError,
+        self, site: Site | None = None, number: int = 1, error: type[Exception] = MemoryError,
         agreed: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.site, self.number, self.error, self.agreed = site, number, error, agreed
         self.seen: Counter[Site] = Counter()
         self.raised = False

@@ -87,12 +87,9 @@ def test_single_requests_are_told_only_on_request(
     ],
 )
 def test_the_admin_key_guards_single_requests(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    keys: dict[str, str],
-    totals: str | None,
+    world: World, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], totals: str | None,
     details: str | None,
-) -> None:
+) -> None:  # fmt: skip
     client = serving(world, monkeypatch, **keys)
     for path, wanted in ((TOTALS, totals), (DETAILS, details)):
         for key in (None, "user", "admin"):

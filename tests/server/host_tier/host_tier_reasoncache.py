@@ -29,12 +29,9 @@ def _replace(*_: object, **__: object) -> None:
 
 
 def copy(
-    src_layers: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
-    src_indices: torch.Tensor,
-    dst_indices: torch.Tensor,
-    page_size: int,
-) -> None:
+    src_layers: Sequence[torch.Tensor], dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int,
+) -> None:  # fmt: skip
     """``transfer_kv_direct``: slots of all layers."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]

@@ -45,17 +45,11 @@ def _replace(*_: object) -> None:
 
 
 def convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    query_start_loc: torch.Tensor,
-    cache_indices: torch.Tensor,
-    has_initial_state: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    activation: str | None = "silu",
-    **_: Any,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *,
+    query_start_loc: torch.Tensor, cache_indices: torch.Tensor,
+    has_initial_state: torch.Tensor | None, conv_states: torch.Tensor,
+    activation: str | None = "silu", **_: Any,
+) -> torch.Tensor:  # fmt: skip
     """``causal_conv1d_fn``: ``x`` ``[dim, tokens]`` of several requests, their states ``[slots, dim,
     width - 1]``."""
     before, out = weight.shape[1] - 1, torch.empty_like(x)
@@ -72,14 +66,10 @@ def convolve(
 
 
 def convolve_one(
-    x: torch.Tensor,
-    conv_state: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    *,
+    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor,
+    bias: torch.Tensor | None = None, activation: str | None = None, *,
     conv_state_indices: torch.Tensor,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """``causal_conv1d_update``: ``x`` ``[requests, dim]``, one token each."""
     slots = conv_state_indices.long()
     piece = torch.cat((conv_state[slots].to(x.dtype), x[:, :, None]), dim=2)
@@ -90,19 +80,10 @@ def convolve_one(
 
 
 def scan_one(
-    state: torch.Tensor,
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    *,
-    dt_bias: torch.Tensor,
-    state_batch_indices: torch.Tensor,
-    out: torch.Tensor,
-    **_: Any,
-) -> None:
+    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+    c: torch.Tensor, d: torch.Tensor, *, dt_bias: torch.Tensor, state_batch_indices: torch.Tensor,
+    out: torch.Tensor, **_: Any,
+) -> None:  # fmt: skip
     """``selective_state_update`` (Mamba 2): ``x`` ``[requests, heads, dim]``, one token each."""
     slots = state_batch_indices.long()
     b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], dim=1) for each in (b, c))
@@ -114,20 +95,10 @@ def scan_one(
 
 
 def scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    *,
-    D: torch.Tensor,
-    dt_bias: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    initial_states: torch.Tensor | None,
-    out: torch.Tensor,
-    state_dtype: torch.dtype,
-    **_: Any,
-) -> tuple[None, torch.Tensor, None]:
+    x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *,
+    D: torch.Tensor, dt_bias: torch.Tensor, cu_seqlens: torch.Tensor,
+    initial_states: torch.Tensor | None, out: torch.Tensor, state_dtype: torch.dtype, **_: Any,
+) -> tuple[None, torch.Tensor, None]:  # fmt: skip
     """``mamba_chunk_scan_combined``: ``x`` ``[1, tokens, heads, dim]`` of several requests; returns their
     last states, too."""
     ends = cu_seqlens.tolist()
@@ -146,14 +117,9 @@ def scan(
 
 
 def gated_delta_rule(
-    self: Any,
-    layer: Any,
-    forward_batch: Any,
-    mixed_qkv: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    **_: Any,
-) -> torch.Tensor:
+    self: Any, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a: torch.Tensor,
+    b: torch.Tensor, **_: Any,
+) -> torch.Tensor:  # fmt: skip
     """``GDNAttnBackend.forward_decode`` and ``forward_extend``; returns ``[1, tokens, heads, dim]``."""
     pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     meta, tokens = self.forward_metadata, len(mixed_qkv)
