@@ -9,7 +9,6 @@ import torch.nn.functional as F
 
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: Tokens of a shared run, unless a setting says otherwise.
 RUN = 48
@@ -115,11 +114,16 @@ class Batch:
         self.shares = not torch.equal(self.rows, self.own_rows)
 
     def check(self, name: str, found: torch.Tensor, rows: torch.Tensor) -> None:
-        """:meth:`judge` ``[requests, heads, head_dim]`` by fp32 attention over ``rows``."""
+        """Raises RuntimeError where ``found`` ``[requests, heads, head_dim]`` is off fp32 attention over
+        ``rows`` by more than tolerated."""
         query = self.query[self.checked].float().unflatten(1, (self.shape.kv_heads, -1))
         k, v = (side.transpose(1, 2) for side in self.read(rows[self.checked]))
         expected = F.scaled_dot_product_attention(query, k, v, scale=self.scale)
-        self.judge(name, found[self.checked], expected)
+        size = (len(self.checked), -1)
+        found, expected = (one.double().reshape(size) for one in (found[self.checked], expected))
+        error = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
+        if not error <= self.tolerance:  # NaN is not
+            raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32 keys and values of whole rows, ``[rows, tokens, kv_heads, head_dim]``."""
@@ -129,19 +133,3 @@ class Batch:
         shift = at - self.cached_at[slots]
         k, v = read_keys(keys, slots, shift, self.rotation), read_rows(values, slots)
         return torch.cat((v, k), dim=3) if self.shape.rotated else k, v
-
-    def judge(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-        """Raises RuntimeError where a checked request's ``found`` is off by more than tolerated."""
-        size = (len(self.checked), -1)
-        found, expected = (one.double().reshape(size) for one in (found, expected))
-        error = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
-        if not error <= self.tolerance:  # NaN is not
-            raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
-
-    def plan_of(self, rows: torch.Tensor) -> RowPlan:
-        """What whole rows read, an entry for every position."""
-        count, tokens = rows.shape
-        indptr = torch.arange(count + 1, dtype=torch.int32, device=self.device) * tokens
-        at = torch.arange(tokens, dtype=torch.int32, device=self.device)
-        shift = (at - self.cached_at[rows.long()]).flatten()
-        return RowPlan(indptr, rows.flatten(), shift if bool(shift.any()) else None)

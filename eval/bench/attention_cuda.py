@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on a GPU: our operations and FlashInfer's decode on one layer's pool, which
+"""Decode attention on a GPU: our decode and FlashInfer's on one layer's pool, which
 reads pages of one token and plans outside of the timing.
 
     python -m eval.bench.attention_cuda
@@ -20,7 +20,6 @@ import torch
 from eval.bench.attention_batch import RUN, SHARES, Batch, Shape
 from eval.bench.turns import Side, Yardstick, spread
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.row_plan import RowPlan
@@ -61,12 +60,8 @@ class CudaBatch(Batch):
 
     def share(self, percent: int, run: int = RUN) -> None:
         super().share(percent, run)
-        self._flat, self._plan = self.plan_of(self.rows), self.plan()
+        self._plan = self.plan()
         self.check("decode_attention", self.decode(), self.rows)
-        wanted = self.read(self.rows[self.checked])
-        for name, got, side in zip("KV", _gather(self._kv, self._flat), wanted, strict=True):
-            by_request = got.unflatten(1, self.rows.shape).permute(1, 2, 0, 3)
-            self.judge(f"gather_kv, {name}", by_request[self.checked], side)
 
     def plan(self) -> RowPlan:
         """The plan as a server makes it for a step: into the same buffers."""
@@ -90,11 +85,7 @@ class CudaBatch(Batch):
 
     def alone(self) -> dict[str, Callable[[], object]]:
         """What is timed without FlashInfer."""
-        return {
-            "ours": self.decode,
-            "plan": self.planning(),
-            "gather": functools.partial(_gather, self._kv, self._flat),
-        }
+        return {"ours": self.decode, "plan": self.planning()}
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
         """Planned; of each request's own slots."""
@@ -123,10 +114,10 @@ class CudaBatch(Batch):
         return {name: functools.partial(_bench, call) for name, call in calls.items()}
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
-        """Times in ms; GB/s counts every entry's K and V once, of ``gather`` read and written.
-        ``flashinfer`` reads each request's own slots."""
+        """Times in ms; GB/s counts every entry's K and V once. ``flashinfer`` reads each request's own
+        slots."""
         ms = {str(side): spread(group["ms"]) for side, group in samples.groupby("side")}
-        ours, plan, gather = (ms[side]["median"] for side in ("ours", "plan", "gather"))
+        ours, plan = (ms[side]["median"] for side in ("ours", "plan"))
         size = self.shape.layer_bytes / 1e6
         return {
             "ours": ms["ours"],
@@ -136,13 +127,7 @@ class CudaBatch(Batch):
             "plan": ms["plan"],
             "plan_us": plan * 1e3,
             "plan_of_step": plan / (plan + _LAYERS * ours),
-            "gather": ms["gather"],
-            "gather_gb_per_s": 2 * size / gather,
         }
-
-
-def _gather(kv: PagedKv, plan: RowPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    return gather_kv(kv, plan.kv_indices, plan.shift, torch.bfloat16)
 
 
 def _bench(call: Callable[[], object]) -> list[dict[str, float]]:

@@ -8,7 +8,6 @@ scheduling are real. The reference, stock SGLang, stays up beside one other side
 
 import argparse
 import json
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +74,6 @@ class Options:
     looping: int = option(20_000, "responses that are longer loop", least=1)
     whole: int = option(8000, "longest response that is sent whole", least=1)
     requests: int = option(48, "of a workload, at most", least=1)
-    plan: bool = option(False, "say what would run, and run nothing")
 
     def __post_init__(self) -> None:
         others = [side for side in self.sides or _OTHERS if side != self.reference]
@@ -165,10 +163,6 @@ def work(options: Options) -> None:
     workloads = options.workloads(responses)
     for name, chosen in workloads.items():
         print(f"{name}: {len(chosen)} requests, {sum(map(len, chosen)):,} tokens")
-    if options.plan:
-        for side in (options.reference, *options.sides):
-            print(f"{side}: {shlex.join(options.flags(side))}")
-        return
     asked = {name: requests_of(chosen, tokenizer) for name, chosen in workloads.items()}
     found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
     found |= {"options": {name: str(value) for name, value in vars(options).items()}, "rows": []}

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import seaborn as sns
+from matplotlib.figure import Figure
 
 from eval import command
 from eval.bench import sides
 from eval.command import option
-from eval.methods import DENSE, find_method
-from eval.report.style import LABEL_SIZE, figure, light_grid, save
+from eval.methods import DENSE
 from eval.runs.config import digest_of
 from eval.runs.folder import Cell, write_json, write_whole
 
@@ -103,7 +103,6 @@ class Options:
         (0.1, 0.2, 0.4, 0.6), "shares to aim at", least=0.01, most=0.99
     )
     problems: int = option(60, "of each policy and saving", least=2)
-    plan: bool = option(False, "say what would be done")
 
 
 def measure(chosen: Sequence[Point], problems: int, home: Path) -> dict[str, list[Cell]]:
@@ -143,8 +142,10 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def picture(rows: Sequence[Mapping[str, Any]], dense: float, path: Path) -> None:
     """Accuracy against slots actually freed, a line a policy."""
-    made, axes = figure(7.6, 4.8)
-    one = axes[0, 0]
+    sns.set_palette("colorblind")
+    made = Figure(figsize=(7.6, 4.8), layout="constrained")
+    one = made.subplots()
+    one.spines[["top", "right"]].set_visible(False)
     one.axhline(dense, color="#555555", linestyle="--", linewidth=1, label="dense")
     shown = pd.DataFrame(rows)
     shown["saved"] = 100 * shown["saved"].astype(float)
@@ -152,20 +153,15 @@ def picture(rows: Sequence[Mapping[str, Any]], dense: float, path: Path) -> None
     sns.lineplot(shown, x="saved", y="accuracy", errorbar=None, ax=one, **looks)
     at = "KV slots freed, % of what dense holds, over decode steps"
     one.set(xlabel=at, ylabel="accuracy", ylim=(-0.03, 1.06))
-    light_grid(one, "both")
-    one.legend(fontsize=LABEL_SIZE, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    save(made, path)
+    one.grid(color="#EBEBEB", linewidth=0.8)
+    one.legend(fontsize=8.5, frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    made.savefig(path, dpi=150)
 
 
 def work(options: Options) -> None:
     """Measure what is not there yet and write the results. Raises RunError: a cell could not be
     measured."""
     chosen = points(options.policies, options.saved)
-    if options.plan:
-        for point in chosen:
-            find_method(point.method)
-            print(f"{point.policy} at {point.aim:.0%}: {point.method}")
-        return
     cells = measure(chosen, options.problems, options.out / "policies")
     dense, rows = sides.row_of(cells[DENSE], cells[DENSE]), rows_of(chosen, cells)
     told = table([{"policy": DENSE, **dense}, *rows])

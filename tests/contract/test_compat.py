@@ -111,20 +111,12 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
 #: Objects, and behind them what their source says, in this order: what only a GPU or a race would show.
 #: ``>``: what comes before it does not count.
 STEPS = """
-# The registry makes backends from what we hand them.
-layers.attention.attention_registry.create_flashinfer_backend
-    FlashInferAttnBackend( runner, init_new_workspace=runner
-    FlashInferMLAAttnBackend(runner)
-layers.attention.attention_registry.create_triton_backend
-    return TritonAttnBackend(runner)
 # The decode runner selects a variant before it prepares a replay, and captures every one.
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
     > buffers = self.buffers
     self._resolve_attention_variant(forward_batch, bs)
     self.buffer_registry.fill_from(
     self._init_replay_attn_metadata(
-model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._init_replay_attn_metadata_from_view
-    init_forward_metadata_out_graph(fb_view)
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._capture_one_stream
     variants.capture_labels if variants is not None
     _set_capture_attention_variant(attention_variant)
@@ -135,43 +127,17 @@ model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one
     self._run_in_graph_metadata_prep(attn_backend, forward_batch)
     out = forward(
     self.backend.capture_one(
-model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.__init__
-    create_attention_graph_variants(model_runner.model_config.hf_config)
-    init_cuda_graph_state(self.max_bs
-    self.capture()
-# Of latent attention SGLang asks by the backend's name; this answer puts latent and rotated dims side by side.
-models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method
-    handler = AttentionBackendRegistry.get_handler(attention_backend)
-    handler(self, forward_batch)
+# Of latent attention this answer to the backend's name puts latent and rotated dims side by side.
 models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin.forward_absorb_core
     if self.current_attention_backend in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     q = torch.cat([q_nope_out, q_pe], dim=-1)
     k = torch.cat([k_nope, k_pe], dim=-1)
-layers.attention.flashinfer_mla_backend.FlashInferMLAAttnBackend.forward_decode
-    q.view(-1, layer.tp_q_head_num, layer.v_head_dim)
-    q_rope.view( -1, layer.tp_q_head_num, layer.head_dim - layer.v_head_dim
-# Its pool takes no scales, and rotated dims are behind the latent.
-mem_cache.memory_pool.MLATokenToKVPool.get_value_buffer
-    [..., : self.kv_lora_rank]
 # SGLang fences result processing, where blocks are redirected, behind a forward's reads.
 managers.scheduler.Scheduler.event_loop_overlap
     > # Launch the current batch
     self.run_batch(batch)
     self._apply_war_barrier()
     pop_and_process()
-model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner
-    _record_in_graph_metadata_prep_done()
-model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner
-    getattr(model_runner.attn_backend, "can_run_prefill_cuda_graph", None)
-    not backend_can_run(forward_batch)
-# A batch names its requests through copies.
-model_executor.forward_batch_info.ForwardBatch.init_new
-    rids=[req.rid for req in batch.reqs]
-model_executor.cuda_graph_buffer_registry.CudaGraphBufferRegistry.extract_buffer
-    dataclasses.replace(forward_batch_template
-layers.radix_attention.RadixAttention
-    self.k_scale_float
-    self.v_scale_float
 # A batch is built on the stream of its forward.
 managers.scheduler.Scheduler.run_batch
     with self.forward_stream_ctx:
@@ -182,24 +148,6 @@ managers.scheduler.Scheduler.get_next_batch_to_run
     self.update_running_batch(running_batch)
     self.dp_attn_adapter.maybe_prepare_mlp_sync_batch( ret
     self.dp_attn_adapter.maybe_convert_decode_to_extend(ret)
-managers.schedule_batch.ScheduleBatch.convert_decode_to_extend
-    self.decoding_reqs = self.reqs
-managers.scheduler_components.dp_attn.prepare_mlp_sync_batch_raw
-    _local_decode_cuda_graph_vote( local_batch=local_batch,
-    _local_prefill_cuda_graph_vote( local_batch=local_batch,
-# Among what they tell each other a vote is the third number, as wide as an int, and reaches the runner.
-managers.scheduler_components.dp_attn.MLPSyncBatchInfo
-    [ self.num_tokens, self.num_tokens_for_logprob, int(self.can_run_decode_cuda_graph),
-    self.tp0_info_cpu = tp0_info_cpu
-    self.can_run_decode_cuda_graph = bool(tp0_info_cpu[:, 2].min())
-managers.scheduler_components.dp_attn._update_gather_batch
-    batch.can_run_decode_cuda_graph = mlp_sync_info.can_run_decode_cuda_graph
-model_executor.forward_batch_info.ForwardBatch.init_new
-    can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph
-model_executor.runner.decode_cuda_graph_runner.build_replay_fb_view
-    can_run_decode_cuda_graph=forward_batch.can_run_decode_cuda_graph
-managers.tp_worker.TpModelWorker.forward_batch_generation
-    ForwardBatch.init_new(
 """
 
 

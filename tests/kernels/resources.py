@@ -54,12 +54,6 @@ class Resources(NamedTuple):
     shared: int  # bytes of a program
 
 
-_LATENT = (
-    ("bf16", BF16, 128, "merged"),
-    ("bf16", BF16, 8, "merged"),
-    ("bf16", BF16, 128, "own"),
-    ("e4m3", E4M3, 128, "merged"),
-)
 #: A kernel, its constants, and what its pointers point at where that is not POINTERS.
 _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
@@ -178,89 +172,59 @@ def _page_bounds(element: str) -> _Kernel:
     return select_triton.bounds_kernel, dict(ELEMENT=element, **sizes), stored
 
 
-def _others() -> dict[str, _Kernel]:
-    gathered: dict[str, Any] = dict.fromkeys(("K_DIM", "V_DIM", "K_COLS", "V_COLS"), 128)
-    gathered |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
-    merged = dict(SINKS=True, V_DIM=128, V_COLS=128)
-    merged |= dict(SPLITS=decode_triton.SPLITS, CHUNK=decode_triton.CHUNK)
-    of_latents = merged | dict(V_DIM=512, V_COLS=512)
-    return {
-        "merge of chunks": (decode_triton.merge_kernel, merged, dict(out="bf16")),
-        "merge of chunks of latents": (decode_triton.merge_kernel, of_latents, dict(out="bf16")),
-        "gather": (gather_triton.gather_kernel, gathered, {}),
-        "plan": _plan(MERGE=False, WRITE=True),
-        "plan, merged, counts": _plan(MERGE=True, WRITE=False),
-        "plan, merged": _plan(MERGE=True, WRITE=True),
-        "rotations of tiles, counts": _rotations(False),
-        "rotations of tiles": _rotations(True),
-        "entries of pages": _pages(select_triton.copy_kernel, SHIFTS=True),
-        "bounds of pages, bf16": _page_bounds("bf16"),
-        "bounds of pages, e4m3": _page_bounds("e4m3"),
-    }
+def _merge(dim: int) -> _Kernel:
+    sizes = dict(SPLITS=decode_triton.SPLITS, CHUNK=decode_triton.CHUNK)
+    constants = dict(SINKS=True, V_DIM=dim, V_COLS=dim, **sizes)
+    return decode_triton.merge_kernel, constants, dict(out="bf16")
 
 
-def kernels() -> dict[str, _Kernel]:
-    """Every kernel with the constants that a server of usual shape gives it."""
-    found = {
-        f"decode, merged, bf16 {heads}": _decode(heads, BF16, "merged")
-        for heads in ("32/8x128", "64/8x128", "28/4x128", "14/2x64", "32/1x128")
-    }
-    return {
-        **found,
-        "decode, merged, bf16 16/2x256 interleaved": _decode("16/2x256", BF16, "merged", True),
-        "decode, merged, e4m3 32/8x128": _decode("32/8x128", E4M3, "merged"),
-        "decode, own, bf16 32/8x128": _decode("32/8x128", BF16, "own"),
-        "decode, shifted, bf16 32/8x128": _decode("32/8x128", BF16, "shifted"),
-        "decode, shifted, e4m3 32/8x128": _decode("32/8x128", E4M3, "shifted"),
-        **{
-            f"decode, {kind}, {name} {heads}x512+64 interleaved": _latent(heads, dtype, kind)
-            for name, dtype, heads, kind in _LATENT
-        },
-        **{f"logits of bounds of {dim}": _logits(dim) for dim in (64, 128, 256)},
-        "distance, bf16": _distance(BF16, False),
-        "distance, bf16 rotated": _distance(BF16, True),
-        "distance, bf16 interleaved": _distance(BF16, True, neox=False),
-        "distance, e4m3 rotated": _distance(E4M3, True),
-        **_others(),
-    }
+def _gather() -> _Kernel:
+    constants: dict[str, Any] = dict.fromkeys(("K_DIM", "V_DIM", "K_COLS", "V_COLS"), 128)
+    constants |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
+    return gather_triton.gather_kernel, constants, {}
 
 
-#: What a kernel may take on any of :data:`GPUS`. 168 registers: three blocks of four warps on an SM. 8
-#: spilled bytes: ptxas keeps two numbers out of registers to fit a block more.
-LIMITS = {
-    "decode, merged, bf16 32/8x128": Resources(168, 0, 74776),
-    "decode, merged, bf16 64/8x128": Resources(176, 0, 74776),
-    "decode, merged, bf16 28/4x128": Resources(168, 8, 74776),
-    "decode, merged, bf16 14/2x64": Resources(168, 8, 37912),
-    "decode, merged, bf16 32/1x128": Resources(176, 0, 83480),
-    "decode, merged, bf16 16/2x256 interleaved": Resources(184, 0, 82712),
-    "decode, merged, e4m3 32/8x128": Resources(255, 8, 54296),
-    "decode, own, bf16 32/8x128": Resources(136, 0, 72704),
-    "decode, shifted, bf16 32/8x128": Resources(255, 8, 76800),
-    "decode, shifted, e4m3 32/8x128": Resources(240, 0, 61440),
-    "decode, merged, bf16 128x512+64 interleaved": Resources(176, 0, 39060),
-    "decode, merged, bf16 8x512+64 interleaved": Resources(168, 0, 39060),
-    "decode, own, bf16 128x512+64 interleaved": Resources(104, 0, 37440),
-    "decode, merged, e4m3 128x512+64 interleaved": Resources(248, 0, 42068),
-    "logits of bounds of 64": Resources(128, 0, 12288),
-    "logits of bounds of 128": Resources(120, 0, 24576),
-    "logits of bounds of 256": Resources(72, 24, 32768),
-    "distance, bf16": Resources(48, 0, 16),
-    "distance, bf16 rotated": Resources(64, 0, 16),
-    "distance, bf16 interleaved": Resources(64, 0, 16),
-    "distance, e4m3 rotated": Resources(64, 0, 16),
-    "merge of chunks": Resources(56, 0, 2048),
-    "merge of chunks of latents": Resources(168, 0, 1024),
-    "gather": Resources(128, 0, 0),
-    "plan": Resources(56, 0, 64),
-    "plan, merged, counts": Resources(48, 0, 16),
-    "plan, merged": Resources(72, 0, 64),
-    "rotations of tiles, counts": Resources(32, 0, 256),
-    "rotations of tiles": Resources(120, 0, 256),
-    "entries of pages": Resources(40, 0, 0),
-    "bounds of pages, bf16": Resources(40, 0, 1024),
-    "bounds of pages, e4m3": Resources(56, 0, 512),
+#: Every kernel with the constants that a server of usual shape gives it, and what it may take on any of
+#: :data:`GPUS`: registers, spilled bytes, shared bytes. 168 registers: three blocks of four warps on an SM.
+#: 8 spilled bytes: ptxas keeps two numbers out of registers to fit a block more.
+_KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
+    "decode, merged, bf16 32/8x128": (_decode("32/8x128", BF16, "merged"), (168, 0, 74776)),
+    "decode, merged, bf16 64/8x128": (_decode("64/8x128", BF16, "merged"), (176, 0, 74776)),
+    "decode, merged, bf16 28/4x128": (_decode("28/4x128", BF16, "merged"), (168, 8, 74776)),
+    "decode, merged, bf16 14/2x64": (_decode("14/2x64", BF16, "merged"), (168, 8, 37912)),
+    "decode, merged, bf16 32/1x128": (_decode("32/1x128", BF16, "merged"), (176, 0, 83480)),
+    "decode, merged, bf16 16/2x256 interleaved": (
+        _decode("16/2x256", BF16, "merged", True),
+        (184, 0, 82712),
+    ),
+    "decode, merged, e4m3 32/8x128": (_decode("32/8x128", E4M3, "merged"), (255, 8, 54296)),
+    "decode, own, bf16 32/8x128": (_decode("32/8x128", BF16, "own"), (136, 0, 72704)),
+    "decode, shifted, bf16 32/8x128": (_decode("32/8x128", BF16, "shifted"), (255, 8, 76800)),
+    "decode, shifted, e4m3 32/8x128": (_decode("32/8x128", E4M3, "shifted"), (240, 0, 61440)),
+    "decode, merged, bf16 128x512+64 interleaved": (_latent(128, BF16, "merged"), (176, 0, 39060)),
+    "decode, merged, bf16 8x512+64 interleaved": (_latent(8, BF16, "merged"), (168, 0, 39060)),
+    "decode, own, bf16 128x512+64 interleaved": (_latent(128, BF16, "own"), (104, 0, 37440)),
+    "decode, merged, e4m3 128x512+64 interleaved": (_latent(128, E4M3, "merged"), (248, 0, 42068)),
+    "logits of bounds of 64": (_logits(64), (128, 0, 12288)),
+    "logits of bounds of 128": (_logits(128), (120, 0, 24576)),
+    "logits of bounds of 256": (_logits(256), (72, 24, 32768)),
+    "distance, bf16": (_distance(BF16, False), (48, 0, 16)),
+    "distance, bf16 rotated": (_distance(BF16, True), (64, 0, 16)),
+    "distance, bf16 interleaved": (_distance(BF16, True, neox=False), (64, 0, 16)),
+    "distance, e4m3 rotated": (_distance(E4M3, True), (64, 0, 16)),
+    "merge of chunks": (_merge(128), (56, 0, 2048)),
+    "merge of chunks of latents": (_merge(512), (168, 0, 1024)),
+    "gather": (_gather(), (128, 0, 0)),
+    "plan": (_plan(MERGE=False, WRITE=True), (56, 0, 64)),
+    "plan, merged, counts": (_plan(MERGE=True, WRITE=False), (48, 0, 16)),
+    "plan, merged": (_plan(MERGE=True, WRITE=True), (72, 0, 64)),
+    "rotations of tiles, counts": (_rotations(False), (32, 0, 256)),
+    "rotations of tiles": (_rotations(True), (120, 0, 256)),
+    "entries of pages": (_pages(select_triton.copy_kernel, SHIFTS=True), (40, 0, 0)),
+    "bounds of pages, bf16": (_page_bounds("bf16"), (40, 0, 1024)),
+    "bounds of pages, e4m3": (_page_bounds("e4m3"), (56, 0, 512)),
 }
+KERNELS = {name: kernel for name, (kernel, _) in _KERNELS.items()}
 #: Unless it is this one. Below sm_89 fp8 is converted by arithmetic, with twice the warps.
 _LIMITS_OF_GPU = {
     (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776),
@@ -271,4 +235,4 @@ _LIMITS_OF_GPU = {
 
 
 def limits_of(gpu: int, name: str) -> Resources:
-    return _LIMITS_OF_GPU.get((gpu, name), LIMITS[name])
+    return _LIMITS_OF_GPU.get((gpu, name), Resources(*_KERNELS[name][1]))

@@ -13,25 +13,20 @@ from tests.kernels import resources
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 
-KERNELS = resources.kernels()
 NARROW = r"ld\.global\.(?:b8|b16|u8|u16)\b"
-
-
-def test_every_kernel_has_limits() -> None:
-    assert KERNELS.keys() == resources.LIMITS.keys()
 
 
 #: Every kernel for every GPU; by default each for one of them, the next one for another.
 COMPILED = [
     pytest.param(name, gpu, marks=[] if (i - j) % len(resources.GPUS) == 0 else pytest.mark.long)
-    for i, name in enumerate(KERNELS)
+    for i, name in enumerate(resources.KERNELS)
     for j, gpu in enumerate(resources.GPUS)
 ]
 
 
 @pytest.mark.parametrize(("name", "gpu"), COMPILED)
 def test_resources(name: str, gpu: int) -> None:
-    compiled = resources.compiled_for(gpu, *KERNELS[name])
+    compiled = resources.compiled_for(gpu, *resources.KERNELS[name])
     found, limits = resources.resources_of(compiled), resources.limits_of(gpu, name)
     over = {
         field: (value, limit)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged plans of any rows: each use of a key once, by every planner; and how they grow."""
+"""Merged plans of any rows: each use of a key once, by every planner."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any, TypeAlias
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
-from tests.triton_runs import DEVICE, INTERPRETED, on_device, under_interpreter
+from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
 #: Of a batch: rows, requests, lengths and cached positions.
 Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -108,34 +107,3 @@ def test_a_plan_on_a_gpu(batch: list[list[tuple[str, int, int]]]) -> None:
     buffers = PlanBuffers.of(len(batch), int(read[2].sum()), DEVICE, merge=True)
     plan = plan_into(buffers, *(side.to(DEVICE) for side in read), num_slots=len(read[3]))
     assert of_plan(plan) == of_rows(*read)
-
-
-@under_interpreter
-def test_accesses_grow_as_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads, stores and atomics of a plan whose tiles all have many runs."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
-
-    accesses = 0
-    for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw"):
-        access = getattr(InterpreterBuilder, name)
-
-        def counted(self: Any, *arguments: Any, access: Any = access) -> Any:
-            nonlocal accesses
-            # An atomic's first argument is what it does.
-            accesses += next(x.data.size for x in arguments if hasattr(x, "data"))
-            return access(self, *arguments)
-
-        monkeypatch.setattr(InterpreterBuilder, name, counted)
-    counts = []
-    for pieces in (40, 320):
-        row = [piece for at in range(pieces) for piece in (("own", 8, 0), ("earlier", 8, 16 * at))]
-        read = lay([row])
-        total = int(read[2].sum())
-        buffers = PlanBuffers.of(1, total, DEVICE, merge=True)
-        accesses = 0
-        plan = plan_into(buffers, *read, num_slots=len(read[3]))
-        assert of_plan(plan) == of_rows(*read)
-        counts.append(accesses)
-    assert counts[1] <= 8 * 1.5 * counts[0]

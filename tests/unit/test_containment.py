@@ -38,10 +38,8 @@ from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.property.model import Memory
 from tests.property.world import Eviction, Pair, ScriptedEvictor, Setup, World
-from tests.selection.test_device_selection import noted, rig_of
 from tests.two_ranks import on_two_ranks
 from tests.unit.test_across import world_of
-from tests.unit.test_attention import backend_of
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -52,7 +50,6 @@ SETUPS = [
     Setup(page=4, block=4, slots=320, prompts=True),
 ]
 PROMPT = list(range(1, 25))
-LENGTHS = [70, 19, 41]
 
 
 class Site(NamedTuple):
@@ -428,44 +425,6 @@ def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
         if not site.file.startswith("cache"):  # what is published late finds none, either
             stopped.append(well is not None)
     assert sum(stopped) > len(stopped) * 0.8 > 10
-
-
-def _forward(kind: str, new: list[int], faults: Faults) -> tuple[torch.Tensor, list[str]]:
-    """What a forward computes with evicted and shifted positions, and why sharing ended. With
-    kept queries and selection where both can be had on the CPU."""
-    torch.manual_seed(0)
-    rig, reasons = rig_of(LENGTHS, shifted=(1, 4)), list[str]()
-    backend = backend_of(kind, rig)
-    if kind == "reasoncache_cpu":
-        noted(rig, backend)
-        backend.paged.keep_queries(2)
-    rig.evict(new)
-    contained = Containment(Ranks(), reasons.append)
-    rig.runner.token_to_kv_pool_allocator.once_more = contained.once_more
-    faults.enter()
-    try:
-        return rig.forward(backend, rig.batch(new)), reasons
-    finally:
-        faults.leave()
-
-
-@pytest.mark.usefixtures("published_config", "out_of_tree_platform")
-@pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 30]], ids=["decode", "extend"])
-@pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
-def test_attention_goes_on_after_a_fault(
-    kind: str, new: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
-    """A fault at each call of the plan, a layer, queries or selection, one forward per fault."""
-    caplog.set_level(logging.CRITICAL + 1)
-    _forward(kind, new, Faults())  # looks up what is looked up once
-    faults = Faults(agreed=True)
-    right, reasons = _forward(kind, new, faults)
-    assert not reasons and len(faults.seen) > 10
-    for turn, (site, count) in enumerate(faults.seen.items()):
-        again = Faults(site, 1 + turn % count, KINDS[turn % len(KINDS)], agreed=True)
-        found, reasons = _forward(kind, new, again)
-        assert again.raised and reasons == [f"{again.error.__name__}: at {site}"], site
-        assert torch.equal(found, right), site
 
 
 def test_what_fails_twice_ends_a_scheduler() -> None:
