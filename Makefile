@@ -89,7 +89,7 @@ real-model: setup
 	$(PYTHON_ENV) -m eval.small_reasoner
 
 bench-answers: real-model
-	$(PYTHON_ENV) -m eval.run --config eval/small_reasoner/answers.toml --out build/bench/answers
+	$(PYTHON_ENV) -m eval.run @eval/small_reasoner/answers.flags --out build/bench/answers
 	$(PYTHON_ENV) -m eval.report build/bench/answers
 
 bench-fidelity: with-traces real-model

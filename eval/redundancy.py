@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.redundancy``: how much responses repeat themselves, by the production filter, without
-a model. Writes redundancy.md and redundancy.json."""
+a model. Writes redundancy.md."""
 
 import re
 import sys
@@ -15,10 +15,9 @@ from tqdm import tqdm
 from eval import command
 from eval.command import option
 from eval.jsonl import one_line, read_rows, text_of
-from eval.runs.folder import write_json, write_whole
+from eval.runs.folder import write_whole
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
-from sglang_reasoncache.filter.lexical import LexicalIndex
 from sglang_reasoncache.filter.proposal import Proposal
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
@@ -31,12 +30,9 @@ _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 _MAX_NAME_CHARS = 40
 #: Blocks of what the papers' rule would share.
 BLOCKS = (4, 8, 16)
-#: A step is similar to an earlier one above this (cosine of token counts times ratio of lengths).
-SIMILAR = 0.8
-_NOTE = """Shares of the steps but the first: similar to an earlier step of the response (cosine of token
-counts times ratio of lengths above 0.8); with a candidate of the papers' filter. Shares of the tokens,
-at the end of a response / averaged over decode steps: what the default rule could share, and the
-papers' rule with blocks of d tokens. Distances are not looked at."""
+_NOTE = """Candidate: of the steps but the first, those similar to an earlier one by the papers' filter. Others:
+shares of the tokens, at the end of a response / averaged over decode steps, that the default rule could
+share, and the papers' rule with blocks of d tokens. Distances are not looked at."""
 
 
 class Speller:
@@ -62,14 +58,13 @@ class Speller:
 
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
-    """Counts of one response: ``steps`` (a last one without a blank line behind it included) and, of
-    all but the first, ``similar`` ones and ``candidates``; ``end_RULE`` and ``time_RULE``: tokens in
-    proposed blocks at the end, and summed over decode steps, as is ``held``, the tokens so far."""
+    """Counts of one response: ``steps`` (a last one without a blank line behind it included),
+    ``candidates`` among all but the first; ``end_RULE`` and ``time_RULE``: tokens in proposed blocks at the
+    end, and summed over decode steps, as is ``held``, the tokens so far."""
     tokens, default = len(ids), ReasonCacheConfig()
     rules = {"default": filter_config(default, default.block, 1)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
     found: dict[str, float] = {"tokens": tokens, "held": tokens * (tokens + 1) // 2}
-    proposals: list[Proposal] = []
     for name, rule in rules.items():
         proposals = propose(ids, vocabulary, rule)
         sizes = [rule.block * len(proposal.pairs) for proposal in proposals]
@@ -77,14 +72,9 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
         left = [tokens - proposal.step.end + 1 for proposal in proposals]
         found[f"end_{name}"] = sum(sizes)
         found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
-    # The last rule finds steps and candidates, which do not depend on its block.
-    index, found["similar"] = LexicalIndex(FilterConfig().max_history_steps, True), 0
-    for proposal in proposals:
-        if len(index):
-            found["similar"] += float(index.similarities(proposal.step).max()) > SIMILAR
-        index.add(proposal.step)
-    found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
-    found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
+        # Those of the last rule, whose block does not matter here.
+        found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
+        found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     return found
 
 
@@ -103,7 +93,6 @@ class Options:
     tokenizer: str = option(
         WORDS, f"folder of a Hugging Face tokenizer, or {WORDS!r}: words and punctuation marks"
     )
-    field: str = option("response", "the field with the response")
     out: Path = option(Path(), "folder of the results")
 
 
@@ -115,7 +104,7 @@ def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]
         dataset, correct = row.get("dataset"), row.get("correct")
         name = one_line(dataset, _MAX_NAME_CHARS) if isinstance(dataset, str) else ""
         right = ("correct" if correct else "wrong") if isinstance(correct, bool) else ""
-        return name, right, text_of(row, options.field)
+        return name, right, text_of(row, "response")
 
     def complain(where: str, fault: str) -> None:
         left_out.append(where)
@@ -127,37 +116,16 @@ def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]
             yield name or one_line(path.stem, _MAX_NAME_CHARS), right, text
 
 
-def shares(group: pd.DataFrame) -> dict[str, Any]:
-    """Figures of some responses."""
+def shares(name: str, group: pd.DataFrame) -> dict[str, Any]:
+    """A line of the table: some responses."""
     sums = group.sum(numeric_only=True).astype(float)
-    rules = [name.removeprefix("end_") for name in group.columns if name.startswith("end_")]
     later, tokens, held = (max(sums[name], 1.0) for name in ("later_steps", "tokens", "held"))
-    return {
-        "responses": len(group),
-        **{name: int(sums[name]) for name in ("tokens", "steps", "later_steps")},
-        "similar_steps": float(sums["similar"] / later),
-        "steps_with_candidate": float(sums["candidates"] / later),
-        "shareable_tokens": {
-            rule: {
-                "at_the_end": float(sums[f"end_{rule}"] / tokens),
-                "over_decode_steps": float(sums[f"time_{rule}"] / held),
-            }
-            for rule in rules
-        },
-    }
-
-
-def as_markdown(groups: dict[str, dict[str, Any]]) -> str:
-    lines = []
-    for name, found in groups.items():
-        line = {"responses of": name.replace("|", "\\|"), "number": found["responses"]}
-        line["tokens a step"] = f"{found['tokens'] / max(found['steps'], 1):.1f}"
-        line["similar steps"] = f"{found['similar_steps']:.1%}"
-        line["candidate"] = f"{found['steps_with_candidate']:.1%}"
-        for rule, two in found["shareable_tokens"].items():
-            line[rule] = f"{two['at_the_end']:.1%} / {two['over_decode_steps']:.1%}"
-        lines.append(line)
-    return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True))
+    line = {"responses of": name.replace("|", "\\|"), "number": str(len(group))}
+    line["tokens a step"] = f"{tokens / max(sums['steps'], 1.0):.1f}"
+    line["candidate"] = f"{sums['candidates'] / later:.1%}"
+    for rule in ("default", *(f"d={block}" for block in BLOCKS)):
+        line[rule] = f"{sums[f'end_{rule}'] / tokens:.1%} / {sums[f'time_{rule}'] / held:.1%}"
+    return line
 
 
 def work(options: Options) -> None:
@@ -171,18 +139,16 @@ def work(options: Options) -> None:
     if not rows:
         raise ValueError(f"no responses in {', '.join(map(str, options.traces))}")
     frame = pd.DataFrame(rows)
-    groups = {"all of them": shares(frame)}
+    lines = [shares("all of them", frame)]
     for name, part in frame.groupby("dataset", sort=False):
-        groups[str(name)] = shares(part)
+        lines.append(shares(str(name), part))
         judged = dict(list(part[part["right"] != ""].groupby("right")))
         if len(judged) == 2:
-            groups |= {f"{name}, {right}": shares(some) for right, some in judged.items()}
+            lines += [shares(f"{name}, {right}", some) for right, some in judged.items()]
     head = f"Tokens: `{speller.name}`. {len(left_out)} lines left out.\n\n{_NOTE}\n\n"
-    table = f"{head}{as_markdown(groups)}\n"
-    write_whole(options.out / "redundancy.md", table)
-    content = {"tokenizer": speller.name, "lines_left_out": len(left_out), "groups": groups}
-    write_json(options.out / "redundancy.json", content)
-    print(table)
+    text = head + pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True) + "\n"
+    write_whole(options.out / "redundancy.md", text)
+    print(text)
 
 
 if __name__ == "__main__":

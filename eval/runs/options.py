@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator can ask of a run: command line and TOML file, with defaults and bounds."""
+"""What an operator can ask of a run: flags with defaults and bounds."""
 
 import argparse
 import shlex
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,43 +89,21 @@ class RunOptions:
 
 
 @dataclass(frozen=True)
-class _Files:
+class _Folder:
     out: Path | None = option(None, "folder of the run, else out/ and a name of the options")
-    config: Path | None = option(None, "TOML file of the same names; flags win")
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:
-    """What ``python -m eval.run`` is asked, and the folder that ``--out`` names. The file of
-    ``--config`` stands before the command line, so flags win. Exits with status 2."""
-    parser = command.parser_of(RunOptions, _Files, prog="python -m eval.run")
-    words = list(sys.argv[1:] if argv is None else argv)
-    try:
-        given = vars(parser.parse_args(words))
-        if given["config"] is not None:
-            given = vars(parser.parse_args([*_words(given["config"]), *words]))
-        out = given.pop("out")
-        del given["config"]
-        return RunOptions(**given), out
-    except RunError as error:
-        parser.error(str(error))
-
-
-def _words(path: Path) -> list[str]:
-    """A TOML file as a command line. Raises RunError: it cannot be read."""
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunError(f"--config {path}: {error}") from error
+    """What ``python -m eval.run`` is asked, and the folder that ``--out`` names. In place of ``@FILE``
+    stand the words of a file; the last of two equal flags wins. Exits with status 2."""
+    parser = command.parser_of(RunOptions, _Folder, prog="python -m eval.run")
     words: list[str] = []
-    for key, value in values.items():
-        flag = "--" + key.replace("_", "-")
-        if isinstance(value, bool):
-            words += [flag] if value else []
-        elif isinstance(value, dict):
-            words += [f"{flag}={name}={text}" for name, text in value.items()]
-        elif isinstance(value, list):
-            join = shlex.join if flag == "--server-flags" else ",".join
-            words.append(f"{flag}={join([str(part) for part in value])}")
-        else:
-            words.append(f"{flag}={value}")
-    return words
+    try:
+        for word in sys.argv[1:] if argv is None else argv:
+            is_file = word.startswith("@")
+            words += shlex.split(Path(word[1:]).read_text(), comments=True) if is_file else [word]
+        given = vars(parser.parse_args(words))
+        out = given.pop("out")
+        return RunOptions(**given), out
+    except (OSError, ValueError) as error:
+        parser.error(str(error))

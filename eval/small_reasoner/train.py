@@ -2,7 +2,6 @@
 """Fine-tune SmolLM2-135M-Instruct for the small reasoner's task, on a CPU; see README.md."""
 
 import random
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +89,6 @@ def train(args: Options) -> None:
     optimiser = torch.optim.AdamW(weights, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0)
     digits = torch.tensor([tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"])
     short = 0 if args.adapter else int(SHORT_SHARE * args.steps)
-    begin, seen = time.perf_counter(), 0
     for step in range(1, args.steps + 1):
         if step == 1 or step == short:
             size = replace(
@@ -114,15 +112,9 @@ def train(args: Options) -> None:
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimiser.step()
         optimiser.zero_grad(set_to_none=True)
-        seen += inputs.numel()
         if step % 10 == 0:
             right = (logits.argmax(-1) == wanted)[number[counted]].float().mean()
-            seconds = time.perf_counter() - begin
-            print(
-                f"step {step} {seconds:.0f} s {seen / 1e6:.2f} M tokens {seen / seconds:.0f} tok/s "
-                f"loss {loss:.4f} digits {right:.4f}",
-                flush=True,
-            )
+            print(f"step {step} loss {loss:.4f} digits {right:.4f}", flush=True)
     model.peft_config["default"].base_model_name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"
     model.to(torch.bfloat16).save_pretrained(str(args.out))
 

@@ -43,23 +43,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model() -> Qwen3ForCausalLM:
-    config = Qwen3Config(
-        # Padded to a multiple of 64, as tensor-parallel serving likes it.
-        vocab_size=-(-len(VOCABULARY) // 64) * 64,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        # The smallest head size that GPU attention kernels support everywhere.
-        head_dim=64,
-        max_position_embeddings=2048,
-        rope_theta=10000.0,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=TOKEN_ID[EOS],
-        pad_token_id=TOKEN_ID[PAD],
-    )
+    sizes: dict[str, Any] = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4)
+    # The smallest head size that GPU attention kernels support everywhere.
+    sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
+    # Padded to a multiple of 64, as tensor-parallel serving likes it.
+    sizes |= dict(vocab_size=-(-len(VOCABULARY) // 64) * 64, max_position_embeddings=2048)
+    ends = dict(bos_token_id=None, eos_token_id=TOKEN_ID[EOS], pad_token_id=TOKEN_ID[PAD])
+    config = Qwen3Config(**sizes, **ends, rope_theta=10000.0, tie_word_embeddings=True)
     config._attn_implementation = "sdpa"
     model = Qwen3ForCausalLM(config)
     with torch.no_grad():

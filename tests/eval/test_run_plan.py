@@ -195,17 +195,17 @@ def test_defaults_lists_and_pairs(tmp_path: Path) -> None:
     assert found.sampling_overrides == {"top_k": 20, "temperature": 0.6}
 
 
-def test_flags_win_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
+def test_flags_of_a_file(tmp_path: Path) -> None:
+    """In its place: those behind it win."""
+    file = tmp_path / "run.flags"
     file.write_text(
-        'model = "m"\ntasks = ["a"]\nmethods = "dense,p20"\nseeds = [1, 2]\nmax-tokens = 9\n'
-        'out = "there"\ntemperature = 0.5\n[data]\na = "a.jsonl"\n'
+        "# Ours.\n--model m --tasks a --out there --seeds 1,2\n--methods '\n dense,\n p20'"
     )
-    argv = ("--config", str(file), "--seeds", "7")
-    found, out = parse(argv)
+    found, out = parse((f"@{file}", "--seeds", "7"))
     assert (found.model, found.tasks, found.methods) == ("m", ("a",), ("dense", "p20"))
-    assert (found.seeds, found.max_tokens, out) == ((7,), 9, Path("there"))
-    assert found.sampling_overrides == {"temperature": 0.5}
+    assert (found.seeds, out) == ((7,), Path("there"))
+    answers = options(f"@{ROOT}/eval/small_reasoner/answers.flags")
+    assert all(find_method(spec) for spec in answers.methods) and len(answers.methods) == 14
 
 
 BAD_FLAGS = {
@@ -219,28 +219,19 @@ BAD_FLAGS = {
     "--tasks a --device tpu": "--device: must be of auto, cpu, cuda, got tpu",
     "--tasks a --data b=c": "--data b=...: 'b' is not among --tasks",
     "--tasks a --data a": "must be NAME=VALUE, got 'a'",
-    "--tasks a --config /nowhere.toml": "--config /nowhere.toml",
+    "--tasks a --limit x": "--limit: invalid int value: 'x'",
+    "--tasks a @/nowhere.flags": "No such file or directory: '/nowhere.flags'",
     "--task a": "unrecognized arguments",
     "--tasks a --server-flags": "--server-flags: expected one argument",
 }
-BAD_FILES = {
-    "tasks = 'a'\nlimit = 'x'": "--limit: invalid int value: 'x'",
-    "tasks = 'a'\nseeds = 'x'": "--seeds: must be numbers",
-    "tasks = 'a'\nseeds = []": "--seeds: must name one or more",
-    "task = 'a'": "unrecognized arguments: --task=a",
-    "tasks = [": "--config",
-    "tasks = 'a'\ndata = 3": "--data: must be NAME=VALUE, got '3'",
-}
 
 
-@pytest.mark.parametrize("words", [*BAD_FLAGS, *BAD_FILES])
-def test_the_bad_is_named(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "run.toml").write_text(words)
-    argv = words.split() if words in BAD_FLAGS else ["--config", str(tmp_path / "run.toml")]
+@pytest.mark.parametrize("words", BAD_FLAGS)
+def test_the_bad_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as refused:
-        parse(argv)
+        parse(words.split())
     assert refused.value.code == 2
-    assert (BAD_FLAGS | BAD_FILES)[words] in capsys.readouterr().err
+    assert BAD_FLAGS[words] in capsys.readouterr().err
 
 
 def test_options_become_values_and_flags() -> None:
