@@ -4,14 +4,13 @@
 Writes ``demo.json``, prints a table and one response with its shared steps marked."""
 
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import pandas as pd
 from tokenizers import Tokenizer
 
 from eval import command
@@ -84,48 +83,45 @@ def arm_of(cell: Cell) -> dict[str, Any]:
     }
 
 
-def print_table(result: dict[str, dict[str, Any]]) -> None:
-    table = Table(title="Embedded reasoner, same KV budget")
-    table.add_column("")
-    for arm in (*result, "ratio"):
-        table.add_column(arm, justify="right")
+def table_of(result: dict[str, dict[str, Any]]) -> str:
+    lines = []
     for title, (key, form) in _ROWS.items():
         first, second = (arm[key] or 0 for arm in result.values())
+        shown = dict(zip(result, (form.format(first), form.format(second)), strict=True))
         ratio = f"{second / first:.3f}" if first else ""
-        table.add_row(title, form.format(first), form.format(second), ratio)
-    Console().print(table)
+        lines.append({"same KV budget": title, **shown, "ratio": ratio})
+    return str(pd.DataFrame(lines).to_markdown(index=False, disable_numparse=True))
 
 
-def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> Text:
-    """The response among one scheduler's ``report["recent"]`` that shares most, with the steps that
-    share memory highlighted."""
+def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
+    """The response among one scheduler's ``report["recent"]`` that shares most; on a terminal what shares
+    memory is green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:
-        return Text("no finished request with shared steps to show")
+        return "no finished request with shared steps to show"
     entry = max(known, key=lambda e: e["shared_positions"])
     start, block, positions = entry["prompt_tokens"], entry["block"], entry["shared_positions"]
     shared = {at - start for _, dst, _ in entry["blocks"] for at in range(dst, dst + block)}
     share = f"{positions / (start + entry['output_tokens']):.0%}"
-    out = Text(f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share}). ")
-    out.append("Green text owns no memory.\n\n", style="green")
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     ids = tokenizer.encode(answers[entry["rid"]].text, add_special_tokens=False).ids
-    for number, token_id in enumerate(ids):
-        word = tokenizer.decode([token_id])
-        out.append(f"{word} " if word.strip() else "\n", style="green" if number in shared else "")
-    return out
+    words = [tokenizer.decode([token_id]).strip() or "\n" for token_id in ids]
+    marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    text = " ".join(word.join(marks if i in shared else ("", "")) for i, word in enumerate(words))
+    head = f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share})."
+    return f"{head} Green text owns no memory.\n\n{text}"
 
 
 def work(options: Options) -> None:
     cells = measure(options)
     result = {arm: arm_of(cell) for arm, cell in cells.items()}
     write_json(options.output, result)
-    print_table(result)
+    print(table_of(result))
     ours = cells["reasoncache"]
     (report,) = ours.served().reports
-    Console().print(marked_response(report, ours.responses()))
-    Console().print(f"wrote {options.output}; logs and records in {options.logs}")
+    print(marked_response(report, ours.responses()))
+    print(f"wrote {options.output}; logs and records in {options.logs}")
 
 
 if __name__ == "__main__":

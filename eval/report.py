@@ -106,7 +106,6 @@ def methods(data: Data) -> Table:
             "saved, end of response": spread(group["final_saving"], "{:.1%}"),
             "affected": spread(group["affected"], "{:.1%}"),
             "tokens/s": spread(group["tokens_per_s"]),
-            "problems/min": spread(group["problems_per_min"]),
             "TTFT p50 / p99, s": _two(group["ttft_p50"], group["ttft_p99"], "{:.2f}"),
             "TPOT p50 / p99, ms": _two(1e3 * group["tpot_p50"], 1e3 * group["tpot_p99"]),
             "running": spread(group["mean_running"]),
@@ -151,17 +150,6 @@ def against_dense(data: Data) -> Table | None:
         "two-sided; it takes pairs as independent. Tokens/s ratio: seed by seed, median and range."
     )
     return Table("against_dense", "Against dense", rows, note) if rows else None
-
-
-def classes(data: Data) -> Table | None:
-    rows = []
-    for key, _ in groups(data):
-        results = data.results[key]
-        for name in sorted({row.group for row in results.values() if row.group}):
-            chosen = {at: row for at, row in results.items() if row.group == name}
-            counts = {"class": words(name), "answers": str(len(chosen))}
-            rows.append({**_names(key), **counts, "accuracy": interval(accuracy(chosen))})
-    return Table("classes", "Accuracy by class of problem", rows) if rows else None
 
 
 def requests(data: Data) -> Table:
@@ -215,7 +203,7 @@ def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
 
 
 #: Tables of a report in their order; each is None where there is nothing to say.
-ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, classes, requests)
+ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, requests)
 
 
 @dataclass(frozen=True)

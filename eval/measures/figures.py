@@ -27,7 +27,6 @@ class Figures:
     """None where the records do not tell."""
 
     tokens_per_s: float | None  # output tokens of complete responses; None of several cells
-    problems_per_min: float | None  # complete responses; None of several cells
     ttft_p50: float | None  # seconds from sending a request to its first text
     ttft_p99: float | None
     tpot_p50: float | None  # seconds per output token after the first
@@ -73,7 +72,6 @@ def figures(
     timed = only if only is not None and only.seconds > 0 else None
     return Figures(
         tokens_per_s=timed.output_tokens / timed.seconds if timed else None,
-        problems_per_min=60 * timed.responses / timed.seconds if timed else None,
         ttft_p50=_known(ttft.quantile(0.5)),
         ttft_p99=_known(ttft.quantile(0.99)),
         tpot_p50=_known(tpot.quantile(0.5)),

@@ -89,7 +89,6 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert (pair["pairs"], pair["McNemar p"]) == ("16", "1")
     assert pair["response length ratio"] == "1.000 (1.000 to 1.000)"
     assert pair["accuracy kept"].startswith("1.000 (0.")
-    assert {row["class"] for row in tables["classes"]} == {"clean", "error"}
     assert "commit 0123456789ab" in text and "A CPU, 2 cores, 2026-01-02T03" in text
 
 
@@ -223,8 +222,7 @@ def test_speed_and_memory_of_a_cell() -> None:
     rows += [response("e", first_token=1.25, ended=1.35)]
     timeline = [moment(0, running=2, used=5), moment(1, running=4, used=9)]
     found = figures(rows, [served()], timeline)
-    assert (found.tokens_per_s, found.problems_per_min) == (10, 24)
-    assert (found.failed, found.mean_running) == (1, 3)
+    assert (found.tokens_per_s, found.failed, found.mean_running) == (10, 1, 3)
     assert (found.peak_slots, found.mean_slots) == (9, 7)
     assert found.ttft_p50 == pytest.approx(0.75)
     assert found.ttft_p99 == pytest.approx(np.percentile([0.5, 2.0, 0.75], 99))
