@@ -281,18 +281,14 @@ def strict_device(delay: int = 1) -> Iterator[StrictDevice]:
         synchronize=lambda: device.waits("stream.synchronize"),
     )
     names: dict[str, Any] = {
-        "Event": lambda *_, **__: _Event(device),
-        "Stream": lambda *_, **__: stream,
-        "current_stream": lambda *_: stream,
-        "stream": lambda *_: contextlib.nullcontext(),
+        "Event": lambda *_, **__: _Event(device), "Stream": lambda *_, **__: stream,
+        "current_stream": lambda *_: stream, "stream": lambda *_: contextlib.nullcontext(),
         "device": lambda *_: contextlib.nullcontext(),
         "synchronize": lambda *_: device.waits("torch.cuda.synchronize"),
-        "get_sync_debug_mode": lambda: device.strict,
-        "set_sync_debug_mode": device.refuse,
-        "memory_reserved": lambda *_: 0,
-        "memory_allocated": lambda *_: 0,
+        "get_sync_debug_mode": lambda: device.strict, "set_sync_debug_mode": device.refuse,
+        "memory_reserved": lambda *_: 0, "memory_allocated": lambda *_: 0,
         "mem_get_info": lambda *_: (1 << 40, 1 << 40),
-    }
+    }  # fmt: skip
     run = GridExecutor.__call__
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:

@@ -53,13 +53,10 @@ def test_groups(tmp_path: Path) -> None:
 
 def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = {
-        "{": "not JSON",
-        "[" * 100_000: "not JSON",
-        '{"response": ' + "9" * 10_000 + "}": "not JSON",
-        "{}": "no field 'response'",
-        '{"response": 3}': "is no text",
-        '{"response": " \\n "}': "is no text, or empty",
-    }
+        "{": "not JSON", "[" * 100_000: "not JSON",
+        '{"response": ' + "9" * 10_000 + "}": "not JSON", "{}": "no field 'response'",
+        '{"response": 3}': "is no text", '{"response": " \\n "}': "is no text, or empty",
+    }  # fmt: skip
     found = run(tmp_path, *faults, {"response": STEP, "dataset": ["odd"]})
     told = capsys.readouterr().err
     for number, fault in enumerate(faults.values(), 1):

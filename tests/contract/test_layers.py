@@ -11,17 +11,10 @@ import sglang_reasoncache
 
 #: From the ground up.
 LAYERS = (
-    ("arguments", "platform", "policy_options"),
-    ("compat",),
-    ("kernels", "native", "filter", "cache"),
-    ("eviction", "selection"),
-    ("attention",),
-    ("registry",),
-    ("config",),
-    ("sharing",),
-    ("plugin",),
-    ("cpu_platform",),
-)
+    ("arguments", "platform", "policy_options"), ("compat",),
+    ("kernels", "native", "filter", "cache"), ("eviction", "selection"), ("attention",),
+    ("registry",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
+)  # fmt: skip
 ROOT = Path(sglang_reasoncache.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}

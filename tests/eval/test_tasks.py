@@ -170,23 +170,16 @@ def _grade(reference: str, response: str) -> bool:
 #: Right and wrong answers by reference.
 ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     "204": (["204", " 204 ", "204.", "\\text{204}", "n = 204"], ["205", "-204", "204x"]),
-    "25": (["025"], []),
-    "1002": (["1,002"], []),
-    "18": (["\\$18.00"], []),
-    "\\frac{14}{3}": (["\\dfrac{14}{3}", "14/3"], ["\\frac{3}{14}"]),
-    "\\frac{1}{2}": (["0.5"], []),
-    "\\frac{1}{3}": ([], ["0.33"]),
-    "p - q": (["-q+p"], ["q - p"]),
+    "25": (["025"], []), "1002": (["1,002"], []), "18": (["\\$18.00"], []),
+    "\\frac{14}{3}": (["\\dfrac{14}{3}", "14/3"], ["\\frac{3}{14}"]), "\\frac{1}{2}": (["0.5"], []),
+    "\\frac{1}{3}": ([], ["0.33"]), "p - q": (["-q+p"], ["q - p"]),
     "\\left( 3, \\frac{\\pi}{2} \\right)": (["(3, \\pi/2)"], ["(\\frac{\\pi}{2}, 3)"]),
-    "\\text{Evelyn}": (["Evelyn"], ["Evan"]),
-    "\\text{(C)}": (["(C)"], []),
-    "2\\sqrt{3}": (["\\sqrt{12}"], []),
-    "\\{1, 2\\}": (["\\{2, 1\\}"], []),
+    "\\text{Evelyn}": (["Evelyn"], ["Evan"]), "\\text{(C)}": (["(C)"], []),
+    "2\\sqrt{3}": (["\\sqrt{12}"], []), "\\{1, 2\\}": (["\\{2, 1\\}"], []),
     "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}": (["\\begin{pmatrix}1\\\\2\\end{pmatrix}"], []),
-    "5": (["x \\in \\{5\\}"], []),
-    "(1,2)": ([], ["[1,2]"]),
+    "5": (["x \\in \\{5\\}"], []), "(1,2)": ([], ["[1,2]"]),
     "3": ([], ["\\frac{1}{", "3, 4", "\\infty", "__import__('os')"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("reference", ANSWERS)
@@ -232,15 +225,11 @@ def test_a_response_that_was_cut_off_within_its_reasoning_has_no_answer() -> Non
 
 
 HOSTILE = {
-    "braces": "{" * 100_000,
-    "boxes": "\\boxed{" * 100_000,
-    "thoughts": "}" + "</think>" * 100_000 + "\\boxed{",
-    "depth": "\\sqrt{" * 150 + "2" + "}" * 151,
-    "tower": "9^{9^{9^{9}}}}",
-    "lone surrogates": "\ud800\udfff}",
-    "code": "__import__('os').system('exit 1')}",
-    "huge": "x" * 20_000_000 + "\\boxed{4}",
-}
+    "braces": "{" * 100_000, "boxes": "\\boxed{" * 100_000,
+    "thoughts": "}" + "</think>" * 100_000 + "\\boxed{", "depth": "\\sqrt{" * 150 + "2" + "}" * 151,
+    "tower": "9^{9^{9^{9}}}}", "lone surrogates": "\ud800\udfff}",
+    "code": "__import__('os').system('exit 1')}", "huge": "x" * 20_000_000 + "\\boxed{4}",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)

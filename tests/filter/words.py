@@ -17,16 +17,9 @@ next not now of one out python range return so that the three to total two up va
 
 # Whoever needs another word adds it here.
 _WORDS = (
-    "\n\n",
-    "",
-    "<think>",
-    "</think>",
-    *string.digits,
-    *string.ascii_letters,
-    *string.punctuation,
-    *(f"w{i}" for i in range(500)),
-    *_PLAIN.split(),
-)
+    "\n\n", "", "<think>", "</think>", *string.digits, *string.ascii_letters, *string.punctuation,
+    *(f"w{i}" for i in range(500)), *_PLAIN.split(),
+)  # fmt: skip
 _IDS = {word: i for i, word in enumerate(_WORDS)}
 
 

@@ -358,17 +358,13 @@ def test_decode_refuses(cpu: str, message: str, changed: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("name", "index", "value", "message"),
     [
-        ("rotation", 0, 0, "no rotation"),
-        ("kv_indices", 5, -1, "slot outside"),
-        ("kv_indices", -1, 10_000, "slot outside"),
-        ("shift", -1, TABLE, "rotary table"),
-        ("shift", 5, -TABLE, "rotary table"),
-        ("shift", 5, -(2**31), "rotary table"),
-        ("kv_indptr", 4, 5000, "begin and end"),
-        ("kv_indptr", 2, -1, "begin and end"),
+        ("rotation", 0, 0, "no rotation"), ("kv_indices", 5, -1, "slot outside"),
+        ("kv_indices", -1, 10_000, "slot outside"), ("shift", -1, TABLE, "rotary table"),
+        ("shift", 5, -TABLE, "rotary table"), ("shift", 5, -(2**31), "rotary table"),
+        ("kv_indptr", 4, 5000, "begin and end"), ("kv_indptr", 2, -1, "begin and end"),
         ("kv_indptr", 2, 900, "begin and end"),
     ],
-)
+)  # fmt: skip
 def test_values_out_of_range_are_refused(
     cpu: str, name: str, index: int, value: int, message: str
 ) -> None:

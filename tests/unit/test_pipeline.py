@@ -73,14 +73,11 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
 @pytest.mark.parametrize(
     ("pair", "min_age", "refusal"),
     [
-        (Pair(20, 8), 0, ""),
-        (Pair(8, 20), 0, ""),
-        (Pair(8, 20), 1000, "too_young"),
-        (Pair(22, 8), 0, "part_of_page"),
-        (Pair(20, 9), 0, "part_of_page"),
+        (Pair(20, 8), 0, ""), (Pair(8, 20), 0, ""), (Pair(8, 20), 1000, "too_young"),
+        (Pair(22, 8), 0, "part_of_page"), (Pair(20, 9), 0, "part_of_page"),
         (Pair(20, 20), 0, "overlap"),
     ],
-)
+)  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
     """Whole pages, one not in the other, and no reader that the model just wrote."""
     world = World(Setup(page=4, block=4, slots=160))
