@@ -41,26 +41,16 @@ def test_name_exists(name: str) -> None:
 
 _ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
 _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
-#: Parameters our hooks are called with; ``...``: more may follow.
+#: Parameters our hooks are called with; ``...``: more may follow, or what they are called with has names.
 HOOKS = {
-    "add_cli_args": "parser",
-    "from_cli_args": "args",
-    "verify": "self vocab_size",
-    "build_allocator": f"self {_ALLOCATOR}",
-    "decode_done": "self batch result",
-    "prefill_done": "self batch result",
-    "count_uncached": "self",
-    "decode_log_parts": "self",
-    "internal_state": "self recv_req",
-    "hybrid_backend": "runner full_attn_backend",
-    "forward_batch": "batch model_runner ...",
-    "graph_variants": "hf_config",
-    # What they are called with has names.
-    "decode_vote": "local_batch ...",
-    "prefill_vote": "local_batch ...",
-    "votes": "self ...",
+    "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
+    "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
+    "prefill_done": "self batch result", "count_uncached": "self", "decode_log_parts": "self",
+    "internal_state": "self recv_req", "hybrid_backend": "runner full_attn_backend",
+    "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
+    "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "last_loc": _LAST_LOC,
-}
+}  # fmt: skip
 
 
 def test_version_and_hook_target_signatures() -> None:

@@ -8,23 +8,12 @@ from functools import partial
 import pytest
 import torch
 
-from eval.bench.attention_batch import RUN, SHARES, Shape, cached_positions, lay_rows, shared_blocks
+from eval.bench.attention_batch import RUN, SHARES, Shape, cached_positions, lay_rows
 from eval.bench.turns import take_turns
 from sglang_reasoncache.kernels.plan import plan_rows
 from tests.triton_runs import interpreted
 
 SHAPE = Shape(3, 989, 4, 2, 64)
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 17, 33, 48, 989])
-@pytest.mark.parametrize("percent", [0, 22, 75, 90])
-def test_shared_blocks_lie_at_earlier_blocks_of_the_row(tokens: int, percent: int) -> None:
-    blocks, sources = shared_blocks(tokens, percent / 100, torch.Generator().manual_seed(1))
-    last = (tokens - 1) // RUN
-    wanted = min(round(percent / 100 * tokens / RUN), max(0, last - 1))
-    assert len(blocks.unique()) == len(blocks) == wanted
-    assert all(sources >= 0) and all(sources < blocks) and all(blocks < last)
-    assert not {*sources.tolist()} & {*blocks.tolist()}
 
 
 @pytest.mark.parametrize("percent", [0, 22, 50])

@@ -9,13 +9,11 @@ import pytest
 
 from eval import command
 from eval.bench import AIME
-from eval.bench.gpu import Options, exact, requests_of, table, work
-from eval.measures.figures import speeds_of
-from eval.runs.folder import Cell, Moment
+from eval.bench.gpu import Options, requests_of, work
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import generate
 from eval.tokenizers import load_tokenizer
-from tests.eval.peer import response, served, write_rows
+from tests.eval.peer import write_rows
 
 
 def main(words: list[str]) -> None:
@@ -47,25 +45,6 @@ def test_prompts_differ_so_that_no_prefix_is_shared() -> None:
         assert all(
             one.body["max_tokens"] == len(ids) for one, ids in zip(requests, responses, strict=True)
         )
-
-
-def test_a_side_is_compared_with_the_reference(tmp_path: Path) -> None:
-    cells, tokenizer = {}, load_tokenizer(str(CHECKPOINT))
-    texts = [problem.response for problem in generate(seed=5, count=2)]
-    responses = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    requests = requests_of(responses, tokenizer)
-    for name, seconds, running in (("stock:triton", 2.0, 10), ("ours", 1.0, 20)):
-        cells[name] = cell = Cell(tmp_path, "loops", name, 0)
-        timeline = [Moment(i, running, 4, 10, 0, 1000.0) for i in range(5)]
-        timeline += [Moment(i, 2, 0, 10, 0, 100.0 / seconds) for i in range(5)]
-        rows = [response(str(i), text=text[i:]) for i, text in enumerate(texts)]
-        cell.write(rows, timeline, served(seconds=seconds))
-    found = speeds_of([cells["ours"]], [cells["stock:triton"]])
-    found["exact"] = exact([cells["ours"]], requests, tokenizer)
-    lines = table([{"side": "ours", "workload": "loops", **found}], "stock:triton").splitlines()
-    assert "| tokens/s of stock:triton's" in lines[0]
-    shown = [cell.strip() for cell in lines[-1].strip("|").split("|")]
-    assert shown == ["ours", "loops", "2", "11 (6)", "20 (40)", "1 of 2"]
 
 
 @pytest.mark.server

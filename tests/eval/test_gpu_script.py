@@ -64,27 +64,6 @@ def results(checkout: Path) -> dict[str, str]:
     return {cell[0]: cell[1] for cell in cells if len(cell) > 1}
 
 
-@pytest.mark.parametrize(
-    ("text", "fails", "message"),
-    [
-        (None, "nothing", "needs an NVIDIA GPU"),
-        ("echo 'None found'\nexit 6", "nothing", "nvidia-smi finds no GPU: None found"),
-        (GPU, "import sys, torch", "PyTorch cannot use it"),
-    ],
-)
-def test_without_a_gpu_that_can_be_used_it_says_so(
-    checkout: Path, text: str | None, fails: str, message: str
-) -> None:
-    (checkout / "path" / "nvidia-smi").unlink()
-    if text is not None:
-        program(checkout / "path" / "nvidia-smi", f"#!/bin/sh\n{text}\n")
-    done = run(checkout, FAILS=fails)
-    assert done.returncode == 2 and message in done.stderr
-    # Nothing is installed before a GPU was seen.
-    assert (checkout / "installed").exists() == (text == GPU)
-    assert not (checkout / "build").exists()
-
-
 DEFAULT = {"kernels", "servers", "bench"}
 
 

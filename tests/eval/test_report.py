@@ -161,22 +161,6 @@ def test_difference_of_shares_as_published() -> None:
         assert limits(differ(values(x), values(y))) == pytest.approx(interval, abs=2e-4)
 
 
-@pytest.mark.parametrize("share", [0.7, 0.98])
-def test_intervals_cover_the_truth_with_seeds_that_resemble_each_other(share: float) -> None:
-    draw = np.random.default_rng(7)
-    problems, seeds, repeats = 60, 3, 300
-    hits = {"mean": 0, "difference": 0}
-    # Each problem has its own chance of being right, the same for both arms.
-    for _ in range(repeats):
-        chance = draw.beta(3.0 * share, 3.0 * (1 - share), problems)
-        x, y = (values(*(draw.random((seeds, problems)) < chance)) for _ in range(2))
-        for name, found, truth in (("mean", mean(x), share), ("difference", differ(x, y), 0)):
-            low, high = limits(found)
-            hits[name] += low <= truth <= high
-    # Three standard errors below 95%.
-    assert all(count / repeats > 0.912 for count in hits.values()), hits
-
-
 def test_other_values_have_students_interval() -> None:
     x, y = [3.0, 5.5, 9.0, 4.0], [2.0, 5.0, 7.0, 4.5]
     both = differ(values(x), values(y)), stats.ttest_rel(x, y)
@@ -230,19 +214,6 @@ def test_speed_and_memory_of_a_cell() -> None:
     assert found.tpot_p50 == pytest.approx((0.1 + 0.01) / 2)
     nothing = figures([], [], [])
     assert nothing.tokens_per_s is nothing.ttft_p50 is nothing.mean_running is None
-
-
-def test_saving_weighs_cells_by_what_they_counted() -> None:
-    names = ["memory_saving_ratio", "polls", "final_saving_ratio", "requests_finished"]
-    names += ["affected_ratio", "finished_positions"]
-    counts = ((0.1, 10, 0.2, 1, 0.5, 100), (0.3, 30, 0.4, 3, 0.1, 300))
-    both = [served(dict(zip(names, row, strict=True))) for row in counts]
-    found = figures([], both, [])
-    shares = (found.saving, found.final_saving, found.affected)
-    assert shares == pytest.approx((0.25, 0.35, 0.2))
-    assert (found.retractions, found.leaked_slots, found.tokens_per_s) == (2, 0, None)
-    # Stock saves nothing.
-    assert figures([], [served()], []).saving == 0.0
 
 
 def test_a_side_is_compared_with_stock_round_by_round(tmp_path: Path) -> None:

@@ -76,19 +76,15 @@ def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path
     ("second", "fault"),
     [
         (b'{"id": "b", "question": "\xff"}', "not JSON: 'utf-8' codec can't decode byte"),
-        (b"{'id': 'b'}", "not JSON: Expecting property name"),
         (b"[" * 100_000, "not JSON: "),
         (b'{"answer": ' + b"9" * 5000 + b"}", "not JSON: "),
-        (b'["b"]', "not an object but list"),
         (b'{"id": "b", "answer": "1"}', "no field 'question'"),
-        (b'{"id": "b", "question": "Q"}', "no field 'answer'"),
         (b'{"id": "b", "question": 5.5, "answer": "1"}', "field 'question' is no text"),
-        (b'{"id": "b", "question": " ", "answer": "1"}', "field 'question' is no text"),
         (b'{"id": "b", "question": "Q", "answer": [1]}', "field 'answer' is no text"),
         (b'{"id": "b", "question": "Q", "answer": "-1"}', "integers from 0 to 999: '-1'"),
         (b'{"id": "b", "question": "Q", "answer": "1000"}', "integers from 0 to 999: '1000'"),
     ],
-    ids=range(12),
+    ids=range(8),
 )
 def test_broken_lines_are_named(second: bytes, fault: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from eval.serving import ServerProcess
+from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole
 from tests.server.problems import (
     OPT_OUT,
@@ -25,17 +26,7 @@ from tests.server.reference import (
     assert_reads_less,
     assert_rkv_decides,
 )
-from tests.server.specs import (
-    COPY,
-    EAGER,
-    PAGE16,
-    PLUGINS,
-    POLICY,
-    QUEST_POLICY,
-    RKV_POLICY,
-    WAITING,
-    ServerSpec,
-)
+from tests.server.specs import EAGER, PAGE16, POLICY, ServerSpec
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -50,7 +41,7 @@ FLASHINFER, TRITON = "--attention-backend flashinfer", "--attention-backend trit
 AS_CACHED = "--reasoncache-positions as-cached"
 ON_CUDA = ServerSpec(
     *("cuda", ("--enable-reasoncache", *_SIZES.split(), *EAGER)),
-    env=tuple({**WAITING, "PYTHONPATH": PLUGINS}.items()),
+    env=tuple({**specs.WAITING, "PYTHONPATH": specs.PLUGINS}.items()),
     device="cuda",
 )
 #: No flag names attention, or positions; prefill graphs of two sizes.
@@ -58,12 +49,12 @@ ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
 #: Without the overlap schedule, where copies would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
-COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **COPY)
+COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **specs.COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"
 EVICTING = ON_CUDA.having("evicting", FLASHINFER, GRAPHS, EVICTS)
 EVICTING_AS_CACHED = ON_CUDA.having("evicting-as-cached", TRITON, NO_GRAPHS, EVICTS, AS_CACHED)
-RKV = ON_CUDA.having("rkv", FLASHINFER, GRAPHS, POLICY, RKV_POLICY)
-SELECTS = f"{PAGE16} {POLICY} {QUEST_POLICY}"
+RKV = ON_CUDA.having("rkv", FLASHINFER, GRAPHS, POLICY, specs.RKV_POLICY)
+SELECTS = f"{PAGE16} {POLICY} {specs.QUEST_POLICY}"
 QUEST = ON_CUDA.having("quest", FLASHINFER, GRAPHS, SELECTS)
 QUEST_AS_CACHED = ON_CUDA.having("quest-as-cached", TRITON, NO_GRAPHS, SELECTS, AS_CACHED)
 ALL_THREE = ON_CUDA.having(

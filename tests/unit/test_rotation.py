@@ -72,43 +72,25 @@ def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
 
 MODELS = [
     Model("plain-r1-distill-qwen", "Qwen2", 131_072, 1e4, _rope()),
-    Model(
-        "linear-deepseek-coder", "Llama", 65_536, 1e5, _rope("linear", factor=4.0),
-        max_position_embeddings=16_384,
-    ),
-    Model(
-        "dynamic-internlm2", "Llama", 65_536, 1e6, _rope("dynamic", factor=2.0),
-        max_position_embeddings=32_768,
-    ),
-    Model(
-        "dynamic-alpha-hunyuan", "HunYuanDenseV1", 32_768, 1e4,
-        _rope("dynamic", factor=1.0, alpha=1000.0),
-    ),
-    Model(
-        "yarn-qwq", "Qwen2", 131_072, 1e6, _rope("yarn", factor=4.0), 32_768,
-        max_position_embeddings=32_768,
-    ),
-    Model(
-        "yarn-with-mscale", "Llama", 40_960, 1e4,
-        _rope("yarn", factor=10.0, beta_fast=16, beta_slow=2, mscale=1.0, mscale_all_dim=0.5), 4096,
-    ),
-    Model(
-        "yarn-gpt-oss", "GptOss", 131_072, 1.5e5, _rope("yarn", factor=32.0, truncate=False), 4096,
-        head_dim=64,
-    ),
-    Model(
-        "llama-3.1", "Llama", 131_072, 5e5,
-        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0), 8192,
-    ),
-    Model(
-        "yarn-deepseek-v3", "DeepseekV3", 163_840, 1e4,
-        _rope("yarn", factor=40.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0), 4096,
-        head_dim=64,
-    ),
+    Model("linear-deepseek-coder", "Llama", 65_536, 1e5, _rope("linear", factor=4.0),
+          max_position_embeddings=16_384),
+    Model("dynamic-internlm2", "Llama", 65_536, 1e6, _rope("dynamic", factor=2.0),
+          max_position_embeddings=32_768),
+    Model("dynamic-alpha-hunyuan", "HunYuanDenseV1", 32_768, 1e4,
+          _rope("dynamic", factor=1.0, alpha=1000.0)),
+    Model("yarn-qwq", "Qwen2", 131_072, 1e6, _rope("yarn", factor=4.0), 32_768,
+          max_position_embeddings=32_768),
+    Model("yarn-with-mscale", "Llama", 40_960, 1e4, _rope(
+        "yarn", factor=10.0, beta_fast=16, beta_slow=2, mscale=1.0, mscale_all_dim=0.5), 4096),
+    Model("yarn-gpt-oss", "GptOss", 131_072, 1.5e5, _rope("yarn", factor=32.0, truncate=False),
+          4096, head_dim=64),
+    Model("llama-3.1", "Llama", 131_072, 5e5, _rope(
+        "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0), 8192),
+    Model("yarn-deepseek-v3", "DeepseekV3", 163_840, 1e4, _rope(
+        "yarn", factor=40.0, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0),
+        4096, head_dim=64),
     Model("partial-phi-2", "Phi", 2048, 1e4, _rope(), head_dim=80, partial=0.4),
-    Model(
-        "interleaved-partial-glm-4", "Glm4", 32_768, 1e4, _rope(), partial=0.5, is_neox=False
-    ),
+    Model("interleaved-partial-glm-4", "Glm4", 32_768, 1e4, _rope(), partial=0.5, is_neox=False),
 ]  # fmt: skip
 
 
