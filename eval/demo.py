@@ -94,8 +94,8 @@ def table_of(result: dict[str, dict[str, Any]]) -> str:
 
 
 def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
-    """The response among one scheduler's ``report["recent"]`` that shares most; on a terminal what shares
-    memory is green."""
+    """The response among one scheduler's ``report["recent"]`` that shares most; on a terminal what owns
+    no memory is green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:
@@ -110,7 +110,7 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> st
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
     text = " ".join(word.join(marks if i in shared else ("", "")) for i, word in enumerate(words))
     head = f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share})."
-    return f"{head} Green text owns no memory.\n\n{text}"
+    return f"{head} On a terminal green text owns no memory.\n\n{text}"
 
 
 def work(options: Options) -> None:

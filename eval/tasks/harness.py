@@ -69,7 +69,7 @@ class Problem:
     messages: list[dict[str, str]]
     body: Mapping[str, Any]  # further fields
     max_tokens: int | None = None  # None: the run's own limit
-    group: str = ""  # a class of problems whose accuracy is reported separately
+    group: str = ""  # a class of problems: with a wrong draft, or without
 
     @property
     def forced(self) -> bool:

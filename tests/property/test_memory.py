@@ -117,12 +117,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _fits(self, track: Track) -> bool:
         """Whether the next chunk and a page more do."""
-        page, tokens = self.setup.page, track.req.extend_len
-        budget = self.world.allocator.create_prefill_budget(self.world.tree)
-        asked = dict(extend_input_len=tokens, max_new_tokens=0, input_tokens=tokens)
-        yes, _ = budget.check_prefill(
-            **asked, total_tokens=tokens + page, swa_host_hit_length=0, chunk_limit=None
-        )
+        yes = self.world.admits(track.req.extend_len, self.setup.page)
         self.memory.reclaimed()
         return yes
 

@@ -381,6 +381,13 @@ class World:
             req.kv.kv_committed_len += 1
         return slots
 
+    def admits(self, prompt: int, output: int = 0) -> bool:
+        """SGLang's question before it admits a request."""
+        budget = self.allocator.create_prefill_budget(self.tree)
+        asked = dict(extend_input_len=prompt, input_tokens=prompt, total_tokens=prompt + output)
+        asked |= dict(max_new_tokens=output, swa_host_hit_length=0)
+        return bool(budget.check_prefill(**asked, chunk_limit=None)[0])
+
     def to_have(self) -> int:
         """Slots that are free, or come back when SGLang is short."""
         shareable: int = self.controller.pipeline.ledger.slots

@@ -251,11 +251,8 @@ class Load:
         """A prompt that does not fit, and a decode step."""
         allocator, tree = self.world.allocator, self.world.tree
         if self.setup.when == "short":
-            budget, left = allocator.create_prefill_budget(tree), allocator.available_size()
-            left += tree.evictable_size()
-            asked = dict(extend_input_len=left + slots // 2, max_new_tokens=0, input_tokens=left)
-            limits = dict(swa_host_hit_length=0, chunk_limit=None)
-            budget.check_prefill(**asked, **limits, total_tokens=left + slots // 2)
+            left = allocator.available_size() + tree.evictable_size()
+            self.world.admits(left + slots // 2)
             evict_from_tree_cache(tree, left + slots)
         self.check()
 

@@ -296,12 +296,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     world.come_back(req)
     world.controller.after_decode([req])
     assert len(state.pending) == 1 and state.row is not None and expects([state]) == 4
-    budget = world.allocator.create_prefill_budget(world.tree)
-    asked: dict[str, Any] = dict(extend_input_len=500, max_new_tokens=0, input_tokens=500)
-    verdict, _ = budget.check_prefill(
-        **asked, total_tokens=500, swa_host_hit_length=0, chunk_limit=None
-    )
-    assert not verdict
+    assert not world.admits(500)
     for _ in range(2):
         world.controller.after_decode([req])
     assert stats.blocks_compared == 1 and ledger(world).slots == 4 and not state.pending
@@ -330,18 +325,10 @@ def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
     world = World(setup)
     req = world.start()
     find(world, req, Pair(8, 24), Pair(12, 28))
-
-    def admits(prompt: int, output: int) -> bool:
-        budget = world.allocator.create_prefill_budget(world.tree)
-        asked: dict[str, Any] = dict(extend_input_len=prompt, max_new_tokens=output)
-        total: dict[str, Any] = dict(input_tokens=prompt, total_tokens=prompt + output)
-        verdict, _ = budget.check_prefill(**asked, **total, swa_host_hit_length=0, chunk_limit=None)
-        return bool(verdict)
-
     free, row = world.allocator.available_size(), world.row(req).copy()
-    assert admits(4, free) and not admits(4, free + 8)
+    assert world.admits(4, free) and not world.admits(4, free + 8)
     assert (world.row(req) == row).all(), "nobody needs a slot yet"
-    assert admits(free + 4, 0)
+    assert world.admits(free + 4)
     assert world.allocator.available_size() == free + 8 and ledger(world).slots == 0
 
 
