@@ -67,17 +67,13 @@ class Options:
     out: Path = option(Path("build/bench"), "folder of results")
     device: str = option("cuda", "cpu: a narrow shape", choices=("cuda", "cpu"))
     reference: str = option("stock", "what others are compared with", read=_side)
-    sides: tuple[str, ...] = option((), f"default: {','.join(_OTHERS)}", read=commas(_side))
+    sides: tuple[str, ...] = option(_OTHERS, "that take turns with it", read=commas(_side))
     rounds: int = option(1, "of each side", least=1)
     slots: int = option(60_000, "of the KV pool", least=1)
     piece: int = option(4000, "length of a looping request", least=1)
     looping: int = option(20_000, "responses that are longer loop", least=1)
     whole: int = option(8000, "longest response that is sent whole", least=1)
     requests: int = option(48, "of a workload, at most", least=1)
-
-    def __post_init__(self) -> None:
-        others = [side for side in self.sides or _OTHERS if side != self.reference]
-        object.__setattr__(self, "sides", tuple(others))
 
     def workloads(self, responses: Sequence[list[int]]) -> dict[str, list[list[int]]]:
         """``loops``: pieces of looping responses; ``finished``: whole ones, three times;
@@ -168,7 +164,7 @@ def work(options: Options) -> None:
     found |= {"options": {name: str(value) for name, value in vars(options).items()}, "rows": []}
     home = options.out / "gpu" / time.strftime("%Y%m%d-%H%M%S")
     with Servers(home, model, options.device, keep=2) as servers:
-        for side in options.sides:
+        for side in (name for name in options.sides if name != options.reference):
             for row in rows_of(options, side, servers, asked, home):
                 row["exact"] = exact(row.pop("cells"), asked[row["workload"]], tokenizer)
                 found["rows"].append(row)

@@ -72,20 +72,15 @@ def figures(
     timed = only if only is not None and only.seconds > 0 else None
     return Figures(
         tokens_per_s=timed.output_tokens / timed.seconds if timed else None,
-        ttft_p50=_known(ttft.quantile(0.5)),
-        ttft_p99=_known(ttft.quantile(0.99)),
-        tpot_p50=_known(tpot.quantile(0.5)),
-        tpot_p99=_known(tpot.quantile(0.99)),
-        mean_running=_known(running.mean()),
-        saving=ratio(served, "memory_saving_ratio"),
-        final_saving=ratio(served, "final_saving_ratio"),
-        affected=ratio(served, "affected_ratio"),
-        peak_slots=int(used.max()) if len(used) else None,
-        mean_slots=_known(used.mean()),
+        ttft_p50=_known(ttft.quantile(0.5)), ttft_p99=_known(ttft.quantile(0.99)),
+        tpot_p50=_known(tpot.quantile(0.5)), tpot_p99=_known(tpot.quantile(0.99)),
+        mean_running=_known(running.mean()), saving=ratio(served, "memory_saving_ratio"),
+        final_saving=ratio(served, "final_saving_ratio"), affected=ratio(served, "affected_ratio"),
+        peak_slots=int(used.max()) if len(used) else None, mean_slots=_known(used.mean()),
         retractions=sum(one.retractions for one in served),
         leaked_slots=sum(one.leaked_slots for one in served),
         failed=sum(row.error is not None for row in responses),
-    )
+    )  # fmt: skip
 
 
 def speeds_of(cells: Sequence[Cell], stock: Sequence[Cell]) -> dict[str, Any]:

@@ -82,17 +82,11 @@ def measure(
     first = min((row.started for row in responses), default=0.0)
     served = Served(
         seconds=max((row.ended for row in responses), default=0.0) - first,
-        output_tokens=sum(row.output_tokens for row in complete),
-        responses=len(complete),
-        decode_steps=len(timeline) * log_interval,
-        retractions=retractions(log),
-        reports=reports,
-        leaked_slots=server.clear(),
-        command=list(server.command),
-        kv_slots=server.kv_slots(),
-        cut_prompts=cut_prompts(log),
-        cpu_seconds=cpu_seconds,
-    )
+        output_tokens=sum(row.output_tokens for row in complete), responses=len(complete),
+        decode_steps=len(timeline) * log_interval, retractions=retractions(log), reports=reports,
+        leaked_slots=server.clear(), command=list(server.command), kv_slots=server.kv_slots(),
+        cut_prompts=cut_prompts(log), cpu_seconds=cpu_seconds,
+    )  # fmt: skip
     cell.write(responses, timeline, served)
     return served
 

@@ -84,17 +84,11 @@ async def send(client: AsyncOpenAI, model: str, request: Request, began: float) 
     if error is None and reason in ("", "abort"):
         error = "the server aborted it" if reason else "the stream ended without a finish reason"
     return Response(
-        problem_id=request.problem_id,
-        request_id=request_id,
-        text=f"<think>{thoughts}</think>{text}" if thoughts else text,
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        started=started,
-        first_token=first,
-        ended=time.monotonic() - began,
-        finish_reason=reason,
-        error=error,
-    )
+        problem_id=request.problem_id, request_id=request_id,
+        text=f"<think>{thoughts}</think>{text}" if thoughts else text, prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens, started=started, first_token=first,
+        ended=time.monotonic() - began, finish_reason=reason, error=error,
+    )  # fmt: skip
 
 
 async def send_all(

@@ -104,15 +104,10 @@ class Session:
         how: Any = dict(mininterval=0.5, leave=False, disable=None)
         with tqdm(total=len(requests), desc=step.title, **how) as bar:
             return measure(
-                cell,
-                requests,
-                server,
-                bar.update,
-                log_interval=options.decode_log_interval,
-                timeout_s=options.request_timeout,
-                in_flight=options.in_flight,
+                cell, requests, server, bar.update, log_interval=options.decode_log_interval,
+                timeout_s=options.request_timeout, in_flight=options.in_flight,
                 attempts=options.attempts,
-            )
+            )  # fmt: skip
 
     def _limit(self, problem: Problem, seed: int) -> int:
         return int(self.plan.request(problem, seed).body.get("max_tokens") or 0)

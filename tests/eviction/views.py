@@ -55,15 +55,10 @@ def view(
     given = None if weights is None else torch.from_numpy(weights).float()
     assert given is None or given.shape[1] == len(held)
     return View(
-        prompt=owned if prompt is None else prompt,
-        written=written,
-        owned=owned,
-        page=page,
-        held=held,
-        first_readers=row.first_readers(held),
-        seed=seed,
+        prompt=owned if prompt is None else prompt, written=written, owned=owned, page=page,
+        held=held, first_readers=row.first_readers(held), seed=seed,
         layers=[GivenLayer(of_layer, given, written) for of_layer in keys],
-    )
+    )  # fmt: skip
 
 
 def evict(policy: Evictor, now: View, slots: int, count: int | None = None) -> list[int]:

@@ -335,14 +335,10 @@ class World:
             before, after = torch.tensor([req.prefix_len]), torch.tensor([req.extend_end])
             minus = torch.tensor([-1], device=self.device)
             out = alloc_paged_token_slots_extend(
-                tree_cache=self.tree,
-                prefix_lens=before.to(self.device),
-                prefix_lens_cpu=before,
-                seq_lens=after.to(self.device),
-                seq_lens_cpu=after,
-                last_loc=prefix[-1:] if len(prefix) else minus,
-                extend_num_tokens=req.extend_len,
-            )
+                tree_cache=self.tree, prefix_lens=before.to(self.device), prefix_lens_cpu=before,
+                seq_lens=after.to(self.device), seq_lens_cpu=after,
+                last_loc=prefix[-1:] if len(prefix) else minus, extend_num_tokens=req.extend_len,
+            )  # fmt: skip
         row = req.kv.req_pool_idx
         self.rows.write((row, slice(0, req.prefix_len)), prefix.to(torch.int32))
         self.rows.write((row, slice(req.prefix_len, req.extend_end)), out.to(torch.int32))

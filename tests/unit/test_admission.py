@@ -34,13 +34,9 @@ def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
 def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
     """SGLang's question before it admits a request."""
     verdict, limit = made.check_prefill(
-        extend_input_len=prompt,
-        total_tokens=prompt + output,
-        max_new_tokens=output,
-        input_tokens=prompt,
-        swa_host_hit_length=0,
-        chunk_limit=7,
-    )
+        extend_input_len=prompt, total_tokens=prompt + output, max_new_tokens=output,
+        input_tokens=prompt, swa_host_hit_length=0, chunk_limit=7,
+    )  # fmt: skip
     assert limit == (7 if verdict else None)
     return verdict
 

@@ -135,14 +135,9 @@ def gated_delta_rule(
         fresh = [before == 0 for before in forward_batch.extend_prefix_lens_cpu]
         ends = meta.query_start_loc.tolist()
         mixed = convolve(
-            mixed_qkv.T,
-            weight,
-            layer.bias,
-            query_start_loc=meta.query_start_loc,
-            cache_indices=slots,
-            has_initial_state=~torch.tensor(fresh),
-            conv_states=pool.conv[0],
-        ).T
+            mixed_qkv.T, weight, layer.bias, query_start_loc=meta.query_start_loc,
+            cache_indices=slots, has_initial_state=~torch.tensor(fresh), conv_states=pool.conv[0],
+        ).T  # fmt: skip
     q, k, v = (part.float() for part in mixed.split([layer.q_dim, layer.k_dim, layer.v_dim], -1))
     times = layer.num_v_heads // layer.num_k_heads
     unit = [
