@@ -6,6 +6,7 @@ table, the first must be the second. Models without such a rotation are refused 
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,10 @@ from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
 from sglang_reasoncache.attention.served import key_rotation
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
+from sglang_reasoncache.sharing.measure import BlockMeter
 
 HEADS = 2
 #: Half the distance between 1 and the next fp32 number.
@@ -208,6 +212,33 @@ def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> No
     rotation = key_rotation(half, embedding.model.positions)
     assert torch.equal(rotation.cos, embedding.rotation.cos)
     assert torch.equal(rotation.sin, embedding.rotation.sin)
+
+
+def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
+    """Of a model with two: the distance of a block from itself, read elsewhere, is 0."""
+    near, far = (
+        key_rotation(torch.nn.ModuleList([rotary_of(base=base)]), 256) for base in (100, 10_000)
+    )
+    at, slots, generator = 40, 8, torch.Generator().manual_seed(3)
+    keys = torch.randn(3, 2 * slots, HEADS, 64, generator=generator)
+    values = torch.randn(3, slots, HEADS, 64, generator=generator).repeat(1, 2, 1, 1)
+    rotations = {0: near, 1: far, 2: near}
+    for layer, rotation in rotations.items():
+        moved = rotation.rotate(keys[layer, :slots], torch.full((slots,), at))
+        keys[layer, slots:] = moved
+    of = dict(get_key_buffer=keys.__getitem__, get_value_buffer=values.__getitem__)
+    pool: Any = SimpleNamespace(start_layer=0, layer_num=3, **of)
+    rows = torch.zeros(1, 64, dtype=torch.int32)
+    rows[0, :slots], rows[0, at : at + slots] = torch.arange(2 * slots).int().split(slots)
+    cached_at = CachedPositions(2 * slots, "cpu")
+    cached_at.record(torch.arange(slots), torch.arange(slots))
+    req: Any = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0))
+    block: Any = SimpleNamespace(req=req, lender=req, dst_start=at, src_start=0, length=slots)
+    for known, is_right in ((rotations, True), (dict.fromkeys(range(3), near), False)):
+        meter = BlockMeter(pool, rows, cached_at, known, HEADS, Ranks())
+        meter.warm_up(slots)
+        [distance] = meter.distances(meter.measure([block]))
+        assert (distance < 1e-5) == is_right
 
 
 # -- refusals ---
