@@ -26,8 +26,8 @@ _CORRECTED = "--reasoncache-positions corrected"
 REFUSED = {
     "latent beside states": "no such model was tried",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
-    "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not; with "
-    "`--disable-hybrid-swa-memory` it keeps them in one pool with the others",
+    "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not; "
+    "--disable-hybrid-swa-memory makes it keep them",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
 _POOLS = {
@@ -61,13 +61,9 @@ FAMILIES = (
     Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2 and V3: CPU"),
     Family("Kimi-Linear, Ring", "latent beside states", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
-    Family(
-        "Gemma 2 and 3 without images, EXAONE 4, OLMo 3",
-        "full, window",
-        "tiny ones but Gemma 2: CPU",
-    ),
-    Family("gpt-oss with `--disable-hybrid-swa-memory`", "full, window", "not tried"),
-    Family("gpt-oss, Gemma 4, MiMo-V2, Llama 4", "sliding window", ""),
+    Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
+    Family("gpt-oss with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
+    Family("gpt-oss without the flag, Gemma 4, MiMo-V2", "sliding window", ""),
 )
 
 #: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.

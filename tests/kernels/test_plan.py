@@ -113,8 +113,8 @@ def test_a_plan_on_a_gpu(batch: list[list[tuple[str, int, int]]], reach: int) ->
 
     read = lay(batch)
     buffers = PlanBuffers.of(len(batch), int(read[2].sum()), DEVICE, merge=True)
-    sizes = dict(num_slots=len(read[3]), reach=reach)
-    plan = plan_into(buffers, *(side.to(DEVICE) for side in read), **sizes)
+    sides: Any = (side.to(DEVICE) for side in read)
+    plan = plan_into(buffers, *sides, num_slots=len(read[3]), reach=reach)
     assert of_plan(plan) == of_rows(*read, reach=reach)
 
 

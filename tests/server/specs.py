@@ -164,7 +164,7 @@ UNCORRECTED = (
 
 #: Of models of ``tiny_models.py`` those with latent attention, those with sliding windows, and SGLang's module.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
-WINDOWS = {"gemma3_text": "gemma3_causal", "exaone4": "exaone4", "olmo3": "olmo2"}
+WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 STATELESS = {**LATENT, **WINDOWS}
 
 

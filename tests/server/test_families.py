@@ -87,8 +87,6 @@ class Loop:
             frequencies = getattr(embedding, f"{kind}_inv_freq", None)
             frequencies = embedding.inv_freq if frequencies is None else frequencies
             angles = torch.arange(1024)[:, None] * frequencies.float()
-            if self.name == "exaone4" and not windowed:
-                angles *= 0
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
             # Hugging Face's V3 lays pairs out as halves, its V2 as neighbours.
             found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
@@ -158,7 +156,7 @@ class Loop:
 
 
 TRIED = ("qwen3_5_text", "deepseek_v3", "gemma3_text")
-OTHERS = ("qwen3_next", "lfm2", "nemotron_h", "deepseek_v2", "exaone4", "olmo3")
+OTHERS = ("qwen3_next", "lfm2", "nemotron_h", "deepseek_v2", "olmo3")
 AT_ONCE = [specs.at_once(name) for name in TRIED]
 SHORT = [specs.short(name) for name in TRIED[:2]] + [specs.short("gemma3_text").for_long_runs()]
 AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS]

@@ -66,7 +66,7 @@ _LATENT: dict[str, Any] = dict(
         mscale_all_dim=0.5,
     ),
 )
-#: Every second layer sees all positions, the others so many. OLMo 3 and EXAONE 4 in the checkpoints' words.
+#: Every second layer sees all positions, the others so many. OLMo 3 in the checkpoints' words.
 _WINDOW: dict[str, Any] = dict(
     num_hidden_layers=4,
     head_dim=16,
@@ -77,7 +77,7 @@ _WINDOW: dict[str, Any] = dict(
 #: as many repeats.
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
 _NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-_LESS, _LESS_OF_LATENT = 0.12, 0.06
+_LESS, _LESS_OF_LATENT, _LESS_OF_GEMMA = 0.12, 0.06, 0.6
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> the configuration's class in Hugging Face's library, and its arguments.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -97,6 +97,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         dict(
             **_WINDOW,
+            tie_word_embeddings=True,
             query_pre_attn_scalar=16,
             rope_parameters=dict(
                 full_attention=dict(rope_type="linear", factor=2.0, rope_theta=1e4),
@@ -104,19 +105,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
-    "exaone4": (
-        "Exaone4Config",
-        dict(
-            **_WINDOW,
-            sliding_window_pattern="LG",
-            rope_parameters=dict(rope_type="default", rope_theta=1e6),
-        ),
-    ),
     "olmo3": (
         "Olmo3Config",
         dict(
             **_WINDOW,
-            rope_theta=1e4,
+            rope_theta=5e5,
             rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=2048),
         ),
     ),
@@ -151,21 +144,25 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     import transformers
 
     kind, arguments = MODELS[name]
+    gemma = name == "gemma3_text"
     config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # The newest token decides most of the next one, so that greedy responses run in circles.
     with torch.no_grad():
-        if name != "gemma3_text":  # which does so itself
+        if gemma:
+            # SGLang ties its embeddings: with other signs a token is not followed by itself.
+            model.model.norm.weight.copy_(-2.0 * (torch.rand(64) < 0.5))
+        else:  # Gemma does so itself
             model.get_input_embeddings().weight *= 8.0
         latent = "kv_lora_rank" in arguments
         outputs = (*_OUTPUTS, "experts.down_proj") if latent else _OUTPUTS
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= _LESS_OF_LATENT if latent else _LESS
-            # With a window it is normed, and the norm of Gemma adds 1 to its weight.
+            # With a window it is normed, and Gemma's norms add 1 to their weights.
             if "sliding_window" in arguments and parameter.endswith(_NORMS):
-                weight.fill_(_LESS - (name == "gemma3_text"))
+                weight.fill_(_LESS_OF_GEMMA - 1 if gemma else _LESS)
     path = folder / name
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -14,10 +14,11 @@ import torch
 import transformers
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import base, factory
+from sglang.srt.models.exaone4 import Exaone4Attention
 from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
-from sglang_reasoncache.attention.served import key_rotation
+from sglang_reasoncache.attention.served import key_rotation, key_rotations
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
@@ -212,6 +213,29 @@ def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> No
     rotation = key_rotation(half, embedding.model.positions)
     assert torch.equal(rotation.cos, embedding.rotation.cos)
     assert torch.equal(rotation.sin, embedding.rotation.sin)
+
+
+def test_layers_beside_windows_have_their_own_rotation() -> None:
+    """EXAONE 4 rotates keys of layers with a window alone."""
+    model = torch.nn.ModuleList()
+    for layer, is_sliding in enumerate((True, True, False)):
+        owner: Any = Exaone4Attention.__new__(Exaone4Attention)
+        Attention.__init__(owner, rotary_of())
+        owner.attn.layer_id, owner.attn.sliding_window_size = layer, 7 if is_sliding else -1
+        owner.sliding_window_pattern, owner.is_sliding = "LLG", is_sliding
+        model.append(owner)
+    runner: Any = SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(context_len=64),
+        token_to_kv_pool=SimpleNamespace(start_layer=0, layer_num=3),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
+    )
+    found = key_rotations(runner, None)
+    keys, by = torch.randn(4, HEADS, 64), torch.arange(4)
+    assert found[0] is found[1]
+    expected = key_rotation(torch.nn.ModuleList([rotary_of()]), 64).rotate(keys, by)
+    assert torch.equal(found[0].rotate(keys, by), expected)
+    assert torch.equal(found[2].rotate(keys, by), keys)
 
 
 def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
