@@ -229,9 +229,8 @@ class PagedAttention:
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
-        plans = {
-            reach: self.readable(some.plan_of(batch.batch_size)) for reach, some in buffers.items()
-        }
+        size = batch.batch_size
+        plans = {reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()}
         self.rows, self.windows = plans.pop(0), plans
 
     @once_more

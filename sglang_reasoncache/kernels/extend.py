@@ -190,11 +190,8 @@ def _extend_piece(
     queries = query.transpose(0, 1)[None]
     grouped, on_cuda = query.shape[1] != kv.num_heads, query.device.type == "cuda"
     # A device's flash kernel needs no mask to begin after a prefix.
-    flash = (
-        not reach
-        and on_cuda
-        and can_use_flash_attention(SDPAParams(queries, keys, values, None, 0.0, False, grouped))
-    )
+    sides = queries, keys, values, None, 0.0, False, grouped
+    flash = on_cuda and not reach and can_use_flash_attention(SDPAParams(*sides))
     if grouped and on_cuda and not flash:
         # PyTorch's other fused kernel wants a KV head for every query head.
         group = query.shape[1] // kv.num_heads

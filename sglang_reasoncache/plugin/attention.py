@@ -77,12 +77,9 @@ def attention_backend(
     """Our backend, which writes ``cached``, where the operator's choice allows it, else the
     ``stock`` one. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError where ours
     was requested and is not supported, or memory is missing."""
-    if _evicts_or_selects(config) and any(
-        map(served.reach_of, served.attention_layers(model_runner))
-    ):
-        reason = (
-            "does not support sliding windows: each layer would rank positions of its own window"
-        )
+    layers = served.attention_layers(model_runner) if _evicts_or_selects(config) else ()
+    if any(map(served.reach_of, layers)):
+        reason = "does not support sliding windows: layers read different positions"
         raise refusals.of_policy(config.policy, reason)
     backend, uncorrected = _own_backend(model_runner, config, name, cached)
     if backend is None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of other attention than the embedded reasoner's: hybrids, of which only attention layers share,
-latent attention, and layers with a sliding window. SGLang's states are what the
-prefix cache has of state layers; a wrong one would show in
-the responses that begin with a cached prefix."""
+latent attention, and layers with a sliding window. SGLang's states are what the prefix cache has of state
+layers; a wrong one would show in the responses that begin with a cached prefix."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
