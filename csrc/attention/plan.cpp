@@ -26,14 +26,15 @@ Bounds bounds_of(const std::int32_t* slots, std::int64_t count) {
   return found;
 }
 
-// Shifts of the positions of a row, of evicted ones anything; returns the or of them all.
-std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t length,
-                      std::int32_t* shift) {
+// Shifts of the positions of a row from `first` on, of evicted ones anything; returns the or of them
+// all.
+std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t first,
+                      std::int64_t length, std::int32_t* shift) {
   std::int32_t any = 0;
   for (std::int64_t i = 0; i < length; ++i) {
     // Unsigned: cached positions of slots that nobody uses may hold anything.
     const auto home = static_cast<std::uint32_t>(cached_at[std::max(slots[i], 0)]);
-    shift[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(i) - home);
+    shift[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(first + i) - home);
     any |= shift[i];
   }
   return any;
@@ -176,23 +177,26 @@ class Merge {
 
 std::int32_t plan(const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride,
                   std::int64_t width, const std::int64_t* requests, const std::int64_t* lengths,
-                  std::int64_t batch, const std::int32_t* cached_at, std::int64_t num_slots,
-                  std::int32_t* kv_indptr, std::int32_t* kv_indices, std::int32_t* shift,
-                  std::int64_t capacity, Merge* merge, std::int32_t* is_shifted) {
+                  std::int64_t batch, std::int64_t reach, const std::int32_t* cached_at,
+                  std::int64_t num_slots, std::int32_t* kv_indptr, std::int32_t* kv_indices,
+                  std::int32_t* shift, std::int64_t capacity, Merge* merge,
+                  std::int32_t* is_shifted) {
   std::int64_t at = 0;
   std::int32_t any = 0;
   kv_indptr[0] = 0;
   for (std::int64_t b = 0; b < batch; ++b) {
-    const std::int64_t length = lengths[b];
     if (requests[b] < 0 || requests[b] >= num_rows) return REASONCACHE_BAD_ROW;
-    if (length < 0 || length > width) return REASONCACHE_BAD_LEN;
+    if (lengths[b] < 0 || lengths[b] > width) return REASONCACHE_BAD_LEN;
+    const std::int64_t length = reach > 0 ? std::min(lengths[b], reach) : lengths[b];
     if (length > capacity - at) return REASONCACHE_BAD_LEN;
-    const std::int32_t* slots = rows + requests[b] * row_stride;
+    // From here on positions count from the first one that is read.
+    const std::int64_t first = lengths[b] - length;
+    const std::int32_t* slots = rows + requests[b] * row_stride + first;
     const Bounds found = bounds_of(slots, length);
     if (found.most >= num_slots) return REASONCACHE_BAD_SLOT;
     const bool has_evicted = found.least < 0;
     std::int32_t here = 0;
-    if (shift != nullptr) here = shift_by(cached_at, slots, length, shift + at);
+    if (shift != nullptr) here = shift_by(cached_at, slots, first, length, shift + at);
     if (merge != nullptr && (has_evicted || here != 0)) {
       const std::int64_t tile = at / kRotationTile + b;
       at += merge->row(slots, length, tile, kv_indices + at, shift + at);
@@ -222,8 +226,8 @@ std::int32_t plan(const std::int32_t* rows, std::int64_t num_rows, std::int64_t 
 extern "C" std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,
-    const std::int32_t* cached_at, std::int64_t num_slots, std::int32_t* kv_indptr,
-    std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity, std::int32_t* tile_ptr,
+    std::int64_t reach, const std::int32_t* cached_at, std::int64_t num_slots,
+    std::int32_t* kv_indptr, std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity, std::int32_t* tile_ptr,
     std::int32_t* by, std::uint64_t* bits, std::int32_t* is_shifted,
     std::int32_t* rotations) noexcept {
   using namespace reasoncache::attention;
@@ -231,7 +235,7 @@ extern "C" std::int32_t reasoncache_plan(
   try {
     Merge merge(tile_ptr, by, bits);
     const std::int32_t status =
-        plan(rows, num_rows, row_stride, width, requests, lengths, batch, cached_at, num_slots,
+        plan(rows, num_rows, row_stride, width, requests, lengths, batch, reach, cached_at, num_slots,
              kv_indptr, kv_indices, shift, capacity, tile_ptr == nullptr ? nullptr : &merge,
              is_shifted);
     if (status != REASONCACHE_OK || tile_ptr == nullptr) return status;

@@ -28,6 +28,8 @@ class PagedBackend(_Stock):
     """
 
     always_ours = False
+    #: How many positions of a sliding window SGLang's decode kernels leave out.
+    unread = 0
 
     def __init__(
         self,
@@ -44,7 +46,7 @@ class PagedBackend(_Stock):
         check_attention(model_runner, requested_by)
         self.requested_by = requested_by
         # First, because it may raise: SGLang's backend takes memory.
-        self.paged = PagedAttention(model_runner, cached)
+        self.paged = PagedAttention(model_runner, cached, self.unread)
         super().__init__(model_runner, **stock)
 
     def forward_decode(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.served import attention_layers, key_rotation
+from sglang_reasoncache.attention.served import attention_layers, key_rotations, reach_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
@@ -31,6 +31,7 @@ from sglang_reasoncache.selection.quest import Quest
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -49,13 +50,17 @@ def once_more(work: _Method) -> _Method:
 
 
 class PagedAttention:
-    """Plans forwards and runs our kernels. One per attention backend. All layers read a forward's plan.
+    """Plans forwards and runs our kernels. One per attention backend. All layers read a forward's plan, but
+    in a decode step those with a sliding window: layers with the same window have one plan.
 
     ``rows`` is the plan of a decode step that our kernels run, ``extend_plan`` of a prefill.
     """
 
-    def __init__(self, model_runner: ModelRunner, cached: CachedPositions | None) -> None:
-        """See ``PagedBackend``. Raises ValueError without an embedding that can rotate keys."""
+    def __init__(
+        self, model_runner: ModelRunner, cached: CachedPositions | None, unread: int = 0
+    ) -> None:
+        """See ``PagedBackend``; ``unread``: how many positions of a window a decode step leaves out. Raises
+        ValueError without an embedding that can rotate keys."""
         self.allocator = model_runner.token_to_kv_pool_allocator
         self._rows = model_runner.req_to_token_pool
         self._pool = pool = model_runner.token_to_kv_pool
@@ -63,23 +68,26 @@ class PagedAttention:
         self.cached = cached
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
-        rotation = None
+        #: By layer; None: keys are read as cached.
+        self.rotations: dict[int, KeyRotation] | None = None
         #: The pool has latent rows.
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
         if cached is not None:
-            context = model_runner.model_config.context_len
             dims = next(iter(layers.values()))[0].shape[2] if self.latent else None
-            # All layers share one copy of its table.
-            rotation = key_rotation(model_runner.model, context, dims).to(self.device)
+            self.rotations = key_rotations(model_runner, dims)
+        rotations: Any = self.rotations or dict.fromkeys(layers)
         self.pools = {
-            layer: PagedKv(*sides, rotation, latent=self.latent) for layer, sides in layers.items()
+            layer: PagedKv(*sides, rotations[layer], latent=self.latent)
+            for layer, sides in layers.items()
         }
         first = next(iter(self.pools.values()))
-        #: ``backend``: one of ``kernels.paged.BACKENDS``; ``rotation`` None: keys are read as cached.
-        self.backend, self.rotation = first.backend, first.rotation
-        self._num_slots = first.num_slots
+        #: One of ``kernels.paged.BACKENDS``.
+        self.backend, self._num_slots = first.backend, first.num_slots
         self.attention_layers = attention_layers(model_runner)
+        # Of the layers with a window, what a decode step reads.
+        reaches = {reach_of(layer) for layer in self.attention_layers} - {0}
+        self._reaches = {reach: reach - unread for reach in sorted(reaches)}
         # Soft-capped logits are beyond PyTorch's fused attention.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None: no policy reads them
@@ -129,33 +137,48 @@ class PagedAttention:
         entries = batch * self.width if entries is None else entries
         return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
-    def plan_into(self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor) -> RowPlan:
-        """Plan rows on a GPU; what this queues can be captured in a CUDA graph."""
+    def graph_buffers(self, batch: int) -> dict[int, PlanBuffers]:
+        """Capacity for plans of a decode graph: of whole rows (0), and of each window."""
+        widths = {0: self.width, **self._reaches}
+        return {
+            reach: self.buffers(batch, batch * min(width, self.width), merge=self.merges)
+            for reach, width in widths.items()
+        }
+
+    def plan_into(
+        self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor, reach: int = 0
+    ) -> RowPlan:
+        """Plan rows on a GPU, of layers that see ``reach`` positions (0: all); what this queues can be
+        captured in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
         read = self._rows.req_to_token, requests, lengths, self._cached_at
-        return self.readable(plan_into(buffers, *read, num_slots=self._num_slots))
+        seen = self._reaches.get(reach, 0)
+        return self.readable(plan_into(buffers, *read, num_slots=self._num_slots, reach=seen))
 
     def readable(self, plan: RowPlan) -> RowPlan:
         """The plan without shifts if keys are read as cached, because buffers always have shifts."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
-        self, batch: ForwardBatch, longest: int, *, merge: bool = False
+        self, batch: ForwardBatch, longest: int, *, merge: bool = False, reach: int = 0
     ) -> tuple[RowPlan, BatchRows]:
-        """The rows of a batch, and what selection reads of them."""
+        """The rows of a batch, and what selection reads of them. ``reach``: see :meth:`plan_into`."""
         where = batch.req_pool_indices, batch.seq_lens
+        seen = self._reaches.get(reach, 0)
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu
+            if lengths is not None and seen:
+                lengths = lengths.clamp(max=seen)
             entries = None if lengths is None else int(lengths.sum())
             sizes: Any = len(batch.seq_lens), entries
             buffers = self.buffers(*sizes, merge=merge)
-            return self.plan_into(buffers, *where), BatchRows(buffers, *where, longest)
+            return self.plan_into(buffers, *where, reach), BatchRows(buffers, *where, longest)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
         read = self._rows.req_to_token, *where, cached_at
-        plan = plan_rows(*read, num_slots=self._num_slots, merge=merge)
+        plan = plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
         return plan, BatchRows(plan, *where, longest)
 
     # -- a forward ------------------------------------------------------------------
@@ -163,6 +186,8 @@ class PagedAttention:
     def forget(self) -> None:
         """Nothing is planned until the next forward begins."""
         self.rows: RowPlan | None = None
+        #: Beside ``rows``: plans of layers with a window, by what they see.
+        self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
         if self.queries is not None:
@@ -194,13 +219,19 @@ class PagedAttention:
             lengths = batch.seq_lens
         longest = self.width if lengths is None else int(lengths.max())
         self.rows, read = self._plan(batch, longest, merge=self.merges)
+        self.windows = {
+            reach: self._plan(batch, longest, merge=self.merges, reach=reach)[0]
+            for reach in self._reaches
+        }
         if self.selection is not None:
             self.selection.begin(read)
 
     @once_more
-    def begin_graph(self, buffers: PlanBuffers, batch: ForwardBatch) -> None:
+    def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
-        self.rows = self.readable(buffers.plan_of(batch.batch_size))
+        size = batch.batch_size
+        plans = {reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()}
+        self.rows, self.windows = plans.pop(0), plans
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
@@ -248,6 +279,7 @@ class PagedAttention:
         rows, selection = self.rows, self.selection
         if rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
+        rows = self.windows.get(reach_of(layer), rows)
         if selection is not None:
             query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
             selected = selection.plan(layer.layer_id, query, self._scales(layer)[0])
@@ -265,7 +297,8 @@ class PagedAttention:
             plan = self.extend_plan = self._planned_extend(plan.rows, batch)
         # Waits until SGLang has loaded this layer's KV from the host.
         self._pool.get_key_buffer(layer.layer_id)
-        out = self._attend(extend_attention, q[: plan.num_tokens], layer, plan, sinks)
+        run = functools.partial(extend_attention, reach=reach_of(layer))
+        out = self._attend(run, q[: plan.num_tokens], layer, plan, sinks)
         # Under DP attention SGLang adds tokens, so that groups gather alike many.
         return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
 

@@ -40,7 +40,7 @@ class SharedSlotReads(PagedBackend):
         super().__init__(model_runner, cached, **named)
         # Plans of decode graphs. Replays follow one another on one stream, so all graphs use the last one,
         # except graphs that were captured before it was allocated.
-        self._graphs: list[PlanBuffers] = []
+        self._graphs: list[dict[int, PlanBuffers]] = []
         self._graph_variant: str | None = None
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
@@ -101,13 +101,14 @@ class SharedSlotReads(PagedBackend):
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
         """Allocate what graphs of up to ``max_bs`` requests read."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        if self._graphs and self._graphs[-1].batch >= max_bs:
+        if self._graphs and self._graphs[-1][0].batch >= max_bs:
             return
         paged = self.paged
-        buffers = paged.buffers(max_bs, merge=paged.merges)
+        buffers = paged.graph_buffers(max_bs)
+        size = sum(each.nbytes for each in buffers.values())
         told = "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB"
         less = "lower --cuda-graph-max-bs-decode or --context-length for less"
-        logger.info(f"{told}; {less}", max_bs, paged.width, buffers.nbytes / 2**20)
+        logger.info(f"{told}; {less}", max_bs, paged.width, size / 2**20)
         self._graphs.append(buffers)
 
     def init_forward_metadata_out_graph(
@@ -144,9 +145,10 @@ class SharedSlotReads(PagedBackend):
             return
         where = forward_batch.req_pool_indices, forward_batch.seq_lens
         buffers = self._graphs[-1]
-        self.paged.plan_into(buffers, *where)
+        for reach, of_reach in buffers.items():
+            self.paged.plan_into(of_reach, *where, reach)
         if self.paged.selection is not None:
-            self.paged.selection.begin(BatchRows(buffers, *where, self.paged.width))
+            self.paged.selection.begin(BatchRows(buffers[0], *where, self.paged.width))
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
         """Our plan is the last to read rows, inside the graph or before a forward without a graph."""

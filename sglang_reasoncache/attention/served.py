@@ -26,7 +26,8 @@ _CORRECTED = "--reasoncache-positions corrected"
 REFUSED = {
     "latent beside states": "no such model was tried",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
-    "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not",
+    "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not; "
+    "--disable-hybrid-swa-memory makes it keep them",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
 _POOLS = {
@@ -60,12 +61,13 @@ FAMILIES = (
     Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2 and V3: CPU"),
     Family("Kimi-Linear, Ring", "latent beside states", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
-    Family("gpt-oss, Gemma 3 and 4, MiMo-V2", "sliding window", ""),
+    Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
+    Family("gpt-oss with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
+    Family("gpt-oss without the flag, Gemma 4, MiMo-V2", "sliding window", ""),
 )
 
 #: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.
 LAYER_ATTRIBUTES = (
-    ("sliding window", "sliding_window_size", (-1, None)),
     ("cross attention", "is_cross_attention", (False,)),
     ("attention type", "attn_type", ("decoder",)),
     ("position encoding", "pos_encoding_mode", ("NONE",)),
@@ -90,6 +92,12 @@ SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 #: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
 #: know positions from their state layers.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
+#: Attention modules of models with sliding windows whose rotation is known: that of their own rotary
+#: embedding, unless :func:`_rotation_of` says otherwise.
+WINDOWED = (
+    *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
+    "GptOssAttention",
+)
 #: Dims for which SGLang's FlashInfer backend is made: of a head, and of a latent row (latent, rotated).
 #: For others its Triton backend is taken.
 FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
@@ -209,6 +217,71 @@ def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
         and module.layer_id in numbers
         and (not rank or (module.v_head_dim == rank and module.tp_k_head_num == 1))
     ]
+
+
+def reach_of(layer: AttentionLayer) -> int:
+    """How many positions a query of the layer sees, its own included; 0: all before it."""
+    window = layer.sliding_window_size
+    return 0 if window is None else max(window, -1) + 1
+
+
+def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
+    """The rotation of each layer's keys, on their device; layers with the same one share the object.
+
+    Beside sliding windows layers may rotate differently. Raises ValueError: see :func:`key_rotation`;
+    and for an attention module beside sliding windows that is not known.
+    """
+    model, most = model_runner.model, model_runner.model_config.context_len
+    device = model_runner.req_to_token_pool.req_to_token.device
+    if not any(map(reach_of, attention_layers(model_runner))):
+        one = key_rotation(model, most, latent_dims).to(device)
+        return dict.fromkeys(compat.layer_ids(model_runner.token_to_kv_pool), one)
+    if getattr(model_runner.model_config, "is_multimodal", False):
+        raise ValueError(
+            f"{_CORRECTED}: beside sliding windows --enable-multimodal is not supported, because tokens "
+            "of an image may see each other"
+        )
+    made: dict[Any, KeyRotation] = {}
+    found = {}
+    for name, owner in _owners(model):
+        kind = type(owner).__name__
+        if kind not in WINDOWED:
+            raise ValueError(
+                f"{_CORRECTED}: {name} ({kind}) is beside sliding windows, and how such layers rotate "
+                f"keys is known of {', '.join(WINDOWED)}; as-cached works"
+            )
+        _check_rotated_keys(name, owner, latent_dims)
+        embedding, turns = _rotation_of(owner, model)
+        if (embedding, turns) not in made:
+            rotation = _gemma3_rotation(embedding, most)
+            rotation = rotation or key_rotation(torch.nn.ModuleList([embedding]), most)
+            made[embedding, turns] = (rotation if turns else rotation.none()).to(device)
+        for layer in owner.children():
+            if isinstance(layer, compat.RadixAttention):
+                found[layer.layer_id] = made[embedding, turns]
+    return found
+
+
+def _rotation_of(owner: Any, model: torch.nn.Module) -> tuple[Any, bool]:
+    """The module that rotates keys of ``owner``, and whether they are rotated at all."""
+    kind = type(owner).__name__
+    if kind == "Gemma3Attention":
+        # Its own embedding, which knows no scaling, is not used.
+        [text] = (m for m in model.modules() if hasattr(m, "rotary_emb_local"))
+        return (text.rotary_emb_local if owner.is_sliding else text.rotary_emb), True
+    never = kind == "Exaone4Attention" and owner.sliding_window_pattern and not owner.is_sliding
+    return owner.rotary_emb, not never
+
+
+def _gemma3_rotation(embedding: Any, max_positions: int) -> KeyRotation | None:
+    """That of SGLang's Gemma3RotaryEmbedding, which has frequencies in place of a table."""
+    if type(embedding).__name__ != "Gemma3RotaryEmbedding":
+        return None
+    if embedding.rope_type not in ("default", "linear"):
+        raise ValueError(f"{_CORRECTED}: Gemma 3 with rope_type {embedding.rope_type}")
+    positions = torch.arange(max_positions, device=embedding.inv_freq.device)
+    angles = positions[:, None] * embedding.inv_freq.float()
+    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=1), angles.shape[1] * 2, True)
 
 
 def key_rotation(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,8 @@ class KeySource(NamedTuple):
     pool: Any  # SGLang's ``MHATokenToKVPool``
     rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
     cached_at: CachedPositions
-    rotation: KeyRotation | None = None  # None: cached positions are not recorded
+    #: By layer; None: cached positions are not recorded.
+    rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None: no policy reads any
     stream: Any = None  # the CUDA stream of SGLang's forwards; None on a CPU
 
@@ -43,7 +45,7 @@ class KeySource(NamedTuple):
         positions = upload(held, self.rows.device)
         slots = self.rows[row, positions].long()
         shift = None
-        if shifted and self.rotation is not None:
+        if shifted and self.rotations is not None:
             shift = self.cached_at.shift(slots, positions)
         where = row, positions, slots, shift
         return [HeldLayer(self, number, where, written) for number in layer_ids(self.pool)]
@@ -63,7 +65,7 @@ class HeldLayer:
         positions each key is shifted, None: none is."""
         self._source, self._number, self._written = source, number, written
         self._row, self._positions, self._slots, self._shift = where
-        self.rotation = source.rotation
+        self.rotation = None if source.rotations is None else source.rotations[number]
 
     def stored(self) -> torch.Tensor:
         return read_rows(self._source.pool.get_key_buffer(self._number), self._slots)

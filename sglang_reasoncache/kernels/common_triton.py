@@ -74,21 +74,23 @@ def span_of(begin, end, row, total):
 
 
 @triton.jit
-def row_of(rows, requests, lengths, request, num_rows, width, row_stride):
-    """Where the row of a request begins, and its length, at most ``width``; 0 for a request without a row."""
+def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
+    """Of a request's row what is read, its newest ``reach`` positions: where it begins in memory, its length
+    (0 for a request without a row), and its first position. Positions below are counted from there."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
     length = tl.where(sound, tl.minimum(length, width), 0).to(tl.int32)
-    return rows + tl.where(sound, row, 0) * row_stride, length
+    first = tl.maximum(length - reach, 0)
+    return rows + tl.where(sound, row, 0) * row_stride + first, length - first, first
 
 
 @triton.jit
-def look(rows, cached_at, position, length, num_slots):
+def look(rows, cached_at, position, length, first, num_slots):
     """For some positions of a row: their slots, the slots' cached positions, and the positions' kinds."""
     slot = tl.load(rows + position, mask=(position >= 0) & (position < length), other=-1)
     kept = (slot >= 0) & (slot < num_slots)
-    home = tl.load(cached_at + slot, mask=kept, other=-1)
+    home = tl.load(cached_at + slot, mask=kept, other=-1) - first
     there = kept & (home >= 0) & (home < length) & (home != position)
     alias = there & (tl.load(rows + home, mask=there, other=-1) == slot)
     kind = tl.where(kept, tl.where(home == position, OWN, SHIFTED), EVICTED)

@@ -92,35 +92,47 @@ class ExtendPlan:
         self.pieces: list[tuple[slice, slice]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int], Tensor] = {}
         bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
         if not len(bounds) - 1 == len(new) == len(plan.kv_indptr) - 1:
             raise ValueError(
                 f"new and entries must have {len(plan.kv_indptr) - 1} entries, got {len(new)} "
                 f"and {len(bounds) - 1}"
             )
-        tokens, begins, ends, at = list[int](), list[int](), list[int](), 0
+        tokens, self._read, at = list[int](), list[tuple[int, int]](), 0
         for count, begin, end in zip(new, bounds, bounds[1:], strict=False):
             if not 0 <= count <= end - begin:
                 raise ValueError(f"{count} new tokens in a row of {end - begin} entries")
             if singly or count <= MOST_SINGLE:
                 tokens += range(at, at + count)
-                begins += [begin] * count
-                ends += range(end - count + 1, end + 1)
+                self._read += ((begin, last) for last in range(end - count + 1, end + 1))
             else:
                 self.pieces.append((slice(at, at + count), slice(begin, end)))
             at += count
         self.singles = upload(tokens, device)
-        self.spans = upload(begins, device, torch.int32), upload(ends, device, torch.int32)
+        self._spans: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def mask(self, new: int, total: int) -> Tensor:
-        """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before."""
-        found = self._masks.get((new, total))
+    def spans(self, reach: int) -> tuple[Tensor, Tensor]:
+        """Of each token that is read singly the first entry it sees, and one past the last."""
+        if reach not in self._spans:
+            first = [max(begin, end - reach) if reach else begin for begin, end in self._read]
+            bounds = first, [end for _, end in self._read]
+            begin, end = (upload(side, self._device, torch.int32) for side in bounds)
+            self._spans[reach] = begin, end
+        return self._spans[reach]
+
+    def mask(self, new: int, total: int, reach: int) -> Tensor:
+        """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before, ``reach``
+        entries; 0: all."""
+        found = self._masks.get((new, total, reach))
         if found is None:
             found = torch.full((new, total), -torch.inf, dtype=self._dtype, device=self._device)
+            too_far = found.tril(total - new - reach) if reach else None
             found.triu_(total - new + 1)
+            if too_far is not None:
+                found += too_far
             if found.numel() <= _MASK_ELEMENTS:
-                self._masks[new, total] = found
+                self._masks[new, total, reach] = found
         return found
 
 
@@ -132,8 +144,10 @@ def extend_attention(
     scale: float,
     logit_cap: float = 0.0,
     sinks: Tensor | None = None,
+    reach: int = 0,
 ) -> Tensor:
-    """Causal attention of every new token over its request's entries up to itself.
+    """Causal attention of every new token over its request's entries up to itself, the last ``reach`` of
+    them; 0: all.
 
     ``query`` is ``[tokens, heads, query_dim]``, requests one after the other; the result
     ``[tokens, heads, v_dim]``. Otherwise see :func:`decode_attention`; soft caps and sinks need a
@@ -141,7 +155,7 @@ def extend_attention(
     """
     if query.shape[0] != plan.num_tokens:
         raise ValueError(f"query must have {plan.num_tokens} tokens, got {query.shape[0]}")
-    options: Any = dict(scale=scale, logit_cap=logit_cap, sinks=sinks, spans=plan.spans)
+    options: Any = dict(scale=scale, logit_cap=logit_cap, sinks=sinks, spans=plan.spans(reach))
     if not plan.pieces:
         return decode_attention(query, kv, plan.rows, **options)
     if logit_cap > 0 or sinks is not None:
@@ -150,14 +164,25 @@ def extend_attention(
     if plan.singles.numel():
         out[plan.singles] = decode_attention(query[plan.singles], kv, plan.rows, **options)
     for tokens, entries in plan.pieces:
-        _extend_piece(query[tokens], kv, plan, entries, scale, out[tokens])
+        _extend_piece(query[tokens], kv, plan, entries, scale, reach, out[tokens])
     return out
 
 
 def _extend_piece(
-    query: Tensor, kv: PagedKv, plan: ExtendPlan, entries: slice, scale: float, out: Tensor
+    query: Tensor,
+    kv: PagedKv,
+    plan: ExtendPlan,
+    entries: slice,
+    scale: float,
+    reach: int,
+    out: Tensor,
 ) -> None:
     """Attention of one request's new tokens over its entries, gathered."""
+    if reach >= entries.stop - entries.start:
+        reach = 0
+    elif reach:
+        # What the first new token does not see, none sees.
+        entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
     keys, values = (side[None] for side in gathered)
@@ -165,26 +190,28 @@ def _extend_piece(
     queries = query.transpose(0, 1)[None]
     grouped, on_cuda = query.shape[1] != kv.num_heads, query.device.type == "cuda"
     # A device's flash kernel needs no mask to begin after a prefix.
-    flash = on_cuda and can_use_flash_attention(
-        SDPAParams(queries, keys, values, None, 0.0, False, grouped)
-    )
+    sides = queries, keys, values, None, 0.0, False, grouped
+    flash = on_cuda and not reach and can_use_flash_attention(SDPAParams(*sides))
     if grouped and on_cuda and not flash:
         # PyTorch's other fused kernel wants a KV head for every query head.
         group = query.shape[1] // kv.num_heads
         keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         grouped = False
-    step = new if flash or new == total else _BLOCK
+    causal = new == total and not reach
+    step = new if flash or causal else _BLOCK
     for begin in range(0, new, step):
         end = min(new, begin + step)
         seen, mask = total - new + end, None
-        if new != total:
-            mask = causal_lower_right(new, total) if flash else plan.mask(end - begin, seen)
+        first = max(0, total - new + begin + 1 - reach) if reach else 0
+        if not causal:
+            size = end - begin, seen - first, reach
+            mask = causal_lower_right(new, total) if flash else plan.mask(*size)
         found = F.scaled_dot_product_attention(
             queries[:, :, begin:end],
-            keys[:, :, :seen],
-            values[:, :, :seen],
+            keys[:, :, first:seen],
+            values[:, :, first:seen],
             attn_mask=mask,
-            is_causal=new == total,
+            is_causal=causal,
             scale=scale,
             enable_gqa=grouped,
         )

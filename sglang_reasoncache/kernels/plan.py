@@ -20,6 +20,7 @@ def plan_rows(
     cached_at: torch.Tensor | None = None,
     *,
     num_slots: int,
+    reach: int = 0,
     merge: bool = False,
 ) -> RowPlan:
     """Flatten the rows of a batch in host memory, by C++. On a GPU: ``plan_triton.plan_into``.
@@ -31,8 +32,9 @@ def plan_rows(
         lengths: int ``[batch]``, positions in use, at most ``width``.
         cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None: its own.
         num_slots: Slots of the pool, the bound of every entry.
-        merge: Read each slot once: a position has no entry if its row also names the slot at the slot's
-            cached position. The plan has rotations in place of shifts. Needs ``cached_at``.
+        reach: Only so many of each row's newest positions are read; 0: all.
+        merge: Read each slot once: a position has no entry if what is read also names the slot at
+            the slot's cached position. The plan has rotations in place of shifts. Needs ``cached_at``.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.
@@ -55,7 +57,8 @@ def plan_rows(
         cached_at = cached_at.contiguous()
     requests, lengths = requests.long().contiguous(), lengths.long().contiguous()
     merge = merge and cached_at is not None
-    capacity, made = max(0, int(lengths.sum())), functools.partial(torch.empty, dtype=torch.int32)
+    read = lengths.clamp(max=reach) if reach else lengths
+    capacity, made = max(0, int(read.sum())), functools.partial(torch.empty, dtype=torch.int32)
     kv_indptr, kv_indices = made(len(requests) + 1), made(capacity)
     shift = None if cached_at is None else made(capacity)
     tile_ptr = by = bits = None
@@ -65,7 +68,7 @@ def plan_rows(
         bits = torch.empty(capacity + tiles, dtype=torch.int64)
     is_shifted, count = ctypes.c_int32(), ctypes.c_int32()
     table = rows, len(rows), rows.stride(0), rows.shape[1]
-    batch = requests, lengths, len(requests), cached_at, num_slots
+    batch = requests, lengths, len(requests), reach, cached_at, num_slots
     outputs = kv_indptr, kv_indices, shift, capacity, tile_ptr, by, bits
     call(
         native.library(), "plan", *table, *batch, *outputs, *map(ctypes.byref, (is_shifted, count))

@@ -27,7 +27,7 @@ PIECES = 16
 TILE = 512
 
 
-@triton.jit(do_not_specialize=["num_rows", "width", "num_slots", "stride", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "width", "reach", "num_slots", "stride", "capacity"])
 def plan_kernel(
     rows,  # int32 [num_rows, width]
     requests,  # int32 or int64 [batch]
@@ -39,15 +39,17 @@ def plan_kernel(
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
-    positions,  # int32 [capacity], written if MERGE: of the entries in their rows
-    num_rows, width, row_stride, num_slots, stride, capacity, SHIFTS: tl.constexpr,
+    positions,  # int32 [capacity], written if MERGE: of the entries in what is read of their rows
+    num_rows, width, row_stride, reach, num_slots, stride, capacity, SHIFTS: tl.constexpr,
     MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (PIECES, batch). Counts the entries and runs of every piece, or writes them."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
-    rows, length = common.row_of(rows, requests, lengths, request, num_rows, width, row_stride)
+    rows, length, first = common.row_of(
+        rows, requests, lengths, request, num_rows, width, row_stride, reach
+    )
     start, stop = common.piece_of(length, piece, PIECES, TILE)
     found, found_runs = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
     if WRITE:
@@ -58,8 +60,8 @@ def plan_kernel(
         position = some + tl.arange(0, TILE)
         inside = position < stop
         if MERGE:
-            slot, home, kind = common.look(rows, cached_at, position, length, num_slots)
-            _slot, last, was = common.look(rows, cached_at, position - 1, length, num_slots)
+            slot, home, kind = common.look(rows, cached_at, position, length, first, num_slots)
+            _slot, last, was = common.look(rows, cached_at, position - 1, length, first, num_slots)
             kept = inside & (kind != common.EVICTED) & (kind != common.ALIAS)
             moved = inside & ((kind == common.SHIFTED) | (kind == common.ALIAS))
             begins = moved & ((was != kind) | (last + 1 != home))
@@ -71,7 +73,9 @@ def plan_kernel(
             if MERGE:
                 run_at, run_fits, run_to = common.targets(begins, run_to, capacity)
                 tl.store(runs + run_at, position, mask=run_fits)
-                _slot, then, goes_on = common.look(rows, cached_at, position + 1, length, num_slots)
+                _slot, then, goes_on = common.look(
+                    rows, cached_at, position + 1, length, first, num_slots
+                )
                 ends = moved & ((goes_on != kind) | (then != home + 1))
                 # A run that began before this tile is the last one that was written.
                 run_at += begins.to(tl.int32) - 1
@@ -84,7 +88,7 @@ def plan_kernel(
             else:
                 by = tl.zeros([TILE], tl.int32)
                 if SHIFTS:
-                    by = position - tl.load(cached_at + slot, mask=fits, other=0)
+                    by = first + position - tl.load(cached_at + slot, mask=fits, other=0)
                 tl.store(shift + at, by, mask=fits)
         else:
             found += kept.to(tl.int32)
@@ -151,6 +155,7 @@ def plan_into(
     cached_at: torch.Tensor | None = None,
     *,
     num_slots: int,
+    reach: int = 0,
 ) -> RowPlan:
     """Flatten the rows of a batch into ``buffers``, without a wait; ``buffers.plan_of(batch)``.
 
@@ -170,7 +175,7 @@ def plan_into(
     counts, capacity = buffers.counts, len(buffers.kv_indices)
     cached = counts if cached_at is None else cached_at.contiguous()
     read = rows, requests.contiguous(), lengths.contiguous(), cached
-    sizes = *rows.shape, rows.stride(0), num_slots
+    sizes = *rows.shape, rows.stride(0), reach or rows.shape[1], num_slots
     # Tensors in the place of what is not used.
     runs, run_indptr, shift, positions = counts, counts, buffers.shift, counts
     indptrs = [buffers.kv_indptr]

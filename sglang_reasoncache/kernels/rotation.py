@@ -36,6 +36,12 @@ class KeyRotation:
         there.cos, there.sin = self.cos.to(device), self.sin.to(device)
         return there
 
+    def none(self) -> KeyRotation:
+        """The same, of keys that are not rotated: every angle is 0."""
+        still = copy.copy(self)
+        still.cos, still.sin = torch.ones_like(self.cos), torch.zeros_like(self.sin)
+        return still
+
     def rotate(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         """Rotate ``keys`` ``[..., heads, head_dim]`` by int ``[...]`` positions; fp32 result."""
         row = shift.abs().long()

@@ -25,11 +25,11 @@ PIECES, RUNS = 16, 64
 
 @triton.jit
 def _used_by(
-    rows, cached_at, positions, first, last, inside, length, num_slots, entries,
+    rows, cached_at, positions, first, last, inside, length, begin, num_slots, entries,
 ):  # fmt: skip
     """For runs, given by their first and last positions: the first and last entry that a run uses, by how
     many positions these are rotated, the kind of the run, and whether it has such entries."""
-    _slot, home, kind = common.look(rows, cached_at, first, length, num_slots)
+    _slot, home, kind = common.look(rows, cached_at, first, length, begin, num_slots)
     wanted = tl.where(kind == common.ALIAS, home, first)
     # Entries lie in the order of their positions.
     at = tl.zeros_like(first)
@@ -42,7 +42,9 @@ def _used_by(
     return at, tl.minimum(at + last - first, entries - 1), first - home, kind, inside & found
 
 
-@triton.jit(do_not_specialize=["num_rows", "width", "num_slots", "run_capacity", "capacity"])
+@triton.jit(
+    do_not_specialize=["num_rows", "width", "reach", "num_slots", "run_capacity", "capacity"]
+)
 def rotation_kernel(
     rows, requests, lengths, cached_at,  # as plan_kernel reads them
     kv_indptr,  # int32 [batch + 1]
@@ -53,12 +55,14 @@ def rotation_kernel(
     following,  # int32, as tile_ptr: if WRITE where a tile's next rotation goes, else how many it has
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
-    num_rows, width, row_stride, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
+    num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
     ENTRIES: tl.constexpr, RUNS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Grid (PIECES, batch). Counts the rotations of every tile; writes them, in one piece."""
     request = tl.program_id(1)
-    rows, length = common.row_of(rows, requests, lengths, request, num_rows, width, row_stride)
+    rows, length, from_ = common.row_of(
+        rows, requests, lengths, request, num_rows, width, row_stride, reach
+    )
     begin = tl.load(kv_indptr + request)
     entries = tl.load(kv_indptr + request + 1) - begin
     positions += begin
@@ -82,7 +86,7 @@ def rotation_kernel(
         first = tl.load(run, mask=inside, other=0)
         last = tl.load(run + run_capacity, mask=inside, other=0)
         at, end, turn, kind, ok = _used_by(
-            rows, cached_at, positions, first, last, inside, length, num_slots, entries
+            rows, cached_at, positions, first, last, inside, length, from_, num_slots, entries
         )
         least, most = at // ENTRIES, tl.where(ok, end // ENTRIES, -1)
         for step in range(0, tl.max(most - least, axis=0) + 1):
@@ -141,8 +145,8 @@ def rotate(
 ) -> None:
     """Write the rotations of a plan whose entries and runs are written; waits for nothing.
 
-    ``read``: rows, requests, lengths and cached positions. ``sizes``: of the rows, their stride, and
-    the number of slots.
+    ``read``: rows, requests, lengths and cached positions. ``sizes``: of the rows, their stride, how
+    many positions are read, and the number of slots.
     """
     (tile_ptr, by, bits), following, positions, runs, run_indptr = merge
     following.zero_()

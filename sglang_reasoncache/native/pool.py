@@ -18,7 +18,7 @@ _int64, _int32, _pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 _KINDS = {"p": _pointer, "q": _int64, "f": ctypes.c_float}
 #: Arguments of each C function: pointers, int64, fp32.
 _SIGNATURES = {
-    "plan": "pqqqppqpqpppqppppp",
+    "plan": "pqqqppqqpqpppqppppp",
     "decode": "pppqqqqppppqpppqpffpqq",
     "gather": "pppqppqq",
     "distance": "ppppqqqp",

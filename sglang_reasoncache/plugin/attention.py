@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,8 @@ _DECODE_VOTE = 2
 class AttentionParts:
     """What a server's attention backend can do."""
 
-    rotation: KeyRotation | None = None  # None: keys cannot be corrected
+    #: By layer; None: keys cannot be corrected.
+    rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None: no policy reads recent queries
     selection: PageSelection | None = None  # None: decode steps read all pages
     serves_policies: bool = False
@@ -76,6 +77,10 @@ def attention_backend(
     """Our backend, which writes ``cached``, where the operator's choice allows it, else the
     ``stock`` one. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError where ours
     was requested and is not supported, or memory is missing."""
+    layers = served.attention_layers(model_runner) if _evicts_or_selects(config) else ()
+    if any(map(served.reach_of, layers)):
+        reason = "does not support sliding windows: layers read different positions"
+        raise refusals.of_policy(config.policy, reason)
     backend, uncorrected = _own_backend(model_runner, config, name, cached)
     if backend is None:
         backend = stock(model_runner)
@@ -83,9 +88,9 @@ def attention_backend(
     if paged is None:
         return backend, AttentionParts(uncorrected=uncorrected)
     if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
-        return backend, AttentionParts(paged.rotation, uncorrected=uncorrected)
+        return backend, AttentionParts(paged.rotations, uncorrected=uncorrected)
     return backend, AttentionParts(
-        rotation=paged.rotation,
+        rotations=paged.rotations,
         queries=_queries(paged, config),
         selection=_selection(paged, config),
         serves_policies=True,
@@ -134,7 +139,7 @@ def resolve_positions(
     requested and are not supported."""
     if config.positions == "as-cached":
         return config, None
-    if parts.rotation is not None:
+    if parts.rotations is not None:
         return dataclasses.replace(config, positions="corrected"), None
     reason = parts.uncorrected or _why_not(model_runner)
     if config.positions == "corrected":
@@ -264,7 +269,9 @@ def backend_class(name: str, latent: bool = False) -> type:
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (SharedSlotReads, getattr(compat, stock))
-    return type(f"Corrected{stock}", bases, {"__module__": __name__})
+    # SGLang's Triton kernels decode without the oldest position of a window, its others with it.
+    members = {"__module__": __name__, "unread": int(name == "triton")}
+    return type(f"Corrected{stock}", bases, members)
 
 
 def _install_hooks(backend: Any) -> None:

@@ -107,7 +107,7 @@ class ServerParts:
             pool=self.allocator.get_kvcache(),
             rows=params.req_to_token_pool.req_to_token,
             cached_at=self.cached,
-            rotation=self.attention.rotation if corrects else None,
+            rotations=self.attention.rotations if corrects else None,
             queries=self.attention.queries,
             stream=self._forward_stream(context.tp_worker.model_runner),
         )

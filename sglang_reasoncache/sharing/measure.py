@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads slots and KV distances of a batch of block pairs from the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat import kv_of, layer_ids
 from sglang_reasoncache.compat.types import KVPool
-from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
+from sglang_reasoncache.kernels.distance import DistanceKernel, Layer, block_distances
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
 
@@ -43,8 +43,8 @@ class BlockMeter:
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        rotation: Rotates a source key to the position that would read it before it is compared; None:
-            keys are compared as cached.
+        rotations: Of each layer, rotates a source key to the position that would read it before it is
+            compared; None: keys are compared as cached.
         num_heads: KV heads of all ranks together; 1 for latent rows.
         ranks: Those whose heads are added; all measure the same blocks in the same order. Of latent rows,
             which every rank has whole, the sum is what makes ranks agree to the bit.
@@ -55,25 +55,28 @@ class BlockMeter:
         pool: KVPool,
         rows: torch.Tensor,
         cached_at: CachedPositions,
-        rotation: KeyRotation | None,
+        rotations: Mapping[int, KeyRotation] | None,
         num_heads: int,
         ranks: Ranks,
     ) -> None:
-        self._layers = [kv_of(pool, layer) for layer in layer_ids(pool)]
-        self._kernel = DistanceKernel(self._layers, rotation)
-        self._rows, self._cached_at, self.rotation = rows, cached_at, rotation
+        self._layers: dict[KeyRotation | None, list[Layer]] = {}
+        for layer in layer_ids(pool):
+            rotation = None if rotations is None else rotations[layer]
+            self._layers.setdefault(rotation, []).append(kv_of(pool, layer))
+        # Most models have one rotation.
+        self._kernels = [DistanceKernel(some, rotation) for rotation, some in self._layers.items()]
+        self._rows, self._cached_at, self._corrects = rows, cached_at, rotations is not None
         self._num_heads, self._ranks = num_heads, ranks
 
     @property
     def backend(self) -> str:
         """What computes the distances: see ``kernels.paged.BACKENDS``."""
-        return self._kernel.backend
+        return self._kernels[0].backend
 
     def warm_up(self, block: int) -> None:
         """Compile the kernels for blocks of ``block`` tokens, before requests come."""
         slots = torch.zeros((1, block), dtype=torch.int64, device=self._rows.device)
-        shift = None if self.rotation is None else torch.zeros_like(slots, dtype=torch.int32)
-        self._kernel.squares(slots, slots, shift)
+        self._squares(slots, slots, slots.int() if self._corrects else None)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
         """Compare K and V of the pairs, all of one length. On a GPU this launches and does not wait."""
@@ -85,11 +88,19 @@ class BlockMeter:
         dst, src = at[:, 0:1] + within, at[:, 1:2] + within
         dst_slots = self._rows[rows[:, 0:1], dst].long()
         src_slots = self._rows[rows[:, 1:2], src].long()
-        sums = self._kernel.squares(dst_slots, src_slots, self._shift(src_slots, dst))
+        sums = self._squares(dst_slots, src_slots, self._shift(src_slots, dst))
         return Measurement(dst_slots, src_slots, sums)
 
     def _shift(self, src_slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor | None:
-        return None if self.rotation is None else self._cached_at.shift(src_slots, used_at)
+        return self._cached_at.shift(src_slots, used_at) if self._corrects else None
+
+    def _squares(
+        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Of all layers, those with one rotation side by side."""
+        sides = dst_slots, src_slots, shift
+        first, *others = (kernel.squares(*sides) for kernel in self._kernels)
+        return torch.cat((first, *others), dim=1) if others else first
 
     def distances(self, measured: Measurement) -> list[float]:
         """KV distance of each block. All tensor-parallel ranks call this together."""

@@ -148,7 +148,8 @@ def source(
     rows[1, : len(ROW)] = torch.tensor(ROW, dtype=torch.int32)
     cached_at = CachedPositions(32, "cpu")
     cached_at.record(torch.tensor([3, 9, 14, 30, 1, 22]), torch.tensor([0, 1, 3, 7, 8, 9]))
-    return KeySource(pool, rows, cached_at, rotation, queries)
+    rotations = None if rotation is None else dict.fromkeys(range(len(layers)), rotation)
+    return KeySource(pool, rows, cached_at, rotations, queries)
 
 
 def pool_keys(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

@@ -30,6 +30,9 @@ PIECES = st.lists(
     max_size=8,
 )
 
+#: How many of a row's newest positions are read; 0: all.
+REACHES = st.sampled_from((0, 0, 1, 5, 64, 65, 150, 1000))
+
 
 def lay(batch: list[list[tuple[str, int, int]]]) -> Read:
     cached_at, rows = [0], []
@@ -54,12 +57,14 @@ def lay(batch: list[list[tuple[str, int, int]]]) -> Read:
     return table, torch.arange(len(rows)), lengths, torch.tensor(cached_at, dtype=torch.int32)
 
 
-def of_rows(rows: torch.Tensor, _: Any, lengths: torch.Tensor, cached_at: torch.Tensor) -> Uses:
+def of_rows(
+    rows: torch.Tensor, _: Any, lengths: torch.Tensor, cached_at: torch.Tensor, *, reach: int = 0
+) -> Uses:
     return Counter(
         (request, slot, position - int(cached_at[slot]))
         for request, row in enumerate(rows.tolist())
         for position, slot in enumerate(row[: lengths[request]])
-        if slot >= 0
+        if slot >= 0 and not 0 < reach <= lengths[request] - position - 1
     )
 
 
@@ -84,11 +89,13 @@ def of_plan(plan: RowPlan) -> Uses:
 
 
 @settings(max_examples=150, deadline=None)
-@given(batch=st.lists(PIECES, min_size=1, max_size=4))
-def test_a_plan_has_each_use_of_a_key_once(batch: list[list[tuple[str, int, int]]]) -> None:
+@given(batch=st.lists(PIECES, min_size=1, max_size=4), reach=REACHES)
+def test_a_plan_has_each_use_of_a_key_once(
+    batch: list[list[tuple[str, int, int]]], reach: int
+) -> None:
     read = lay(batch)
-    slots, expected = len(read[3]), of_rows(*read)
-    found = plan_rows(*read, num_slots=slots, merge=True)
+    slots, expected = len(read[3]), of_rows(*read, reach=reach)
+    found = plan_rows(*read, num_slots=slots, reach=reach, merge=True)
     assert of_plan(found) == expected
     # Each slot that a row names at its cached position is read once.
     own = Counter((request, slot) for request, slot, by in expected if not by)
@@ -99,11 +106,12 @@ def test_a_plan_has_each_use_of_a_key_once(batch: list[list[tuple[str, int, int]
 
 @on_device
 @settings(max_examples=12 if INTERPRETED else 150, deadline=None)
-@given(batch=st.lists(PIECES, min_size=1, max_size=3))
-def test_a_plan_on_a_gpu(batch: list[list[tuple[str, int, int]]]) -> None:
+@given(batch=st.lists(PIECES, min_size=1, max_size=3), reach=REACHES)
+def test_a_plan_on_a_gpu(batch: list[list[tuple[str, int, int]]], reach: int) -> None:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
     read = lay(batch)
     buffers = PlanBuffers.of(len(batch), int(read[2].sum()), DEVICE, merge=True)
-    plan = plan_into(buffers, *(side.to(DEVICE) for side in read), num_slots=len(read[3]))
-    assert of_plan(plan) == of_rows(*read)
+    sides: Any = (side.to(DEVICE) for side in read)
+    plan = plan_into(buffers, *sides, num_slots=len(read[3]), reach=reach)
+    assert of_plan(plan) == of_rows(*read, reach=reach)

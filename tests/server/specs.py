@@ -162,12 +162,14 @@ UNCORRECTED = (
     .for_long_runs()
 )
 
-#: Of models of ``tiny_models.py`` those with latent attention, and SGLang's module.
+#: Of models of ``tiny_models.py`` those with latent attention, those with sliding windows, and SGLang's module.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
+WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
+STATELESS = {**LATENT, **WINDOWS}
 
 
 def _beside(model: str, *plugins: str) -> dict[str, str]:
-    states = () if model in LATENT else ("state_layers",)
+    states = () if model in STATELESS else ("state_layers",)
     paths = str(LEAN_START), _beside_ours("faulty", *states, *plugins)
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
@@ -180,11 +182,11 @@ def copying(spec: ServerSpec) -> ServerSpec:
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     """A server of a tiny model, without the overlap schedule, which needs copies of states that SGLang does
     not keep on a CPU. Of SGLang's models it imports one: all take many seconds."""
-    states = "" if model in LATENT else "--mamba-radix-cache-strategy no_buffer"
+    states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     folder = Path(sglang.__file__).parent / "srt/models"
-    others = {file.stem for file in folder.glob("*.py")} - {LATENT.get(model, model), "__init__"}
+    others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
     env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", **_beside(model)}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)

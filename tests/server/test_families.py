@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other attention than the embedded reasoner's: hybrids, of which only attention layers share, and
-latent attention. SGLang's states are what the prefix cache has of state layers; a wrong one would show in
-the responses that begin with a cached prefix."""
+"""Models of other attention than the embedded reasoner's: hybrids, of which only attention layers share,
+latent attention, and layers with a sliding window. SGLang's states are what the prefix cache has of state
+layers; a wrong one would show in the responses that begin with a cached prefix."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +21,8 @@ _LENGTH = 8
 _WORDS = list("abcdefghijklmnopqrst")
 #: Log-probabilities in fp32 by two orders of the same sums.
 ROUNDING = 2e-3
+#: Of layers without a sliding window and of those with one; None: keys are read as cached.
+Rotations = dict[bool, KeyRotation] | None
 
 
 def _prompts(count: int, first: int = 0) -> list[str]:
@@ -70,25 +72,32 @@ class Loop:
             path, dtype=torch.float32, attn_implementation="redirecting"
         ).eval()
         self._slots: list[tuple[int, torch.Tensor]] = []
-        self._rotation: KeyRotation | None = None
+        self._rotation: Rotations = None
 
-    def rotation(self) -> KeyRotation | None:
+    def rotation(self) -> Rotations:
         """None: the model has no rotary embedding."""
         embedding = getattr(self.model.model, "rotary_emb", None)
         embedding = embedding or getattr(self.model.model, "pos_emb", None)
         if embedding is None:
             return None
-        angles = torch.arange(1024)[:, None] * embedding.inv_freq.float()
-        table = torch.cat((angles.cos(), angles.sin()), dim=1)
-        # Hugging Face's V3 lays pairs out as halves, its V2 as neighbours.
-        return KeyRotation(table, table.shape[1], is_neox=self.name != "deepseek_v2")
+        found = {}
+        for windowed in (False, True):
+            kind = "sliding_attention" if windowed else "full_attention"
+            frequencies = getattr(embedding, f"{kind}_inv_freq", None)
+            frequencies = embedding.inv_freq if frequencies is None else frequencies
+            angles = torch.arange(1024)[:, None] * frequencies.float()
+            table = torch.cat((angles.cos(), angles.sin()), dim=1)
+            # Hugging Face's V3 lays pairs out as halves, its V2 as neighbours.
+            found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
+        return found
 
-    def _rotated(self, keys: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    def _rotated(self, keys: torch.Tensor, by: torch.Tensor, windowed: bool) -> torch.Tensor:
         if self._rotation is None:
             return keys
+        rotation = self._rotation[windowed]
         # Of latent attention the last dims of a head.
-        dims = keys.shape[-1] - self._rotation.rotary_dim if self.name in specs.LATENT else 0
-        rotated = self._rotation.rotate(keys[..., dims:], by)
+        dims = keys.shape[-1] - rotation.rotary_dim if self.name in specs.LATENT else 0
+        rotated = rotation.rotate(keys[..., dims:], by)
         return torch.cat((keys[..., :dims], rotated), dim=-1)
 
     @torch.no_grad()
@@ -97,7 +106,7 @@ class Loop:
         prompt: list[int],
         found: dict[str, Any],
         blocks: list[Any],
-        rotation: KeyRotation | None,
+        rotation: Rotations,
     ) -> float:
         """Mean distance of a server's log-probabilities from this loop's.
 
@@ -121,23 +130,34 @@ class Loop:
         return float((ours - found["logprobs"]).abs().mean())
 
     def _attend(
-        self, _module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: float, **_: Any
+        self,
+        _module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        _mask: Any,
+        scaling: float,
+        sliding_window: int | None = None,
+        **_: Any,
     ) -> tuple[torch.Tensor, None]:
         n, out = query.shape[2], query.new_empty((*query.shape[:3], value.shape[3]))
         ends = [first for first, _ in self._slots[1:]] + [n]
         for (first, slots), end in zip(self._slots, ends, strict=True):
-            keys = self._rotated(key[0].transpose(0, 1)[slots], torch.arange(n) - slots)
+            windowed = sliding_window is not None
+            keys = self._rotated(key[0].transpose(0, 1)[slots], torch.arange(n) - slots, windowed)
             read = keys.transpose(0, 1)[None], value[:, :, slots]
-            visible = torch.ones(n, n, dtype=torch.bool).tril()[first:end]
+            visible = torch.ones(n, n, dtype=torch.bool).tril()
+            visible = visible.triu(1 - (sliding_window or n))[first:end]
             out[:, :, first:end] = torch.nn.functional.scaled_dot_product_attention(
                 query[:, :, first:end], *read, attn_mask=visible, scale=scaling, enable_gqa=True
             )
         return out.transpose(1, 2).contiguous(), None
 
 
-TRIED = ("qwen3_5_text", "deepseek_v3")
-OTHERS = ("qwen3_next", "lfm2", "nemotron_h", "deepseek_v2")
+TRIED = ("qwen3_5_text", "deepseek_v3", "gemma3_text")
+OTHERS = ("qwen3_next", "lfm2", "nemotron_h", "deepseek_v2", "olmo3")
 AT_ONCE = [specs.at_once(name) for name in TRIED]
+SHORT = [specs.short(name) for name in TRIED[:2]] + [specs.short("gemma3_text").for_long_runs()]
 AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS]
 
 
@@ -167,8 +187,8 @@ def test_a_server_computes_what_a_loop_computes(
         # model with states the prompt and its state.
         follow = _follow_up(server, prompt + found["tokens"])
         shared = min(dst for _, dst, _ in found["blocks"])
-        latent = spec.model in specs.LATENT
-        assert follow["cached"] == (shared if latent else found["prompt"])
+        stateless = spec.model in specs.STATELESS
+        assert follow["cached"] == (shared if stateless else found["prompt"])
         again += loop.off(prompt + found["tokens"], follow, [], None) / 10
     whole = prompt + found["tokens"] + follow["tokens"]
     follow = _follow_up(server, whole)
@@ -206,7 +226,7 @@ def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.Ser
         assert max(off) > 10 * ROUNDING
 
 
-@pytest.mark.parametrize("spec", [specs.short(name) for name in TRIED])
+@pytest.mark.parametrize("spec", SHORT)
 def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Requests are retracted, aborted and opted out while others share. Those that opted out compute what
     the loop computes."""
@@ -224,7 +244,7 @@ def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.
             aborted.start()
         return server.post("/generate", json={**body, "sampling_params": sampling}).json()
 
-    todo = list(enumerate(_prompts(20 if spec.model in specs.LATENT else 12)))
+    todo = list(enumerate(_prompts(20 if spec.model in specs.STATELESS else 12)))
     with ThreadPoolExecutor(len(todo)) as pool:
         bodies = list(pool.map(ask, todo))
     wait_until_idle(server)

@@ -66,10 +66,18 @@ _LATENT: dict[str, Any] = dict(
         mscale_all_dim=0.5,
     ),
 )
+#: Every second layer sees all positions, the others so many. OLMo 3 in the checkpoints' words.
+_WINDOW: dict[str, Any] = dict(
+    num_hidden_layers=4,
+    head_dim=16,
+    sliding_window=48,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
 #: What a layer adds to its input, and by how much less: with latent attention, whose experts count too, for
 #: as many repeats.
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
-_LESS, _LESS_OF_LATENT = 0.12, 0.06
+_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+_LESS, _LESS_OF_LATENT, _LESS_OF_GEMMA = 0.12, 0.06, 0.6
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> the configuration's class in Hugging Face's library, and its arguments.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,6 +92,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": (
         "Lfm2Config",
         dict(num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2),
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        dict(
+            **_WINDOW,
+            tie_word_embeddings=True,
+            query_pre_attn_scalar=16,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=2.0, rope_theta=1e4),
+                sliding_attention=dict(rope_type="default", rope_theta=1e3),
+            ),
+        ),
+    ),
+    "olmo3": (
+        "Olmo3Config",
+        dict(
+            **_WINDOW,
+            rope_theta=5e5,
+            rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=2048),
+        ),
     ),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "head_dim": 16}),
     "deepseek_v3": (
@@ -116,17 +144,25 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     import transformers
 
     kind, arguments = MODELS[name]
+    gemma = name == "gemma3_text"
     config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     # The newest token decides most of the next one, so that greedy responses run in circles.
     with torch.no_grad():
-        model.get_input_embeddings().weight *= 8.0
+        if gemma:
+            # SGLang ties its embeddings: with other signs a token is not followed by itself.
+            model.model.norm.weight.copy_(-2.0 * (torch.rand(64) < 0.5))
+        else:  # Gemma does so itself
+            model.get_input_embeddings().weight *= 8.0
         latent = "kv_lora_rank" in arguments
         outputs = (*_OUTPUTS, "experts.down_proj") if latent else _OUTPUTS
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= _LESS_OF_LATENT if latent else _LESS
+            # With a window it is normed, and Gemma's norms add 1 to their weights.
+            if "sliding_window" in arguments and parameter.endswith(_NORMS):
+                weight.fill_(_LESS_OF_GEMMA - 1 if gemma else _LESS)
     path = folder / name
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -141,5 +177,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}
         described.setdefault("scoring_func", "softmax")
+    if name == "olmo3":
+        del described["rope_parameters"]
+        described |= {key: arguments[key] for key in ("rope_theta", "rope_scaling")}
     (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
     return path

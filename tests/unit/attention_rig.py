@@ -11,6 +11,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.models.olmo2 import Olmo2Attention
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.batch_mark import MarkedRids
@@ -44,7 +45,8 @@ class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
     ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``notes_shifted``: the allocator
-    has seen slots shared, even if no row holds one now.
+    has seen slots shared, even if no row holds one now. ``window``: positions that a query sees besides
+    its own; 0: all.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Rig:
         interleaved: bool = False,
         latent: bool = False,
         notes_shifted: bool = False,
+        window: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(23)
         self.generator = generator
@@ -100,7 +103,14 @@ class Rig:
         rope = factory.get_rope(dims, dims, CONTEXT, BASE, not interleaved, None, torch.float32)
         self.scale = self.query_dim**-0.5
         shape = heads, self.query_dim, self.scale, kv_heads
-        self.layer = RadixAttention(*shape, layer_id=1, v_head_dim=self.v_dim)
+        sees = dict(v_head_dim=self.v_dim, sliding_window_size=window or -1)
+        self.layer = RadixAttention(*shape, layer_id=1, **sees)
+        model: Any = torch.nn.ModuleList([rope, self.layer])
+        if window:
+            sees["sliding_window_size"] = -1
+            model = _olmo(rope, RadixAttention(*shape, layer_id=0, **sees), self.layer)
+        #: ``unread``: of a decode step, as ``PagedBackend`` has it.
+        self.window, self.unread = window, 0
         #: With what the start of a server on CUDA reads.
         self.runner: Any = SimpleNamespace(
             device="cpu",
@@ -110,7 +120,7 @@ class Rig:
                 page_size=1, has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
             ),
             dtype=dtype,
-            model=torch.nn.ModuleList([rope, self.layer]),
+            model=model,
             model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
             use_mla_backend=latent,
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
@@ -205,9 +215,24 @@ class Rig:
             if self.latent:
                 k = torch.cat((values[slots], k), dim=2)
             q = next(query)
-            hidden = evicted | (at > torch.arange(end - len(q), end)[:, None])
+            own = torch.arange(end - len(q), end)[:, None]
+            hidden = evicted | (at > own)
+            if self.window:
+                decode = batch.forward_mode.is_decode()
+                hidden |= at < own - self.window + (self.unread if decode else 0)
             found.append(dense(q, k, values[slots], self.scale, hidden=hidden, cap=cap))
         return found
+
+
+def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
+    """Attention modules of SGLang's OLMo 3."""
+    found = torch.nn.ModuleList()
+    for layer in layers:
+        owner: Any = Olmo2Attention.__new__(Olmo2Attention)
+        torch.nn.Module.__init__(owner)
+        owner.rotary_emb, owner.attn = rope, layer
+        found.append(owner)
+    return found
 
 
 def announced(
@@ -237,7 +262,6 @@ def mark(batch: ForwardBatch, needs_ours: bool) -> None:
 
 #: What our attention does not support: a change of a rig, and how the refusal names it.
 UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
-    (lambda r: setattr(r.layer, "sliding_window_size", 8), "sliding window 8"),
     (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),
     (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),

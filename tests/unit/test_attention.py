@@ -59,6 +59,25 @@ def test_keys_are_read_where_they_are_used(
 
 
 @KINDS
+@pytest.mark.parametrize("window", [1, 17, 300, 2000])
+@ALL_BATCHES
+def test_windows_go_by_the_position_that_reads(
+    monkeypatch: pytest.MonkeyPatch, new: list[int], window: int, kind: str
+) -> None:
+    """Of a layer with a sliding window, whatever the cached positions; SGLang's torch-native backend sees
+    the same positions. With masks in blocks, and, soft-capped, token by token."""
+    monkeypatch.setattr(extend, "_BLOCK", 64)
+    rig = Rig(shifted=0.5, window=window)
+    backend, batch = backend_of(kind, rig), rig.batch(new)
+    rig.check(backend, batch)
+    rig.layer.logit_cap = 0.5
+    rig.check(backend_of(kind, rig), batch, logit_cap=0.5)
+    rig.layer.logit_cap = 0.0
+    rig.settle()
+    rig.check(TorchNativeAttnBackend(rig.runner), batch)
+
+
+@KINDS
 @DTYPES
 @ALL_BATCHES
 def test_latent_rows_are_read_where_they_are_used(
@@ -241,6 +260,23 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     pool.full_kv_pool = rig.pool
     with pytest.raises(ValueError, match="latent beside states"):
         served.check_pool(pool)
+
+
+def test_what_is_not_served_beside_windows_is_refused() -> None:
+    """Policies, images and attention modules that may rotate as they like."""
+    rig = Rig(shifted=0.0, window=8)
+    config = ReasonCacheConfig(policy="streamingllm:budget=64")
+    asked: Any = config, "triton", None, rig.cached_at
+    with pytest.raises(ValueError, match="streamingllm:budget=64 does not support sliding windows"):
+        attention.attention_backend(rig.runner, *asked)
+    rig.runner.model_config.is_multimodal = True
+    with pytest.raises(ValueError, match="--enable-multimodal"):
+        PagedCpuBackend(rig.runner, rig.cached_at)
+    rig = Rig(shifted=0.0)
+    rig.layer.sliding_window_size = 8
+    with pytest.raises(ValueError, match=r"\(ModuleList\) is beside sliding windows"):
+        PagedCpuBackend(rig.runner, rig.cached_at)
+    PagedCpuBackend(rig.runner, None)
 
 
 def test_without_a_compiler_the_server_is_told_of_sglangs_own(

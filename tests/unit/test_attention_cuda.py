@@ -39,7 +39,7 @@ def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: s
     a batch with evicted positions is not; which has some is known batch by batch."""
     rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
     backend = backend_of("cuda", rig, corrected)
-    assert corrected or backend.paged.rotation is None
+    assert corrected or backend.paged.rotations is None
     allocator, cached_at = rig.runner.token_to_kv_pool_allocator, rig.cached_at.positions.clone()
     allocator.has_evicted = known == "as cached, evicted"
     allocator.has_shifted_slots = known != "never shared"
@@ -272,7 +272,7 @@ def test_auto_is_corrected(
 
     monkeypatch.setattr(attention, "make_cuda", on_the_cpu)
     backend, parts, config = chosen(rig.runner, cached=rig.cached_at)
-    assert backend is not STOCK and parts.rotation is not None and not parts.uncorrected
+    assert backend is not STOCK and parts.rotations is not None and not parts.uncorrected
     assert attention.resolve_positions(config, parts, rig.runner)[0].positions == "corrected"
     assert not caplog.messages
 
@@ -309,7 +309,7 @@ def test_auto_goes_on_where_ours_fails(
     why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"
     backend, found, _ = chosen(rig.runner, cached=rig.cached_at)
     assert backend is STOCK
-    assert found.rotation is None and re.fullmatch(why, found.uncorrected)
+    assert found.rotations is None and re.fullmatch(why, found.uncorrected)
     assert warned == [found.uncorrected] and len(made) == (at != "__init__")
     assert all(backend() is None for backend in made)
     with pytest.raises(ValueError, match=why):

@@ -43,7 +43,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
     """Ours over SGLang's Triton backend, as a server's start makes it."""
     runner = rig.runner
-    runner.sliding_window_size, runner.gpu_id, runner.page_size = None, 0, 1
+    runner.sliding_window_size, runner.gpu_id, runner.page_size = rig.window or None, 0, 1
+    rig.unread = 1
     runner.decode_num_tokens_per_req = lambda: 1
     runner.kv_cache_dtype = rig.dtype
     runner.kv_index_translator = KVIndexTranslator(
@@ -111,10 +112,10 @@ class Graphs:
         )
         self.backend.kv_index_translator.bind_runner_slots(batch)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        state = (backend.paged.rows, backend.forward_metadata)
+        state = backend.paged.rows, backend.paged.windows, backend.forward_metadata
 
         def replay() -> torch.Tensor:
-            backend.paged.rows, backend.forward_metadata = state
+            backend.paged.rows, backend.paged.windows, backend.forward_metadata = state
             backend.init_forward_metadata_in_graph(batch)
             k, v = (side[:size] for side in self.kv)
             return backend.forward_decode(self.q[:size], k, v, self.rig.layer, batch)
@@ -228,6 +229,26 @@ def test_latent_rows_are_read_by_one_or_the_other(
     assert not close(latent, latent.forward(backend, extend), extend)
     latent.settle()
     assert close(latent, latent.forward(backend, extend), extend)
+
+
+@under_interpreter
+@pytest.mark.usefixtures("few_programs", "ranks")
+@pytest.mark.parametrize("window", [17, 500])
+def test_windows_are_those_of_sglangs_kernels(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    """In which a decode step leaves out the oldest position of a window and a prefill does not."""
+    rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1, window=window)
+    backend = triton_backend(rig, monkeypatch)
+    graphs = Graphs(rig, backend)
+    for runner, new in ((backend, [1, 1, 1]), (graphs, [1, 1, 1]), (backend, [1, 3, 30])):
+        batch = rig.batch(new)
+        mark(batch, True)
+        assert close(rig, rig.forward(runner, batch), batch)
+    rig.settle()
+    for runner, new in ((backend, [1, 1, 1]), (graphs, [1, 1, 1]), (backend, [1, 3, 30])):
+        batch = rig.batch(new)
+        mark(batch, False)
+        assert close(rig, rig.forward(runner, batch), batch)
+    assert graphs.replayed == [SHIFTED, PLAIN]
 
 
 @under_interpreter

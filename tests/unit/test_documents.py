@@ -89,6 +89,7 @@ def test_what_the_code_names_is_in_its_page() -> None:
     series = [*(field.removesuffix("_total") for field in report._COUNTERS)]
     series += (f"selection_{field}" for field in report._SELECTION)
     kinds = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS, *served.WITHOUT_POSITIONS]
+    kinds += served.WINDOWED
     refused, corrected = (
         [f"--{field.replace('_', '-')}" for field in fields]
         for fields in (CONFLICTS, CORRECTED_CONFLICTS)

@@ -6,6 +6,7 @@ table, the first must be the second. Models without such a rotation are refused 
 import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ import torch
 import transformers
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import base, factory
+from sglang.srt.models.exaone4 import Exaone4Attention
 from sglang.srt.models.hunyuan import HunYuanAttention
 from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
-from sglang_reasoncache.attention.served import key_rotation
+from sglang_reasoncache.attention.served import key_rotation, key_rotations
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
+from sglang_reasoncache.sharing.measure import BlockMeter
 
 HEADS = 2
 #: Half the distance between 1 and the next fp32 number.
@@ -190,6 +195,56 @@ def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> No
     rotation = key_rotation(half, embedding.model.positions)
     assert torch.equal(rotation.cos, embedding.rotation.cos)
     assert torch.equal(rotation.sin, embedding.rotation.sin)
+
+
+def test_layers_beside_windows_have_their_own_rotation() -> None:
+    """EXAONE 4 rotates keys of layers with a window alone."""
+    model = torch.nn.ModuleList()
+    for layer, is_sliding in enumerate((True, True, False)):
+        owner: Any = Exaone4Attention.__new__(Exaone4Attention)
+        Attention.__init__(owner, rotary_of())
+        owner.attn.layer_id, owner.attn.sliding_window_size = layer, 7 if is_sliding else -1
+        owner.sliding_window_pattern, owner.is_sliding = "LLG", is_sliding
+        model.append(owner)
+    runner: Any = SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(context_len=64),
+        token_to_kv_pool=SimpleNamespace(start_layer=0, layer_num=3),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
+    )
+    found = key_rotations(runner, None)
+    keys, by = torch.randn(4, HEADS, 64), torch.arange(4)
+    assert found[0] is found[1]
+    expected = key_rotation(torch.nn.ModuleList([rotary_of()]), 64).rotate(keys, by)
+    assert torch.equal(found[0].rotate(keys, by), expected)
+    assert torch.equal(found[2].rotate(keys, by), keys)
+
+
+def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
+    """Of a model with two: the distance of a block from itself, read elsewhere, is 0."""
+    near, far = (
+        key_rotation(torch.nn.ModuleList([rotary_of(base=base)]), 256) for base in (100, 10_000)
+    )
+    at, slots, generator = 40, 8, torch.Generator().manual_seed(3)
+    keys = torch.randn(3, 2 * slots, HEADS, 64, generator=generator)
+    values = torch.randn(3, slots, HEADS, 64, generator=generator).repeat(1, 2, 1, 1)
+    rotations = {0: near, 1: far, 2: near}
+    for layer, rotation in rotations.items():
+        moved = rotation.rotate(keys[layer, :slots], torch.full((slots,), at))
+        keys[layer, slots:] = moved
+    of = dict(get_key_buffer=keys.__getitem__, get_value_buffer=values.__getitem__)
+    pool: Any = SimpleNamespace(start_layer=0, layer_num=3, **of)
+    rows = torch.zeros(1, 64, dtype=torch.int32)
+    rows[0, :slots], rows[0, at : at + slots] = torch.arange(2 * slots).int().split(slots)
+    cached_at = CachedPositions(2 * slots, "cpu")
+    cached_at.record(torch.arange(slots), torch.arange(slots))
+    req: Any = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0))
+    block: Any = SimpleNamespace(req=req, lender=req, dst_start=at, src_start=0, length=slots)
+    for known, is_right in ((rotations, True), (dict.fromkeys(range(3), near), False)):
+        meter = BlockMeter(pool, rows, cached_at, known, HEADS, Ranks())
+        meter.warm_up(slots)
+        [distance] = meter.distances(meter.measure([block]))
+        assert (distance < 1e-5) == is_right
 
 
 # -- refusals ---

@@ -32,10 +32,11 @@ def register() -> None:
         dst, shift = meter._rows[rows, positions].long(), meter._shift(src, positions)
 
         def copy() -> None:
-            for keys, values in meter._layers:
-                # Slots used where they were cached are copied bit for bit.
-                keys[dst] = read_keys(keys, src, shift, meter.rotation).to(keys.dtype)
-                values[dst] = values[src]
+            for rotation, layers in meter._layers.items():
+                for keys, values in layers:
+                    # Slots used where they were cached are copied bit for bit.
+                    keys[dst] = read_keys(keys, src, shift, rotation).to(keys.dtype)
+                    values[dst] = values[src]
 
         return copy
 
