@@ -20,7 +20,7 @@ def draw(data: Data, folder: Path) -> dict[str, str]:
     for task in data.cells["task"].unique():
         for name, caption, drawer in (
             ("accuracy", "Accuracy against slots saved", _accuracy),
-            ("timeline", "KV slots and running requests over time", _timeline),
+            ("timeline", "KV slots and running requests over time", timeline),
         ):
             file = f"{name}_{task}.png"
             if drawer(data, task, folder / file):
@@ -51,8 +51,9 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
     return True
 
 
-def _timeline(data: Data, task: str, path: Path) -> bool:
-    """The first seed of each method of the first run; rolling means over a 300th of it."""
+def timeline(data: Data, task: str, path: Path) -> bool:
+    """Draw the first seed of each method of the first run, rolling means over a 300th of it. False: there
+    is nothing to draw."""
     rows = data.timeline[data.timeline["task"] == task] if len(data.timeline) else data.timeline
     if rows.empty:
         return False

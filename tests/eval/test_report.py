@@ -106,6 +106,20 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
         assert min(pixels.shape[:2]) > 200 and pixels.std() > 0.02, f"{name} is blank"
 
 
+def test_one_file_holds_tables_and_pictures(tmp_path: Path) -> None:
+    """Nothing that a run calls something is HTML in it."""
+    hostile = dict(model="<script>a</script>", command_line="b `<script>`\n</code><script>")
+    run = write_run(tmp_path / "run", {"dense": 0.0, "<img src=x>": 0.2}, **hostile)
+    _, _, out = report(run)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count("<table>") >= 3 and ">dense</td>" in page
+    assert re.findall("<img .*?src=.{15}", page) == [
+        f'<img alt="{caption}, tiny_reasoner" src="data:image/png'
+        for caption in ("Accuracy against slots saved", "KV slots and running requests over time")
+    ]
+    assert "<script" not in page and "&lt;script&gt;" in page
+
+
 SHARES = {"dense": 0.0, "reasoncache": 0.2}
 
 
