@@ -64,7 +64,7 @@ def timeline(data: Data, task: str, path: Path) -> bool:
         found = found[found["seed"] == found["seed"].min()].reset_index(drop=True)
         means = found[["used", "saved", "running"]].rolling(1 + len(found) // 300).mean()
         lines.append(means.assign(method=text(str(method)), step=every * found.index))
-    shown = pd.concat(lines)
+    shown = pd.concat(lines, ignore_index=True)
     made, axes = figure(8.5, 5.6, 2, 1)
     looks: dict[str, Any] = {"x": "step", "hue": "method", "errorbar": None}
     sns.lineplot(shown, y="used", ax=axes[0, 0], **looks)

@@ -105,7 +105,7 @@ def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: 
     config["scrape_configs"][0]["static_configs"] = [{"targets": [server.url.split("/")[2]]}]
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))
     address = f"127.0.0.1:{free_port()}"
-    flags = {"config.file": tmp_path / "prometheus.yml", "storage.tsdb.path": tmp_path / "data"}
+    flags = {"config.file": f"{tmp_path}/prometheus.yml", "storage.tsdb.path": f"{tmp_path}/data"}
     flags |= {"web.listen-address": address}
     command = ["prometheus", *(f"--{name}={value}" for name, value in flags.items())]
     with (tmp_path / "log").open("wb") as log:

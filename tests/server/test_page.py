@@ -4,13 +4,14 @@
 ``REASONCACHE_SCREENSHOT=docs/page.png`` keeps the picture, after three minutes of load.
 """
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -29,11 +30,12 @@ from tests.server.problems import problems, prompts, solve
 PREFIX, KEY = "/behind/a/proxy", "let me in"
 HOSTILE = "<img src=x onerror=hit()><script>hit()</script>"
 PICTURE = os.environ.get("REASONCACHE_SCREENSHOT")
+IN_TEXT = "" if PICTURE else HOSTILE
 
 
-@contextmanager
+@contextlib.contextmanager
 def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
-    """Forwards what begins with PREFIX, wants KEY for single requests, and puts HOSTILE before the text of
+    """Forwards what begins with PREFIX, wants KEY for single requests, and puts IN_TEXT before the text of
     each response: no token of the embedded model spells it."""
 
     class Handler(BaseHTTPRequestHandler):
@@ -46,7 +48,8 @@ def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
             body = told.content
             if path.startswith("/reasoncache/response"):
                 found = told.json()
-                found["parts"][0]["text"] = HOSTILE + found["parts"][0]["text"]
+                for part in (found["parts"] or ())[:1]:
+                    part["text"] = IN_TEXT + part["text"]
                 body = json.dumps(found).encode()
             names = ("content-type", "content-security-policy")
             kept = {name: told.headers[name] for name in names if name in told.headers}
@@ -57,7 +60,8 @@ def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
             for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(BrokenPipeError):
+                self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -97,7 +101,7 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
     def load() -> None:
         end, seed = time.monotonic() + (180 if PICTURE else 0), 70
         while seed == 70 or time.monotonic() < end:
-            solve(server, problems(24, seed=seed))
+            solve(server, problems(72 if PICTURE else 18, seed=seed))
             seed += 1
         generate(server, prompts(1, seed=1)[0], 300, rid=HOSTILE)
 
@@ -110,10 +114,18 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
         expect(page.locator("#ask")).to_be_hidden()
         done = pool.submit(load)
         # A finished response that shares opens by itself.
-        expect(text).to_contain_text(HOSTILE, timeout=60_000)
+        expect(text.locator(".shared")).not_to_have_count(0, timeout=60_000)
+        expect(text).to_contain_text(IN_TEXT)
         text.locator(".shared").first.hover()
         expect(text.locator(".source")).not_to_have_count(0)
         assert "read the slots of" in text.locator(".shared").first.get_attribute("title")
+        path = Path(PICTURE or tmp_path / "page.png")
+        if PICTURE:
+            page.wait_for_timeout(120_000)
+            expect(page.locator("#gave")).to_have_text(re.compile(", [1-9].* now"), timeout=60_000)
+        page.screenshot(path=path, full_page=True)
+        Image.open(path).convert("RGB").quantize(160).save(path, optimize=True)
+        assert path.stat().st_size > 20_000
         while not done.done():
             page.wait_for_timeout(200)
         done.result()
@@ -123,13 +135,10 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
             None,
         ]
         expect(page.locator("#on")).to_have_text("On")
+        expect(page.locator("#gives")).to_have_text(re.compile("^Up to [1-9]|^No slots"))
         expect(page.locator("#does")).to_contain_text("% of tokens read shared KV")
         expect(page.locator("#refusals tr")).not_to_have_count(1)
         assert page.locator("#slots path").count() > 5
-        path = tmp_path / "page.png"
-        page.screenshot(path=path, full_page=True)
-        Image.open(path).convert("RGB").quantize(64).save(PICTURE or path, optimize=True)
-        assert Path(PICTURE or path).stat().st_size > 20_000
         assert {url.partition(PREFIX)[0] for url in asked} == {
             f"http://127.0.0.1:{between.server_port}"
         }
@@ -140,13 +149,13 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_a_refresh_takes_the_scheduler_less_than_a_millisecond(server: ServerProcess) -> None:
-    """All that the page asks for, and a list of finished requests each time."""
-    solve(server, problems(12, seed=71))
+    """All that the page asks for."""
+    solve(server, problems(6, seed=71))
     wait_until_idle(server)
-    one, count = Server(server), 200
+    one, count = Server(server), 100
     before = one.cpu_seconds()
     for _ in range(count):
-        for path in ("/reasoncache", "/v1/loads?include=core", "/reasoncache/details?blocks=false"):
+        for path in ("/v1/loads?include=core", "/reasoncache/details?blocks=false"):
             assert server.get(path).status_code == 200
     spent = 1e3 * (one.cpu_seconds() - before) / count
     print(f"{spent:.2f} ms of the scheduler a refresh")
