@@ -3,6 +3,9 @@
 and has SGLang's admin key where there is one."""
 
 import asyncio
+import dataclasses
+from array import array
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateR
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.plugin import hooks, report
+from sglang_reasoncache.plugin import hooks, page, report
 from tests.eviction.rows import SINGLE, begun
 from tests.property.world import Eviction, World
 
@@ -84,6 +87,43 @@ def test_single_requests_are_told_only_on_request(
     told = hooks._around_internal_state(lambda *_: own, None, GetInternalStateReq())
     assert told.internal_state.pop("stock") == 1
     assert told.internal_state["reasoncache"].keys() == totals.keys()
+
+
+def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "_KEPT_TOKENS", 4)
+    world, req = begun(SINGLE)
+    told, first = world.controller.report, len(req.origin_input_ids)
+    told.config = dataclasses.replace(told.config, keep_responses=1)
+    told.kept = deque(maxlen=1)
+    world.controller.after_decode([req])
+    world.finish(req)
+    [part] = serving(world, monkeypatch).get(RESPONSE).json()["parts"]
+    text = " ".join(map(str, req.output_ids[:4]))
+    assert part == dict(text=text, start=first, end=first + 4, source=None, rid=None)
+    told.kept.append(({"rid": "newer"}, array("i")))
+    assert told.response("r") is None and told.response("newer") == {
+        "rid": "newer",
+        "output_ids": [],
+    }
+    told.clear()
+    assert told.response("newer") is None
+
+
+def test_parts_of_a_response() -> None:
+    """A part that reads slots, and each source, is one of its own; texts join to the whole."""
+    text = "what repeats, and so what repeats, ends"
+    found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
+    found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, "other")]}
+    # A decoder that drops a blank at the begin.
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).removeprefix(" "))
+    parts = asyncio.run(page.parts_of(found, tokenizer))
+    assert "".join(part["text"] for part in parts) == text
+    assert [(part["start"], part["source"], part["rid"]) for part in parts] == [
+        *[(10, None, None), (11, 32, None), (19, None, None), (24, 7, "other")],
+        *[(28, None, None), (32, None, None), (40, None, None)],
+    ]
 
 
 @pytest.mark.parametrize(
