@@ -35,7 +35,9 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
         if key[1] == task and found is not None and not pd.isna(saving):
             low, high = found.low or found.value, found.high or found.value
             row = {"method": text(key[2]), "saved": 100 * saving, "accuracy": found.value}
-            rows.append({**row, "down": found.value - low, "up": high - found.value})
+            # Rounding puts a bound past the share itself where all or no answers are right.
+            bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}
+            rows.append({**row, **bars})
     shown = pd.DataFrame(rows, columns=["method", "saved", "accuracy", "down", "up"])
     if shown["method"].nunique() < 2:
         return False

@@ -111,6 +111,8 @@ def test_one_file_holds_tables_and_pictures(tmp_path: Path) -> None:
     """Nothing that a run calls something is HTML in it."""
     hostile: Any = dict(model="<script>a</script>", command_line="b `<script>`\n</code><script>")
     run = write_run(tmp_path / "run", {"dense": 0.0, "<img src=x>": 0.2}, **hostile)
+    right = [result(f"tiny_reasoner-0-{i}", True, "clean", 9) for i in range(20)]
+    Cell(run, "tiny_reasoner", "dense", 0).write_results(right)
     _, _, out = report(run)
     page = (out / "report.html").read_text(encoding="utf-8")
     assert page.count("<table>") >= 3 and ">dense</td>" in page
