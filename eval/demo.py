@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.demo``: stock SGLang and SGLang with sharing, in turn, on the embedded reasoner.
 
-Writes ``demo.json``, prints a table and one response with its shared steps marked."""
+Says where the page of the server that shares is. Writes ``demo.json`` and ``demo.png``, prints a table and
+one response with its shared steps marked."""
 
+import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,12 +18,16 @@ from tokenizers import Tokenizer
 from eval import command
 from eval.command import flags_of, option
 from eval.measures.figures import of_cells
+from eval.report.pictures import timeline
+from eval.report.tables import load
 from eval.runs.folder import Cell, Response, write_json
 from eval.runs.options import RunOptions
 from eval.runs.session import run
 from eval.tiny_reasoner import CHECKPOINT
 
 _TASK, _SEED = "tiny_reasoner", 20_261
+#: The page of the demo's server shows texts.
+_SHOWS_TEXTS = ("--reasoncache-set", "keep_responses=8")
 #: Row of the table -> field and format.
 _ROWS = {
     "accuracy": ("accuracy", "{:.3f}"),
@@ -44,7 +50,7 @@ class Options:
     problems: int = option(200, "problems, sent at once", least=1)
     kv_budget: int = option(4000, "KV slots", least=1)
     max_tokens: int = option(1500, "of each request", least=1)
-    output: Path = option(Path("demo.json"), "file of the figures")
+    output: Path = option(Path("demo.json"), "file of the figures; the picture is beside it")
     logs: Path = option(Path("build/demo"), "folder for logs and records")
     both: tuple[str, ...] = option((), "further flags of both servers", read=flags_of)
     shared: tuple[str, ...] = option((), "further flags of ours", read=flags_of)
@@ -63,9 +69,17 @@ def measure(options: Options) -> dict[str, Cell]:
     # What was measured with other code or on another day does not count.
     shutil.rmtree(folder, ignore_errors=True)
     dense, ours = asked.methods
-    run(asked, folder, {ours: options.shared})
+    run(asked, folder, {ours: (*_SHOWS_TEXTS, *options.shared)})
     names = {"stock": dense, "reasoncache": ours}
     return {arm: Cell(folder, _TASK, name, _SEED).whole() for arm, name in names.items()}
+
+
+def draw(options: Options) -> Path:
+    """Slots and running requests over time; the file."""
+    data, path = load([options.logs / "run"]), options.output.with_suffix(".png")
+    names = dict(zip(options.run.methods, ("stock", "reasoncache"), strict=True))
+    timeline(dataclasses.replace(data, timeline=data.timeline.replace(names)), _TASK, path)
+    return path
 
 
 def arm_of(cell: Cell) -> dict[str, Any]:
@@ -121,7 +135,7 @@ def work(options: Options) -> None:
     ours = cells["reasoncache"]
     (report,) = ours.served().reports
     print(marked_response(report, ours.responses()))
-    print(f"wrote {options.output}; logs and records in {options.logs}")
+    print(f"wrote {options.output}, {draw(options)}; logs and records in {options.logs}")
 
 
 if __name__ == "__main__":

@@ -161,6 +161,12 @@ class ReasonCacheConfig:
     max_history_steps: int = _setting(
         2048, "Earlier steps compared with a new one.", bounds=(1, 1_000_000)
     )
+    keep_responses: int = _setting(
+        0,
+        "Last finished responses whose text the page at GET /reasoncache/ui shows, up to 16,384 tokens of "
+        "each: to those who have SGLang's --admin-api-key, or its --api-key, or, without keys, to everybody.",
+        bounds=(0, 32),
+    )
     allow_untested_sglang: bool = _setting(False, "Start on an SGLang version that was not tested.")
 
     def __post_init__(self) -> None:

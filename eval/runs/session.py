@@ -98,6 +98,8 @@ class Session:
     def _measure(self, step: Step, cell: Cell, problems: Sequence[Problem]) -> Served:
         plan, options = self.plan, self.plan.options
         server = self.servers.get(step.method.name, plan.server_flags(step))
+        if server.reports():
+            say(f"{step.title}: {server.url}/reasoncache/ui shows what it shares")
         warm_up(server, plan.warm_up(), options.request_timeout)
         requests = [plan.request(problem, step.seed) for problem in problems]
         # Drawing shares the processors with a server without a GPU.

@@ -44,7 +44,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.unified_radix_cache": ["UnifiedRadixCache"],
     "mem_cache.unified_cache.components": ["ComponentType"],
     "managers.schedule_batch": ["FINISH_ABORT"],
-    "managers.io_struct": ["GetInternalStateReq"],
+    "managers.io_struct": ["GetInternalStateReq", "GetInternalStateReqOutput"],
     "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],

@@ -130,13 +130,13 @@ class Controller:
             self.eviction.reset()
             self.stats.reset()
             self.tracker.reset()
-            self.report.recent.clear()
+            self.report.clear()
 
-    def describe(self, details: bool = False) -> dict[str, Any]:
+    def describe(self, details: bool = False, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint; see :meth:`Report.describe`. Only the field ``disabled`` if that
         fails."""
         with self.containment:
-            return self.report.describe(self.forecast.credit, details)
+            return self.report.describe(self.forecast.credit, details, blocks)
         return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:

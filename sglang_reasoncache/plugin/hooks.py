@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
 
-#: HTTP path of the totals as JSON, one entry per scheduler.
+#: HTTP paths: totals as JSON, one entry per scheduler; with details of single requests; a page that
+#: shows them; one response. What a scheduler is asked for has its path as request id.
 _ROUTE = "/reasoncache"
-#: HTTP path of the totals with details of single requests. It is also the request id by which a
-#: scheduler is asked for them.
 _DETAILS = "/reasoncache/details"
+_PAGE = "/reasoncache/ui"
+_RESPONSE = "/reasoncache/response"
+#: Asks for details without blocks.
+_BRIEF = _DETAILS + "?blocks=false"
 #: The plugin's parts in a scheduler process; None in other processes.
 _server: ServerParts | None = None
 
@@ -33,13 +36,14 @@ def install() -> None:
         "prefill_done": _after_prefill,
         "count_uncached": _after_count_uncached,
         "decode_log_parts": _after_decode_log_parts,
-        "internal_state": _after_internal_state,
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks["hybrid_backend"] = _after_hybrid_backend
     for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
+    target = compat.HOOK_TARGETS["internal_state"]
+    compat.HookRegistry.register(target, _around_internal_state, compat.HookType.AROUND)
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.OUR_BACKENDS:
@@ -50,31 +54,44 @@ def install() -> None:
 
 
 def add_routes() -> None:
-    """Add ``GET /reasoncache`` and ``/reasoncache/details`` to SGLang's HTTP application, in the server's
-    main process. Details show other clients' request ids, so they need the ``--admin-api-key`` if the
+    """Add ``GET /reasoncache`` and the paths below it to SGLang's HTTP application, in the server's main
+    process. Details and responses are of other clients, so they need the ``--admin-api-key`` if the
     server has one."""
+    from sglang_reasoncache.plugin import page
+
     present = {getattr(route, "path", None) for route in compat.http_app.routes}
     for_admins = compat.auth_level(compat.AuthLevel.ADMIN_OPTIONAL)
-    for path, endpoint in {_ROUTE: _totals, _DETAILS: for_admins(_details)}.items():
+    routes = {_ROUTE: _totals, _PAGE: page.show}
+    routes |= {_DETAILS: for_admins(_details), _RESPONSE: for_admins(_response)}
+    for path, endpoint in routes.items():
         if path not in present:
             compat.http_app.add_api_route(path, endpoint, methods=["GET"])
 
 
 async def _totals() -> dict[str, Any]:
-    return await _schedulers(None)
+    return {"schedulers": await _schedulers(_ROUTE)}
 
 
-async def _details() -> dict[str, Any]:
-    return await _schedulers(_DETAILS)
+async def _details(blocks: bool = True) -> dict[str, Any]:
+    return {"schedulers": await _schedulers(_DETAILS if blocks else _BRIEF)}
 
 
-async def _schedulers(rid: str | None) -> dict[str, Any]:
+async def _response(rid: str) -> dict[str, Any]:
+    """A finished request with ``parts`` (``page.parts_of``); ``parts`` is null if it is not kept."""
+    from sglang_reasoncache.plugin import page
+
+    found = next(filter(None, await _schedulers(f"{_RESPONSE}/{rid}")), None)
+    tokenizer = compat.http_global_state().tokenizer_manager.tokenizer
+    return {"rid": rid, "parts": None if found is None else await page.parts_of(found, tokenizer)}
+
+
+async def _schedulers(rid: str) -> list[Any]:
     """Ask each scheduler, in the way in which ``/server_info`` asks for internal states."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)
     states = [told.internal_state for told in await manager.get_internal_state_communicator(asked)]
-    return {"schedulers": [state.get("reasoncache") for state in states]}
+    return [state.get("reasoncache") for state in states]
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
@@ -185,6 +202,21 @@ def _after_decode_log_parts(controller: Controller, result: list[str], _stats: A
     return [*result, controller.report.log_part()]
 
 
-def _after_internal_state(controller: Controller, result: Any, _owner: Any, asked: Any) -> None:
-    """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists."""
-    result.internal_state["reasoncache"] = controller.describe(details=asked.rid == _DETAILS)
+def _around_internal_state(stock: Callable[..., Any], owner: Any, asked: Any) -> Any:
+    """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. Who asks for ours
+    alone gets no other: SGLang's takes the scheduler three milliseconds."""
+    controller, rid = None if _server is None else _server.controller, asked.rid or ""
+    if controller is None or not rid.startswith(_ROUTE):
+        result = stock(owner, asked)
+    else:
+        result = compat.GetInternalStateReqOutput(internal_state={})
+    if controller is not None:
+        with controller.containment:
+            result.internal_state["reasoncache"] = _told(controller, rid)
+    return result
+
+
+def _told(controller: Controller, rid: str) -> dict[str, Any] | None:
+    if rid.startswith(_RESPONSE):
+        return controller.report.response(rid.removeprefix(_RESPONSE + "/"))
+    return controller.describe(rid in (_DETAILS, _BRIEF), blocks=rid != _BRIEF)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports to operators: ``GET /reasoncache``, a part of SGLang's log line, Prometheus series."""
 
+from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.selection.page_selection import PageSelection
+from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
@@ -18,6 +20,10 @@ from sglang_reasoncache.sharing.stats import SharingStats
 _RECENT_REQUESTS = 32
 #: Most shared blocks listed for one request.
 _RECENT_BLOCKS = 1024
+#: Most tokens of a response that are kept for its text.
+_KEPT_TOKENS = 16_384
+#: What only a call with details of blocks lists of a finished request.
+_OF_BLOCKS = ("blocks", "blocks_across", "evictions")
 #: Most groups of requests with one prompt that the endpoint describes.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
@@ -77,12 +83,16 @@ class SharingMetrics:
         }
         text = "Blocks not shared, by reason."
         self._counters["refusals"] = Counter(_PREFIX + "refusals", text, [*names, "reason"])
+        for reason in Refusal:
+            # A rate needs a series from the start on.
+            self._counters["refusals"].labels(**self._labels, reason=reason.value)
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
             for name, text in _GAUGES.items()
         }
         text = "Scheduler time of a poll that judged blocks."
-        self._latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
+        latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
+        self._latency = latency.labels(**self._labels)
         self._seen: dict[tuple[str, ...], int] = {}
 
     def update(
@@ -103,7 +113,7 @@ class SharingMetrics:
         for name, value in gauges.items():
             self._gauges[name].labels(**self._labels).set(value)
         if latency is not None:
-            self._latency.labels(**self._labels).observe(latency)
+            self._latency.observe(latency)
 
     def _count(self, name: str, total: int, **reason: str) -> None:
         key = (name, *reason.values())
@@ -122,6 +132,7 @@ class Report:
         uncorrected: Why nothing is shared from the start on; None: blocks can share.
         disabled: The failure that ended sharing and evicting (``containment.py``); None: there was none.
         recent: The last finished requests, oldest first.
+        kept: The newest ``keep_responses`` of them, with the ids of their output's tokens.
         dp_rank: Number of the scheduler's replica, or of its group under DP attention.
     """
 
@@ -135,6 +146,10 @@ class Report:
     disabled: str | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
     dp_rank: int = 0
+    kept: deque[tuple[dict[str, Any], "array[int]"]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = deque(maxlen=self.config.keep_responses)
 
     @property
     def slots_saved(self) -> int:
@@ -179,6 +194,20 @@ class Report:
                 "evictions": list(state.evictions),
             }
         )
+        if self.config.keep_responses:
+            self.kept.append((self.recent[-1], array("i", req.output_ids[:_KEPT_TOKENS])))
+
+    def response(self, rid: str) -> dict[str, Any] | None:
+        """A finished request with ``output_ids``, its first 16,384 tokens; None: it is not kept."""
+        told = (
+            entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == rid
+        )
+        return next(told, None)
+
+    def clear(self) -> None:
+        """Forget finished requests."""
+        self.recent.clear()
+        self.kept.clear()
 
     def publish(self, latency: float | None = None) -> None:
         """Update the Prometheus series. ``latency``: seconds of a poll that judged blocks; None: none."""
@@ -194,12 +223,15 @@ class Report:
         selection = {} if self.selection is None else self.selection.recent()
         self.metrics.update(self.stats, gauges, selection, latency)
 
-    def describe(self, credit: float, details: bool) -> dict[str, Any]:
+    def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
-        ``details``: add ``recent``, up to 197,000 numbers, and wait for the selection's newest totals."""
-        told = None
+        ``details``: add ``recent``. ``blocks``: of these list also blocks, up to 197,000 numbers, and wait
+        for the selection's newest totals."""
+        told, recent = None, [*self.recent] if details else []
         if self.selection is not None:
-            told = self.selection.describe() if details else self.selection.recent()
+            told = self.selection.describe() if details and blocks else self.selection.recent()
+        if not blocks:
+            recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]
         return {
             "dp_rank": self.dp_rank,
             "disabled": self.disabled,
@@ -214,7 +246,7 @@ class Report:
             "threshold": self.pipeline.threshold.describe(),
             "distances": self.pipeline.meter.backend,
             "totals": self.stats.to_dict(),
-            **({"recent": list(self.recent)} if details else {}),
+            **({"recent": recent} if details else {}),
         }
 
     def log_part(self) -> str:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,21 +14,27 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from matplotlib import image
 from scipy import stats
 
 from eval import command
 from eval.measures.accuracy import Estimate, Key, compare, differ, keyed, mean
 from eval.measures.figures import figures, matched_step_ms, speeds_of
-from eval.report import Options, load, work
+from eval.report.__main__ import Options, work
+from eval.report.tables import load
 from eval.runs.folder import CONFIG, Cell, read_config, write_json
 from eval.tiny_reasoner import task as reasoner
 from tests.eval.peer import moment, response, result, served
 
 
 def write_run(
-    run: Path, methods: dict[str, float], tasks: Sequence[str] = ("tiny_reasoner",),
-    seeds: Sequence[int] = (0,), problems: int = 3, **config: Any,
-) -> Path:  # fmt: skip
+    run: Path,
+    methods: dict[str, float],
+    tasks: Sequence[str] = ("tiny_reasoner",),
+    seeds: Sequence[int] = (0,),
+    problems: int = 3,
+    **config: Any,
+) -> Path:
     """A whole run; ``methods`` with their saving, which also makes them that much faster."""
     asked = {"tasks": list(tasks), "methods": list(methods), "seeds": list(seeds)}
     asked |= {"kv_budget": 4000, "decode_log_interval": 10}
@@ -49,7 +56,8 @@ def fill(cell: Cell, problems: int, saving: float, **answered: Any) -> None:
         row: dict[str, Any] = {"text": problem.response, "output_tokens": length, **times}
         rows.append(response(name, **row, **answered))
         results.append(result(name, i >= 1, "error" if problem.error else "clean", length))
-    used = [min(4000, 200 * step) for step in range(40)]
+    # Methods differ in how many steps they take.
+    used = [min(4000, 200 * step) for step in range(800 + 40 * (saving > 0))]
     timeline = [moment(i, 1 + i // 4, n, int(saving * n)) for i, n in enumerate(used)]
     totals = {"memory_saving_ratio": saving, "polls": 40}
     totals |= {"final_saving_ratio": 1.5 * saving, "requests_finished": problems}
@@ -60,11 +68,12 @@ def fill(cell: Cell, problems: int, saving: float, **answered: Any) -> None:
     cell.write_results(results)
 
 
-def report(run: Path) -> tuple[str, dict[str, Any]]:
-    """Markdown and tables."""
-    command.run(Options, work, [str(run)])
-    text, summary = ((run / "report" / name).read_text() for name in ("REPORT.md", "summary.json"))
-    return text, json.loads(summary)["tables"]
+def report(*arguments: str | Path) -> tuple[str, dict[str, Any], Path]:
+    """Markdown, tables and folder."""
+    command.run(Options, work, [*map(str, arguments)])
+    out = Path(arguments[-1] if "--out" in arguments else Path(arguments[0]) / "report")
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    return (out / "REPORT.md").read_text(encoding="utf-8"), summary["tables"], out
 
 
 def row_of(tables: dict[str, Any], table: str, method: str) -> dict[str, str]:
@@ -74,7 +83,7 @@ def row_of(tables: dict[str, Any], table: str, method: str) -> dict[str, str]:
 def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     methods = {"dense": 0.0, "random": 0.21, "reasoncache": 0.2}
     run = write_run(tmp_path / "full", methods, seeds=(0, 1), problems=8)
-    text, tables = report(run)
+    text, tables, out = report(run)
     own = row_of(tables, "methods", "reasoncache")
     assert (own["saved, decode steps"], own["saved, end of response"]) == ("20.0%", "30.0%")
     assert own["accuracy"].startswith("0.875 (") and own["affected"] == "-"
@@ -89,7 +98,29 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
     assert (pair["pairs"], pair["McNemar p"]) == ("16", "1")
     assert pair["response length ratio"] == "1.000 (1.000 to 1.000)"
     assert pair["accuracy kept"].startswith("1.000 (0.")
+    assert {row["class"] for row in tables["classes"]} == {"clean", "error"}
     assert "commit 0123456789ab" in text and "A CPU, 2 cores, 2026-01-02T03" in text
+    pictures = set(re.findall(r"\]\((.+?\.png)\)", text))
+    assert pictures == {"accuracy_tiny_reasoner.png", "timeline_tiny_reasoner.png"}
+    for name in pictures:
+        pixels = image.imread(out / name)
+        assert min(pixels.shape[:2]) > 200 and pixels.std() > 0.02, f"{name} is blank"
+
+
+def test_one_file_holds_tables_and_pictures(tmp_path: Path) -> None:
+    """Nothing that a run calls something is HTML in it."""
+    hostile: Any = dict(model="<script>a</script>", command_line="b `<script>`\n</code><script>")
+    run = write_run(tmp_path / "run", {"dense": 0.0, "<img src=x>": 0.2}, **hostile)
+    right = [result(f"tiny_reasoner-0-{i}", True, "clean", 9) for i in range(20)]
+    Cell(run, "tiny_reasoner", "dense", 0).write_results(right)
+    _, _, out = report(run)
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert page.count("<table>") >= 3 and ">dense</td>" in page
+    assert re.findall("<img .*?src=.{15}", page) == [
+        f'<img alt="{caption}, tiny_reasoner" src="data:image/png'
+        for caption in ("Accuracy against slots saved", "KV slots and running requests over time")
+    ]
+    assert "<script" not in page and "&lt;script&gt;" in page
 
 
 SHARES = {"dense": 0.0, "reasoncache": 0.2}
@@ -102,7 +133,7 @@ def test_an_unfinished_run_has_gaps(tmp_path: Path) -> None:
     cell = Cell(run, "tiny_reasoner", "reasoncache", 0)
     (cell.folder / "results.jsonl").unlink()
     (Cell(run, "other", "dense", 0).folder / "server.json").unlink()
-    _, tables = report(run)
+    _, tables, _ = report(run)
     row = row_of(tables, "methods", "reasoncache")
     assert row["task"] == "tiny_reasoner" and row["accuracy"] == "-"
     counts = row_of(tables, "requests", "reasoncache")
@@ -161,6 +192,22 @@ def test_difference_of_shares_as_published() -> None:
         assert limits(differ(values(x), values(y))) == pytest.approx(interval, abs=2e-4)
 
 
+@pytest.mark.parametrize("share", [0.7, 0.98])
+def test_intervals_cover_the_truth_with_seeds_that_resemble_each_other(share: float) -> None:
+    draw = np.random.default_rng(7)
+    problems, seeds, repeats = 60, 3, 300
+    hits = {"mean": 0, "difference": 0}
+    # Each problem has its own chance of being right, the same for both arms.
+    for _ in range(repeats):
+        chance = draw.beta(3.0 * share, 3.0 * (1 - share), problems)
+        x, y = (values(*(draw.random((seeds, problems)) < chance)) for _ in range(2))
+        for name, found, truth in (("mean", mean(x), share), ("difference", differ(x, y), 0)):
+            low, high = limits(found)
+            hits[name] += low <= truth <= high
+    # Three standard errors below 95%.
+    assert all(count / repeats > 0.912 for count in hits.values()), hits
+
+
 def test_other_values_have_students_interval() -> None:
     x, y = [3.0, 5.5, 9.0, 4.0], [2.0, 5.0, 7.0, 4.5]
     both = differ(values(x), values(y)), stats.ttest_rel(x, y)
@@ -206,7 +253,8 @@ def test_speed_and_memory_of_a_cell() -> None:
     rows += [response("e", first_token=1.25, ended=1.35)]
     timeline = [moment(0, running=2, used=5), moment(1, running=4, used=9)]
     found = figures(rows, [served()], timeline)
-    assert (found.tokens_per_s, found.failed, found.mean_running) == (10, 1, 3)
+    assert (found.tokens_per_s, found.problems_per_min) == (10, 24)
+    assert (found.failed, found.mean_running) == (1, 3)
     assert (found.peak_slots, found.mean_slots) == (9, 7)
     assert found.ttft_p50 == pytest.approx(0.75)
     assert found.ttft_p99 == pytest.approx(np.percentile([0.5, 2.0, 0.75], 99))
@@ -214,6 +262,19 @@ def test_speed_and_memory_of_a_cell() -> None:
     assert found.tpot_p50 == pytest.approx((0.1 + 0.01) / 2)
     nothing = figures([], [], [])
     assert nothing.tokens_per_s is nothing.ttft_p50 is nothing.mean_running is None
+
+
+def test_saving_weighs_cells_by_what_they_counted() -> None:
+    names = ["memory_saving_ratio", "polls", "final_saving_ratio", "requests_finished"]
+    names += ["affected_ratio", "finished_positions"]
+    counts = ((0.1, 10, 0.2, 1, 0.5, 100), (0.3, 30, 0.4, 3, 0.1, 300))
+    both = [served(dict(zip(names, row, strict=True))) for row in counts]
+    found = figures([], both, [])
+    shares = (found.saving, found.final_saving, found.affected)
+    assert shares == pytest.approx((0.25, 0.35, 0.2))
+    assert (found.retractions, found.leaked_slots, found.tokens_per_s) == (2, 0, None)
+    # Stock saves nothing.
+    assert figures([], [served()], []).saving == 0.0
 
 
 def test_a_side_is_compared_with_stock_round_by_round(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from eval import command
-from eval.report import Options
-from eval.report import work as report_of
+from eval.report.__main__ import Options
+from eval.report.__main__ import work as report_of
 from eval.runs.folder import Cell, cells
 
 pytestmark = pytest.mark.server

@@ -85,7 +85,9 @@ def retracting(interval: int) -> dict[str, str]:
 
 #: The default rule. Its processes are spawned, as an operator's are.
 EXACT = SHARED.having(
-    "exact", TIGHT, CROWDED, *SOON, CHUNKED, "--enable-metrics", REASONCACHE_FORK=""
+    *("exact", TIGHT, CROWDED, *SOON, CHUNKED, "--enable-metrics"),
+    "--reasoncache-set keep_responses=8",
+    REASONCACHE_FORK="",
 ).beside(STOCK)
 #: At once, and between the responses to one prompt too.
 ACROSS = SHARED.having(

@@ -268,8 +268,10 @@ class Load:
         self.check()
 
     def look(self) -> Any:
-        told = SimpleNamespace(internal_state={})
-        self._hook("_after_internal_state", told, None, SimpleNamespace(rid=hooks._DETAILS))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hooks, "_server", SimpleNamespace(controller=self.controller))
+            asked: Any = SimpleNamespace(rid=hooks._DETAILS)
+            told = hooks._around_internal_state(pytest.fail, None, asked)
         self._hook("_after_decode_log_parts", ["part"], None)
         return told.internal_state.get("reasoncache")
 

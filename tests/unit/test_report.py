@@ -3,6 +3,9 @@
 and has SGLang's admin key where there is one."""
 
 import asyncio
+import dataclasses
+from array import array
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +18,14 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateR
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.plugin import hooks
+from sglang_reasoncache.plugin import hooks, page, report
 from tests.eviction.rows import SINGLE, begun
 from tests.property.world import Eviction, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
-TOTALS, DETAILS = "/reasoncache", "/reasoncache/details"
+TOTALS, DETAILS, PAGE = "/reasoncache", "/reasoncache/details", "/reasoncache/ui"
+RESPONSE = "/reasoncache/response?rid=r"
 
 
 @pytest.fixture
@@ -39,8 +43,7 @@ def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -
 
     def scheduler(sent: GetInternalStateReq) -> None:
         asked = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GetInternalStateReq)
-        told = GetInternalStateReqOutput(internal_state={})
-        hooks._after_internal_state(world.controller, told, None, asked)
+        told = hooks._around_internal_state(pytest.fail, None, asked)
         received = msgspec.msgpack.decode(
             msgspec.msgpack.encode(told), type=GetInternalStateReqOutput
         )
@@ -48,15 +51,18 @@ def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -
 
     ask: Any = FanOutCommunicator(scheduler, 1)
     manager = SimpleNamespace(
-        auto_create_handle_loop=lambda: None, get_internal_state_communicator=ask
+        auto_create_handle_loop=lambda: None,
+        get_internal_state_communicator=ask,
+        tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
     )
     app = FastAPI()
     state = SimpleNamespace(tokenizer_manager=manager)
+    monkeypatch.setattr(hooks, "_server", SimpleNamespace(controller=world.controller))
     monkeypatch.setattr(compat, "http_app", app, raising=False)
     monkeypatch.setattr(compat, "http_global_state", lambda: state, raising=False)
     hooks.add_routes()
     hooks.add_routes()
-    assert sum(getattr(route, "path", "").startswith(TOTALS) for route in app.routes) == 2
+    assert sum(getattr(route, "path", "").startswith(TOTALS) for route in app.routes) == 4
     add_api_key_middleware(app, **{"api_key": None, "admin_api_key": None, **keys})
     return TestClient(app)
 
@@ -71,10 +77,53 @@ def test_single_requests_are_told_only_on_request(
     [row] = details.pop("recent")
     assert (row["rid"], row["evicted_positions"]) == ("r", 3)
     assert details == totals
+    [brief] = client.get(DETAILS, params={"blocks": False}).json()["schedulers"]
+    assert brief.pop("recent") == [{k: v for k, v in row.items() if k not in report._OF_BLOCKS}]
+    assert brief == totals
+    # No text is kept unless the operator says so.
+    assert client.get(RESPONSE).json() == {"rid": "r", "parts": None}
     # What /server_info sends.
-    told = GetInternalStateReqOutput(internal_state={})
-    hooks._after_internal_state(world.controller, told, None, GetInternalStateReq())
+    own = GetInternalStateReqOutput(internal_state={"stock": 1})
+    told = hooks._around_internal_state(lambda *_: own, None, GetInternalStateReq())
+    assert told.internal_state.pop("stock") == 1
     assert told.internal_state["reasoncache"].keys() == totals.keys()
+
+
+def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(report, "_KEPT_TOKENS", 4)
+    world, req = begun(SINGLE)
+    told, first = world.controller.report, len(req.origin_input_ids)
+    told.config = dataclasses.replace(told.config, keep_responses=1)
+    told.kept = deque(maxlen=1)
+    world.controller.after_decode([req])
+    world.finish(req)
+    [part] = serving(world, monkeypatch).get(RESPONSE).json()["parts"]
+    text = " ".join(map(str, req.output_ids[:4]))
+    assert part == dict(text=text, start=first, end=first + 4, source=None, rid=None)
+    told.kept.append(({"rid": "newer"}, array("i")))
+    assert told.response("r") is None and told.response("newer") == {
+        "rid": "newer",
+        "output_ids": [],
+    }
+    told.clear()
+    assert told.response("newer") is None
+
+
+def test_parts_of_a_response() -> None:
+    """A part that reads slots, and each source, is one of its own; texts join to the whole."""
+    text = "what repeats, and so what repeats, ends"
+    found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
+    found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, "other")]}
+    # A decoder that drops a blank at the begin.
+    tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).removeprefix(" "))
+    parts = asyncio.run(page.parts_of(found, tokenizer))
+    assert "".join(part["text"] for part in parts) == text
+    assert [(part["start"], part["source"], part["rid"]) for part in parts] == [
+        *[(10, None, None), (11, 32, None), (19, None, None), (24, 7, "other")],
+        *[(28, None, None), (32, None, None), (40, None, None)],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +140,8 @@ def test_the_admin_key_guards_single_requests(
     details: str | None,
 ) -> None:  # fmt: skip
     client = serving(world, monkeypatch, **keys)
-    for path, wanted in ((TOTALS, totals), (DETAILS, details)):
+    paths = {TOTALS: totals, PAGE: totals, DETAILS: details, RESPONSE: details}
+    for path, wanted in paths.items():
         for key in (None, "user", "admin"):
             header = {} if key is None else {"Authorization": f"Bearer {key}"}
             status = client.get(path, headers=header).status_code

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.report RUN...``: tables of folders of ``python -m eval.run``, in Markdown.
+"""What methods cost and save, and how that differs from dense, as tables in Markdown."""
 
-What methods cost and save, and how that differs from dense."""
-
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +9,11 @@ from typing import Any
 
 import pandas as pd
 
-from eval import command
-from eval.command import option
 from eval.jsonl import one_line
 from eval.measures.accuracy import Estimate, Key, accuracy, compare, differ, keyed, mean
 from eval.measures.figures import of_cells
 from eval.methods import DENSE
-from eval.runs.folder import Result, RunError, cells, read_config, write_json, write_whole
+from eval.runs.folder import Result, cells, read_config
 
 #: Run, task and method.
 Place = tuple[str, str, str]
@@ -30,6 +25,7 @@ class Data:
     seeds."""
 
     cells: pd.DataFrame  # a row a cell: run, task, method, seed, Figures, answered, graded, cut
+    timeline: pd.DataFrame  # rows of cells' logs: run, task, method, seed, and Moment
     results: Mapping[Place, Mapping[Key, Result]]
     configs: Mapping[str, Mapping[str, Any]]  # by run
 
@@ -37,6 +33,7 @@ class Data:
 def load(folders: Sequence[Path]) -> Data:
     """Read run folders. Raises RunError: one is no run folder, or has a broken file."""
     rows: list[dict[str, Any]] = []
+    moments: list[dict[str, Any]] = []
     results: dict[Place, dict[Key, Result]] = {}
     configs = {str(folder): read_config(folder) for folder in folders}
     for run, folder in zip(configs, folders, strict=True):
@@ -48,9 +45,10 @@ def load(folders: Sequence[Path]) -> Data:
             cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
             counts = dict(answered=len(answered), graded=len(graded), cut=len(cut))
             rows.append({**where, **vars(of_cells([cell])), **counts})
+            moments += [{**where, **vars(moment)} for moment in cell.timeline()]
             key = (run, cell.task, cell.method)
             results.setdefault(key, {}).update(keyed({cell.seed: graded}))
-    return Data(pd.DataFrame(rows), results, configs)
+    return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, configs)
 
 
 # An underscore inside a word is none of emphasis.
@@ -106,6 +104,7 @@ def methods(data: Data) -> Table:
             "saved, end of response": spread(group["final_saving"], "{:.1%}"),
             "affected": spread(group["affected"], "{:.1%}"),
             "tokens/s": spread(group["tokens_per_s"]),
+            "problems/min": spread(group["problems_per_min"]),
             "TTFT p50 / p99, s": _two(group["ttft_p50"], group["ttft_p99"], "{:.2f}"),
             "TPOT p50 / p99, ms": _two(1e3 * group["tpot_p50"], 1e3 * group["tpot_p99"]),
             "running": spread(group["mean_running"]),
@@ -150,6 +149,17 @@ def against_dense(data: Data) -> Table | None:
         "two-sided; it takes pairs as independent. Tokens/s ratio: seed by seed, median and range."
     )
     return Table("against_dense", "Against dense", rows, note) if rows else None
+
+
+def classes(data: Data) -> Table | None:
+    rows = []
+    for key, _ in groups(data):
+        results = data.results[key]
+        for name in sorted({row.group for row in results.values() if row.group}):
+            chosen = {at: row for at, row in results.items() if row.group == name}
+            counts = {"class": words(name), "answers": str(len(chosen))}
+            rows.append({**_names(key), **counts, "accuracy": interval(accuracy(chosen))})
+    return Table("classes", "Accuracy by class of problem", rows) if rows else None
 
 
 def requests(data: Data) -> Table:
@@ -203,46 +213,4 @@ def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
 
 
 #: Tables of a report in their order; each is None where there is nothing to say.
-ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, requests)
-
-
-@dataclass(frozen=True)
-class Options:
-    runs: tuple[Path, ...] = option(text="folders of runs")
-    out: Path | None = option(None, "default: report/ in the first run")
-
-
-def work(options: Options) -> None:
-    """``REPORT.md``, and the tables again in ``summary.json``. Raises RunError: a run cannot be read."""
-    out = options.out or options.runs[0] / "report"
-    data = load(options.runs)
-    if data.cells.empty:
-        raise RunError(f"{options.runs[0]}: nothing has been measured")
-    made = [table for maker in ALL if (table := maker(data)) is not None]
-    parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
-    parts += [table.markdown() for table in made]
-    rows = json.loads(data.cells.to_json(orient="records"))
-    summary = {"cells": rows, "tables": {table.name: table.rows for table in made}}
-    write_json(out / "summary.json", summary)
-    write_whole(out / "REPORT.md", "\n\n".join(parts) + "\n")
-    print(out / "REPORT.md")
-
-
-def _source(run: str, config: Mapping[str, Any]) -> str:
-    """What a run was measured on, with which code and by which command."""
-    machine, versions = config.get("machine", {}), config.get("versions", {})
-    gpus = machine.get("gpus") or []
-    cpu = f"{machine.get('cpu')}, {machine.get('cores')} cores"
-    facts = [
-        f"model {config.get('model')}",
-        f"commit {str(versions.get('commit'))[:12]}",
-        f"SGLang {versions.get('sglang')}",
-        f"{len(gpus)} GPU {gpus[0]}" if gpus else cpu,
-        str(config.get("date")),
-    ]
-    line = str(config.get("command_line", "")).replace("`", "'").replace("\n", " ")
-    return f"{words(run)}: {words(', '.join(facts))}.\n`{line or ' '}`"
-
-
-if __name__ == "__main__":
-    command.run(Options, work)
+ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, classes, requests)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of a report: accuracy against slots saved, and memory over time."""
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import seaborn as sns
+
+from eval.measures.accuracy import accuracy
+from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
+from eval.report.tables import Data, groups
+
+_SIDE = {"fontsize": LABEL_SIZE, "frameon": False, "loc": "upper left", "bbox_to_anchor": (1, 1)}
+
+
+def draw(data: Data, folder: Path) -> dict[str, str]:
+    """Draw what there is to draw; captions by file name."""
+    captions: dict[str, str] = {}
+    for task in data.cells["task"].unique():
+        for name, caption, drawer in (
+            ("accuracy", "Accuracy against slots saved", _accuracy),
+            ("timeline", "KV slots and running requests over time", timeline),
+        ):
+            file = f"{name}_{task}.png"
+            if drawer(data, task, folder / file):
+                captions[file] = f"{caption}, {text(task)}"
+    return captions
+
+
+def _accuracy(data: Data, task: str, path: Path) -> bool:
+    rows = []
+    for key, group in groups(data):
+        found, saving = accuracy(data.results[key]), group["saving"].astype(float).median()
+        if key[1] == task and found is not None and not pd.isna(saving):
+            low, high = found.low or found.value, found.high or found.value
+            row = {"method": text(key[2]), "saved": 100 * saving, "accuracy": found.value}
+            # Rounding puts a bound past the share itself where all or no answers are right.
+            bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}
+            rows.append({**row, **bars})
+    shown = pd.DataFrame(rows, columns=["method", "saved", "accuracy", "down", "up"])
+    if shown["method"].nunique() < 2:
+        return False
+    made, axes = figure(7.6, 4.4)
+    one, error = axes[0, 0], shown[["down", "up"]].T
+    one.errorbar(shown["saved"], shown["accuracy"], yerr=error, fmt="none", ecolor="#999999")
+    sns.scatterplot(shown, x="saved", y="accuracy", hue="method", style="method", s=60, ax=one)
+    at = "KV slots saved, % of positions held, over decode steps"
+    one.set(xlabel=at, ylabel="accuracy (95% interval)", ylim=(-0.03, 1.06))
+    light_grid(one, "both")
+    one.legend(**_SIDE)
+    save(made, path)
+    return True
+
+
+def timeline(data: Data, task: str, path: Path) -> bool:
+    """Draw the first seed of each method of the first run, rolling means over a 300th of it. False: there
+    is nothing to draw."""
+    rows = data.timeline[data.timeline["task"] == task] if len(data.timeline) else data.timeline
+    if rows.empty:
+        return False
+    rows = rows[rows["run"] == rows["run"].iloc[0]]
+    every = data.configs[rows["run"].iloc[0]].get("decode_log_interval", 1)
+    lines = []
+    for method, found in rows.groupby("method", sort=False):
+        found = found[found["seed"] == found["seed"].min()].reset_index(drop=True)
+        means = found[["used", "saved", "running"]].rolling(1 + len(found) // 300).mean()
+        lines.append(means.assign(method=text(str(method)), step=every * found.index))
+    shown = pd.concat(lines, ignore_index=True)
+    made, axes = figure(8.5, 5.6, 2, 1)
+    looks: dict[str, Any] = {"x": "step", "hue": "method", "errorbar": None}
+    sns.lineplot(shown, y="used", ax=axes[0, 0], **looks)
+    sns.lineplot(shown, y="saved", ax=axes[0, 0], linestyle=":", legend=False, **looks)
+    sns.lineplot(shown, y="running", ax=axes[1, 0], **looks)
+    axes[0, 0].set(ylabel="KV slots (tokens); dotted: saved", xlabel="")
+    axes[1, 0].set(ylabel="running requests", xlabel="decode step")
+    for one in axes.flat:
+        one.set_ylim(bottom=0)
+        light_grid(one)
+        one.legend(**_SIDE)
+    save(made, path)
+    return True

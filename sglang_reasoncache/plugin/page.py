@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page at ``GET /reasoncache/ui``, and the text of a response in parts that share or do not."""
+
+import asyncio
+import base64
+import functools
+import hashlib
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastapi.responses import HTMLResponse
+
+#: Tokens decoded before a part, so that blanks and characters at its begin come out as in the text.
+_BEFORE = 4
+
+
+async def show() -> HTMLResponse:
+    return _page()
+
+
+@functools.cache
+def _page() -> HTMLResponse:
+    """One file. A browser runs its script and no other, and asks nobody but this server."""
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    script = text.partition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data:; connect-src 'self'; frame-ancestors 'self'; base-uri 'none'; form-action 'none'"
+    )
+    headers = {"Content-Security-Policy": policy, "Cache-Control": "no-cache"}
+    return HTMLResponse(text, headers=headers)
+
+
+async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
+    """Runs of tokens of a response (result of ``Report.response``), one after the other: ``text``;
+    ``start`` and ``end``, positions in prompt and output; ``source``, the position whose slot the first one
+    reads, null if the run has its own slots; ``rid`` of the source, null within the response. A run begins
+    and ends also where a source does."""
+    ids, first = found["output_ids"], found["prompt_tokens"]
+    source = {
+        dst + at: (src + at, *rid)
+        for _, dst, src, *rid in (*found["blocks"], *found["blocks_across"])
+        for at in range(found["block"])
+    }
+    end = first + len(ids)
+    cuts = {first, end}
+    for at in range(first, end + 1):
+        here, before = source.get(at), source.get(at - 1)
+        if here and before and here == (before[0] + 1, *before[1:]):
+            continue
+        cuts |= {at} if here or before else set()
+        # Where the source begins or ends, if it is in this response.
+        cuts |= {here[0]} if here and not here[1:] else set()
+        cuts |= {before[0] + 1} if before and not before[1:] else set()
+    bounds = sorted(cut for cut in cuts if first <= cut <= end)
+    parts = []
+    for start, stop in itertools.pairwise(bounds):
+        # Streams of other clients go on meanwhile.
+        await asyncio.sleep(0)
+        begin, before = start - first, max(start - first - _BEFORE, 0)
+        text = tokenizer.decode(ids[before : stop - first])
+        text = text[len(tokenizer.decode(ids[before:begin])) :]
+        read, *rid = source.get(start, (None,))
+        parts.append(dict(text=text, start=start, end=stop, source=read, rid=(rid or [None])[0]))
+    return parts
