@@ -23,6 +23,7 @@ class EditableCache(Cache):
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self.rows, self.length = 1, 0  # in use, positions written
+        self.at: torch.Tensor | None = None  # where new entries go; None: behind the others
         self.rounded: dict[int, torch.dtype] = {}  # row -> what its pool holds
 
     def update(
@@ -40,6 +41,12 @@ class EditableCache(Cache):
                 new.new_zeros(layers, rows, new.shape[1], capacity, new.shape[3])
                 for new in (key_states, value_states)
             )
+        if self.at is not None:
+            keys, values = (
+                all_[layer_idx, : self.rows, :, : self.length] for all_ in (self.keys, self.values)
+            )
+            keys[:, :, self.at], values[:, :, self.at] = key_states, value_states
+            return keys, values
         end = self.length + key_states.shape[2]
         keys, values = (all_[layer_idx, : self.rows, :, :end] for all_ in (self.keys, self.values))
         keys[:, :, self.length :], values[:, :, self.length :] = key_states, value_states
@@ -102,6 +109,20 @@ class Reader:
         ).logits
         cache.length = end
         return found
+
+    @torch.no_grad()
+    def again(self, cache: EditableCache, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Compute the KV of ``tokens``, which stand at ``positions`` of all that is written, once more."""
+        at = cache.at = torch.tensor(positions, device=self.device)
+        causal = torch.arange(cache.length, device=self.device) <= at[:, None]
+        self.model(
+            input_ids=torch.tensor(tokens, device=self.device).expand(cache.rows, -1),
+            attention_mask=cache.visible[: cache.rows, None, None, : cache.length] & causal,
+            position_ids=at.expand(cache.rows, -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.at = None
 
     @torch.no_grad()
     def _rotation(self) -> KeyRotation:

@@ -95,7 +95,17 @@ class ServerParts:
             self.cached.record_path, stream=self._forward_stream(runner)
         )
         self.allocator.once_more = controller.containment.once_more
+        tree.composes = self._composes(tree)
         return tree
+
+    def _composes(self, tree: SharedRadixCache) -> bool:
+        """Whether prompts may be composed of documents: prefills read keys away from their cached
+        positions, at page size 1, and nothing but them is cached."""
+        policies, pool = self.config.policies, self.allocator.get_kvcache()
+        plain = self.allocator.page_size == 1 and not tree.is_mamba_enabled
+        plain = plain and tree.cache_controller is None and not compat.latent_rank(pool)
+        read = self.config.positions == "corrected" and policies.selector is None
+        return plain and read and not policies.evictors
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
         config, params, stats = self.config, context.params, SharingStats()
