@@ -31,7 +31,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.controller: Any = None
         #: Records that a path's slots are cached at positions 0 and on. Set with the controller.
         self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
-        #: Prompts may be composed of documents.
+        #: Prompts may be composed of documents. Set with the controller.
         self.composes = False
         # While slots are freed: the row that they come from; while the tree inserts a row: its slots.
         self._row: HostRow = _NOTHING_SHARED

@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.config import config_of
 from sglang_reasoncache.documents.marks import KEY, MOST, REPAIR_KEY, documents_of
+from sglang_reasoncache.sharing.state import asks_to_share
 
 _ranks = itertools.count()
 
@@ -35,26 +37,43 @@ async def _behind_documents(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
     """Prefill the documents of ``obj``, then generate. Documents that are cached already cost a prefill of
-    their last token. Raises ValueError for documents that are marked wrong."""
+    their last token. Raises ValueError for documents that are marked wrong.
+
+    A server that does not compose prompts computes this one in full."""
     prompt = obj.input_ids
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
         raise ValueError(f"custom_params: {KEY} needs a single prompt, as input_ids or as messages")
-    custom = obj.sampling_params["custom_params"]
+    config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
+    default = "none" if config is None else config.documents_repair
+    custom = obj.sampling_params["custom_params"] = {REPAIR_KEY: default, **custom}
     documents = documents_of(custom, len(prompt))
     assert documents is not None
     ranks = manager.server_args.dp_size
     if ranks > 1 and obj.routed_dp_rank is None:
         # Each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
-    if len(documents.ends) > 1 and not manager.server_args.disable_radix_cache:
-        base, run = prompt[: documents.start], original
-        alone = ([*base, *prompt[start:end]] for start, end in documents.spans())
-        await asyncio.gather(*(anext(run(manager, _request(each, obj))) for each in alone))
+    if len(documents.ends) > 1 and asks_to_share(custom) and await _composes(manager):
+        run, base = original, prompt[: documents.start]
+        first, *others = ([*base, *prompt[slice(*span)]] for span in documents.spans())
+        # The base is computed once, not once a document.
+        await anext(run(manager, _request(first, obj)))
+        await asyncio.gather(*(anext(run(manager, _request(each, obj))) for each in others))
         if documents.repair.share:
             custom = {key: custom[key] for key in (KEY, REPAIR_KEY)}
             await anext(run(manager, _request(prompt, obj, **custom)))
     async for response in original(manager, obj, request):
         yield response
+
+
+async def _composes(manager: Any) -> bool:
+    """Whether the schedulers compose prompts. They know once they have started, and say so once."""
+    known: bool | None = getattr(manager, "_reasoncache_composes", None)
+    if known is None:
+        asked = manager.get_internal_state_communicator(compat.GetInternalStateReq())
+        told = [state.internal_state.get("reasoncache") or {} for state in await asked]
+        known = all(state.get("documents_off", "") is None for state in told)
+        manager._reasoncache_composes = known
+    return known
 
 
 def _request(prompt: Sequence[int], obj: Any, **custom_params: Any) -> Any:

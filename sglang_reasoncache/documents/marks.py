@@ -28,7 +28,8 @@ class Repair:
 
 
 def repair_of(text: object) -> Repair:
-    """The repair called ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for another one."""
+    """The repair called ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for another one, with
+    what it must be."""
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
@@ -36,8 +37,7 @@ def repair_of(text: object) -> Repair:
         return Repair(first=int(amount))
     if kind == "query" and re.fullmatch(r"0?\.[0-9]{1,4}|1", amount):
         return Repair(share=float(amount))
-    bound = "none, first:TOKENS or query:SHARE with a share between 0 and 1"
-    raise ValueError(f"custom_params: {REPAIR_KEY} must be {bound}, got {text!r:.80}")
+    raise ValueError("none, first:TOKENS or query:SHARE with a share between 0 and 1")
 
 
 @dataclass(frozen=True)
@@ -86,4 +86,8 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
         if length is not None and end >= length:
             raise ValueError(f"{wrong} end before the last of {length} tokens, got {end}")
         ends.append(end)
-    return Documents(spans[0][0], tuple(ends), repair_of(repair))
+    try:
+        return Documents(spans[0][0], tuple(ends), repair_of(repair))
+    except ValueError as error:
+        told = f"custom_params: {REPAIR_KEY} must be {error}, got {repair!r:.80}"
+        raise ValueError(told) from error

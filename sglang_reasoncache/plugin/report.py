@@ -124,6 +124,7 @@ class Report:
     Attributes:
         metrics: Prometheus series; None without ``--enable-metrics``.
         uncorrected: Why nothing is shared from the start on; None: blocks can share.
+        documents_off: Why prompts are not composed of documents; None: they are.
         disabled: The failure that ended sharing and evicting (``containment.py``); None: there was none.
         recent: The last finished requests, oldest first.
         dp_rank: Number of the scheduler's replica, or of its group under DP attention.
@@ -136,6 +137,7 @@ class Report:
     metrics: SharingMetrics | None = None
     selection: PageSelection | None = None
     uncorrected: str | None = None
+    documents_off: str | None = None
     disabled: str | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
     dp_rank: int = 0
@@ -208,6 +210,7 @@ class Report:
             "dp_rank": self.dp_rank,
             "disabled": self.disabled,
             "uncorrected": self.uncorrected,
+            "documents_off": self.documents_off,
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             **self._now,
