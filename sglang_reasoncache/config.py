@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, kind_of, value_of
+from sglang_reasoncache.documents.marks import repair_of
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
 from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
@@ -138,6 +139,13 @@ class ReasonCacheConfig:
         "Largest share of future output that admission counts as shared in advance.",
         bounds=(0, 0.9),
     )
+    documents_repair: str = _setting(
+        "none",
+        "Which tokens of documents that moved are computed again where a request that marks documents "
+        "does not say: none, first:TOKENS of each, or query:SHARE, those that the query attends to most. "
+        "See docs/documents.md.",
+        values="REPAIR",
+    )
     random_ratio: float | None = _setting(
         None,
         "Redirect this share of blocks to random earlier ones and compare nothing (experiment).",
@@ -181,6 +189,10 @@ class ReasonCacheConfig:
             if value > bound:
                 raise ConfigError(name, f"at most {most} ({bound})", value)
 
+        try:
+            repair_of(self.documents_repair)
+        except ValueError as error:
+            raise ConfigError("documents_repair", str(error), self.documents_repair) from error
         if self.scope == "prompt":
             if self.match != "runs" or self.random_ratio is not None:
                 raise ConfigError("scope", "response unless match=runs", self.scope)

@@ -56,6 +56,8 @@ def _examples(name: str) -> tuple[Any, list[Any]]:
         return kind(0.2 * least + 0.8 * most), [least - 1, most + 1, float("nan"), "1", True]
     if kind is bool:
         return not field.default, ["yes"]
+    if name == "documents_repair":
+        return "query:.15", ["query:2", "first", 5]
     assert name == "policy"
     return "reasoncache+keydiff:share=0.5,recent=8", ["other", 5]
 

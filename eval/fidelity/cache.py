@@ -23,6 +23,7 @@ class EditableCache(Cache):
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self.rows, self.length = 1, 0  # in use, positions written
+        self.at: torch.Tensor | None = None  # where new entries go; None: behind the others
         self.rounded: dict[int, torch.dtype] = {}  # row -> what its pool holds
 
     def update(
@@ -40,6 +41,12 @@ class EditableCache(Cache):
                 new.new_zeros(layers, rows, new.shape[1], capacity, new.shape[3])
                 for new in (key_states, value_states)
             )
+        if self.at is not None:
+            keys, values = (
+                all_[layer_idx, : self.rows, :, : self.length] for all_ in (self.keys, self.values)
+            )
+            keys[:, :, self.at], values[:, :, self.at] = key_states, value_states
+            return keys, values
         end = self.length + key_states.shape[2]
         keys, values = (all_[layer_idx, : self.rows, :, :end] for all_ in (self.keys, self.values))
         keys[:, :, self.length :], values[:, :, self.length :] = key_states, value_states
@@ -88,8 +95,15 @@ class Reader:
         return EditableCache(self.layers, rows, capacity, self.device)
 
     @torch.no_grad()
-    def forward(self, cache: EditableCache, tokens: Sequence[int], first: int = 0) -> torch.Tensor:
-        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry."""
+    def forward(
+        self,
+        cache: EditableCache,
+        tokens: Sequence[int],
+        first: int = 0,
+        received: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry. ``received``,
+        fp32 ``[n]``: gets how much the tokens attend to the first ``n`` entries of row 0, in sum."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
@@ -99,9 +113,24 @@ class Reader:
             position_ids=(first + at).expand(cache.rows, -1),
             past_key_values=cache,
             use_cache=True,
+            received=received,
         ).logits
         cache.length = end
         return found
+
+    @torch.no_grad()
+    def again(self, cache: EditableCache, tokens: Sequence[int], positions: Sequence[int]) -> None:
+        """Compute the KV of ``tokens``, which stand at ``positions`` of all that is written, once more."""
+        at = cache.at = torch.tensor(positions, device=self.device)
+        causal = torch.arange(cache.length, device=self.device) <= at[:, None]
+        self.model(
+            input_ids=torch.tensor(tokens, device=self.device).expand(cache.rows, -1),
+            attention_mask=cache.visible[: cache.rows, None, None, : cache.length] & causal,
+            position_ids=at.expand(cache.rows, -1),
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache.at = None
 
     @torch.no_grad()
     def _rotation(self) -> KeyRotation:
@@ -135,12 +164,18 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
+    received: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")
+    if received is not None:
+        logits = query[0].unflatten(0, (key.shape[1], -1)) @ key[0][:, None].transpose(-1, -2)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        weights = (logits * scale).masked_fill(~attention_mask[0], -torch.inf).float().softmax(-1)
+        received += weights.sum((0, 1, 2))[: len(received)]
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )

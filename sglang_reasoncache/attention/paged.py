@@ -19,9 +19,10 @@ from torch import Tensor
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.served import attention_layers, key_rotations, reach_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention
+from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
@@ -30,6 +31,7 @@ from sglang_reasoncache.selection.quest import Quest
 
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
+    from sglang_reasoncache.documents.repair import Repaired
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
@@ -161,13 +163,22 @@ class PagedAttention:
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
-        self, batch: ForwardBatch, longest: int, *, merge: bool = False, reach: int = 0
+        self,
+        batch: ForwardBatch,
+        longest: int,
+        *,
+        merge: bool = False,
+        reach: int = 0,
+        lengths: Tensor | None = None,
     ) -> tuple[RowPlan, BatchRows]:
-        """The rows of a batch, and what selection reads of them. ``reach``: see :meth:`plan_into`."""
+        """The rows of a batch, and what selection reads of them. ``reach``: see :meth:`plan_into`.
+        ``lengths``: of the rows, int64 ``[batch]`` in host memory; None: those of the batch."""
         where = batch.req_pool_indices, batch.seq_lens
+        if lengths is not None:
+            where = batch.req_pool_indices, upload(lengths.numpy(), self.device)
         seen = self._reaches.get(reach, 0)
         if self.backend == "triton":
-            lengths = batch.seq_lens_cpu
+            lengths = batch.seq_lens_cpu if lengths is None else lengths
             if lengths is not None and seen:
                 lengths = lengths.clamp(max=seen)
             entries = None if lengths is None else int(lengths.sum())
@@ -190,15 +201,28 @@ class PagedAttention:
         self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
+        self._repairs: list[Repaired] = []
         if self.queries is not None:
             self.queries.forget()
         if self.selection is not None:
             self.selection.forget()
 
+    def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
+        """What a prefill does for prompts of documents."""
+        repairs: Any = getattr(self.allocator, "repairs", None)
+        if repairs is None or batch.rids is None or batch.extend_seq_lens_cpu is None:
+            return []
+        found: list[Repaired] = repairs.of(batch.rids, batch.extend_seq_lens_cpu)
+        return found
+
     @once_more
     def record(self, batch: ForwardBatch) -> None:
         """Record the cached positions of the forward's new tokens, and whose queries will be
         kept."""
+        self._repairs = self._repairs_of(batch)
+        for placed in self._repairs:
+            own = upload(placed.positions, self.device, batch.positions.dtype)
+            batch.positions[placed.token : placed.token + len(own)] = own
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
@@ -237,7 +261,13 @@ class PagedAttention:
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
         """Plan a prefill by our kernels. ``evicted``: positions of each row; None: unknown."""
         self._evicted = evicted
-        rows, _ = self._plan(batch, 0)
+        lengths = None
+        if self._repairs and batch.seq_lens_cpu is not None:
+            # A chunk may end before the positions that it writes.
+            lengths = batch.seq_lens_cpu.clone()
+            for placed in self._repairs:
+                lengths[placed.number].clamp_(min=placed.least)
+        rows, _ = self._plan(batch, 0, lengths=lengths)
         self.extend_plan = self._planned_extend(rows, batch)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
@@ -248,7 +278,10 @@ class PagedAttention:
         if evicted is not None:
             lengths = zip(batch.extend_prefix_lens_cpu, new, evicted, strict=True)
             entries = [before + count - gone for before, count, gone in lengths]
-        return ExtendPlan(rows, new, self.dtype, singly=self._singly, entries=entries)
+            for placed in self._repairs:
+                entries[placed.number] = max(entries[placed.number], placed.least)
+        own = {placed.number: placed.positions for placed in self._repairs}
+        return ExtendPlan(rows, new, self.dtype, singly=self._singly, entries=entries, placed=own)
 
     # -- a layer --------------------------------------------------------------------
 
@@ -297,8 +330,15 @@ class PagedAttention:
             plan = self.extend_plan = self._planned_extend(plan.rows, batch)
         # Waits until SGLang has loaded this layer's KV from the host.
         self._pool.get_key_buffer(layer.layer_id)
-        run = functools.partial(extend_attention, reach=reach_of(layer))
+        reach = reach_of(layer)
+        run = functools.partial(extend_attention, reach=reach)
         out = self._attend(run, q[: plan.num_tokens], layer, plan, sinks)
+        for scored in self._repairs:
+            if scored.received is not None:
+                query = q[scored.token : scored.token + scored.new]
+                query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+                where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
+                add_attention(query, *where, scored.received, reach)
         # Under DP attention SGLang adds tokens, so that groups gather alike many.
         return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
 

@@ -19,6 +19,7 @@ from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
+from sglang_reasoncache.documents.repair import Repairs
 
 
 class ReferenceCountError(AssertionError):
@@ -86,6 +87,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     has_evicted: bool
     #: Index of a row in ``req_to_token`` -> what the host knows of it. A row that is absent shares nothing.
     rows: dict[int, HostRow]
+    #: Of prompts that are composed of documents.
+    repairs: Repairs
     #: The prefix tree and the ``Controller``, once they are made.
     tree: Any = None
     controller: Any = None
@@ -96,7 +99,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     def clear(self) -> None:
         super().clear()
-        self.references, self.rows = PageReferences(), {}
+        self.references, self.rows, self.repairs = PageReferences(), {}, Repairs()
         self.has_shifted_slots = self.has_evicted = False
         self._held: list[torch.Tensor] = []
 

@@ -16,6 +16,9 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import CacheInitParams, Request
+from sglang_reasoncache.documents.composition import Composition, CompositionLock, compose, marked
+from sglang_reasoncache.documents.marks import Documents
+from sglang_reasoncache.documents.repair import RepairedRow
 
 _NOTHING_SHARED = HostRow()
 
@@ -28,6 +31,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.controller: Any = None
         #: Records that a path's slots are cached at positions 0 and on. Set with the controller.
         self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
+        #: Prompts may be composed of documents. Set with the controller.
+        self.composes = False
         # While slots are freed: the row that they come from; while the tree inserts a row: its slots.
         self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
@@ -64,6 +69,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             if not self.enable_mamba_extra_buffer:
                 # With a copy of an earlier state SGLang looks for one that is short enough itself.
                 end = 0
+        if isinstance(req.last_node, Composition):
+            # What lies behind a document that moved was computed beside approximate KV.
+            end = 0
         self._row = self._host_row(req.kv)
         try:
             super().checkpoint_into_tree(req, up_to=end, **kwargs)
@@ -93,6 +101,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self._inserted = None
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
+        repairs, rows = self.token_to_kv_pool_allocator.repairs, self.req_to_token_pool
+        repairs.restore(kv.req_pool_idx, rows.req_to_token)
         self._row = self._host_row(kv)
         try:
             super().free_kv_row(kv, ranges)
@@ -133,12 +143,57 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position: after a
-        redirect. What the tree holds is at its cached position."""
-        return any(self._host_row(req.kv).first_shared is not None for req in reqs)
+        redirect, or if its prefix is composed. A path of the tree is at its cached positions."""
+        return any(
+            isinstance(req.last_node, Composition)
+            or self._host_row(req.kv).first_shared is not None
+            for req in reqs
+        )
 
     def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
         """Evicted positions of each of ``reqs``, a number each. The tree holds none."""
         return [self._host_row(req.kv).evicted for req in reqs]
+
+    def match_prefix(self, params: Any) -> Any:
+        found = super().match_prefix(params)
+        documents = marked(params.req) if self.composes else None
+        if documents is not None:
+            with self._contained():
+                return self._composed(documents, params, found)
+        return found
+
+    def _composed(self, documents: Documents, params: Any, found: Any) -> Any:
+        """What the tree matched, with a longer prefix if the documents make one."""
+        prefix = compose(documents, params.key, super().match_prefix)
+        if prefix is None:
+            return found
+        allocator = self.token_to_kv_pool_allocator
+        prefix.again = allocator.repairs.choose(params.req, prefix, self.controller.tracker.ranks)
+        if prefix.kept <= found.device_prefix_len:
+            return found
+        allocator.has_shifted_slots = True
+        nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
+        return found._replace(device_prefix_len=prefix.kept, **nodes)
+
+    def prefix_device_indices(self, req: Request) -> torch.Tensor:
+        prefix = req.last_node
+        if not isinstance(prefix, Composition):
+            return super().prefix_device_indices(req)
+        root = self.root_node_handle(req.extra_key)
+        slots = prefix.slots(lambda node: self.tree_core.collect_full_device_indices(node, root))
+        if len(prefix.again):
+            prefix.repaired = RepairedRow(slots)
+        self.controller.stats.composed(len(prefix.nodes), prefix.kept, len(prefix.again))
+        return slots[: req.prefix_len]
+
+    def lock(self, node_id: Any, *skipped: Any, **named: Any) -> Any:
+        if isinstance(node_id, Composition):
+            return CompositionLock(map(super().lock, node_id.nodes))
+        return super().lock(node_id, *skipped, **named)
+
+    def unlock(self, lock: Any) -> None:
+        for each in lock if isinstance(lock, CompositionLock) else [lock]:
+            super().unlock(each)
 
     def _contained(self) -> Any:
         """The context for work on the tree. A single rank contains exceptions. With several ranks they

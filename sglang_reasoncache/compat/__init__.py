@@ -42,9 +42,15 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.allocation": ["get_last_loc_torch"],
     "mem_cache.prefill_budget": ["PrefillBudget"],
     "mem_cache.unified_radix_cache": ["UnifiedRadixCache"],
+    "mem_cache.base_prefix_cache": ["MatchPrefixParams"],
+    "mem_cache.radix_cache": ["RadixKey"],
     "mem_cache.unified_cache.components": ["ComponentType"],
     "managers.schedule_batch": ["FINISH_ABORT"],
-    "managers.io_struct": ["GetInternalStateReq", "GetInternalStateReqOutput"],
+    "managers.io_struct": [
+        "GenerateReqInput",
+        "GetInternalStateReq",
+        "GetInternalStateReqOutput",
+    ],
     "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
@@ -73,6 +79,7 @@ _COMPONENTS = "sglang.srt.managers.scheduler_components."
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
+    "prefill_ready": "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
     "verify": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "build_allocator": "sglang.srt.mem_cache.kv_cache_configurator."
     "KVCacheConfigurator._build_token_to_kv_pool_allocator",
@@ -86,6 +93,13 @@ HOOK_TARGETS: dict[str, str] = {
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",
     "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+}
+
+#: The hooks of the server's main process, where requests are parsed.
+FRONTEND_HOOK_TARGETS: dict[str, str] = {
+    "generate": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+    "chat": "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+    "._convert_to_internal_request",
 }
 
 #: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.

@@ -40,6 +40,8 @@ class Request(Protocol):
     skip_radix_cache_insert: bool
     #: The id of a node of the prefix tree.
     last_node: Any
+    #: Positions that need not be computed.
+    prefix_len: int
 
     def finished(self) -> bool: ...
 
@@ -190,6 +192,10 @@ class ScheduleBatch(Protocol):
     tree_cache: Any
     seq_lens_cpu: torch.Tensor
     batch_is_full: bool
+    device: str
+    req_to_token_pool: ReqToTokenPool
+    #: The tokens of a prefill, int64 ``[tokens]`` in host memory.
+    prefill_input_ids_cpu: torch.Tensor
 
 
 class CacheInitParams(Protocol):

@@ -8,10 +8,12 @@ PyTorch's fused attention reads them for the new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,7 @@ MOST_SINGLE = 4
 #: Queries masked at once over a prefix, and the largest mask kept for the next layer.
 _BLOCK = 1024
 _MASK_ELEMENTS = 1 << 22
+_NONE = np.zeros(0, dtype=np.int64)
 
 
 def gather_kv(
@@ -72,6 +75,8 @@ class ExtendPlan:
         dtype: Of the queries.
         singly: Read every token as in decode (for soft caps and sinks).
         entries: Number of entries of each row. None: read from ``plan``, which waits for a device.
+        placed: By number of a request: the entries of its row that its first new tokens are, int64 ``[n]``.
+            All others are the last entries. Each token reads the entries up to its own.
 
     Raises:
         ValueError: more new tokens than a row has entries.
@@ -85,32 +90,43 @@ class ExtendPlan:
         *,
         singly: bool = False,
         entries: Sequence[int] | None = None,
+        placed: Mapping[int, np.ndarray] = MappingProxyType({}),
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        #: Tokens of the batch, and the entries that they read.
-        self.pieces: list[tuple[slice, slice]] = []
+        #: Tokens of the batch, the entries that they read, and which of these they are (None: the last).
+        self.pieces: list[tuple[slice, slice, Tensor | None]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
-        bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
+        self._masks: dict[tuple[int, ...], Tensor] = {}
+        self.bounds = bounds = (
+            plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
+        )
         if not len(bounds) - 1 == len(new) == len(plan.kv_indptr) - 1:
             raise ValueError(
                 f"new and entries must have {len(plan.kv_indptr) - 1} entries, got {len(new)} "
                 f"and {len(bounds) - 1}"
             )
         tokens, self._read, at = list[int](), list[tuple[int, int]](), 0
-        for count, begin, end in zip(new, bounds, bounds[1:], strict=False):
+        for number, (count, begin, end) in enumerate(zip(new, bounds, bounds[1:], strict=False)):
+            own = placed.get(number, _NONE)
             if not 0 <= count <= end - begin:
                 raise ValueError(f"{count} new tokens in a row of {end - begin} entries")
             if singly or count <= MOST_SINGLE:
                 tokens += range(at, at + count)
-                self._read += ((begin, last) for last in range(end - count + 1, end + 1))
+                self._read += ((begin, begin + int(entry) + 1) for entry in own)
+                self._read += ((begin, last) for last in range(end - count + len(own) + 1, end + 1))
             else:
-                self.pieces.append((slice(at, at + count), slice(begin, end)))
+                piece = slice(at, at + count), slice(begin, end)
+                self.pieces.append(
+                    (*piece, None if not len(own) else self._places(own, count, end - begin))
+                )
             at += count
         self.singles = upload(tokens, device)
         self._spans: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def _places(self, own: np.ndarray, count: int, total: int) -> Tensor:
+        return upload([*own, *range(total - count + len(own), total)], self._device)
 
     def spans(self, reach: int) -> tuple[Tensor, Tensor]:
         """Of each token that is read singly the first entry it sees, and one past the last."""
@@ -131,9 +147,22 @@ class ExtendPlan:
             found.triu_(total - new + 1)
             if too_far is not None:
                 found += too_far
-            if found.numel() <= _MASK_ELEMENTS:
-                self._masks[new, total, reach] = found
+            self._keep((new, total, reach), found)
         return found
+
+    def mask_of(self, first: int, places: Tensor, total: int, reach: int) -> Tensor:
+        """Additive ``[n, total]``: the entries ``places``, int64 ``[n]``, see as in :meth:`mask`.
+        ``first``: the first one's token in the batch."""
+        found = self._masks.get((first, reach))
+        if found is None:
+            found = torch.zeros(len(places), total, dtype=self._dtype, device=self._device)
+            found.masked_fill_(_hidden(places, total, reach), -torch.inf)
+            self._keep((first, reach), found)
+        return found
+
+    def _keep(self, key: tuple[int, ...], mask: Tensor) -> None:
+        if mask.numel() <= _MASK_ELEMENTS:
+            self._masks[key] = mask
 
 
 def extend_attention(
@@ -163,9 +192,45 @@ def extend_attention(
     out = query.new_empty((*query.shape[:2], kv.values.shape[2]))
     if plan.singles.numel():
         out[plan.singles] = decode_attention(query[plan.singles], kv, plan.rows, **options)
-    for tokens, entries in plan.pieces:
-        _extend_piece(query[tokens], kv, plan, entries, scale, reach, out[tokens])
+    for tokens, entries, places in plan.pieces:
+        where = query[tokens], kv, plan, entries, scale, reach, out[tokens]
+        _extend_piece(*where, places, tokens.start)
     return out
+
+
+def add_attention(
+    query: Tensor,
+    kv: PagedKv,
+    plan: ExtendPlan,
+    number: int,
+    scale: float,
+    received: Tensor,
+    reach: int = 0,
+) -> None:
+    """Add to ``received``, fp32 ``[n]``, the weights that the new tokens of a request give to the first ``n``
+    entries of its row, in sum over tokens and heads.
+
+    ``query`` is ``[tokens, heads, query_dim]``, ``number`` the request's in the batch; ``reach`` as for
+    :func:`extend_attention`.
+    """
+    entries = slice(plan.bounds[number], plan.bounds[number + 1])
+    shift = None if plan.rows.shift is None else plan.rows.shift[entries]
+    keys = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)[0].float()
+    new, total = len(query), keys.shape[1]
+    last = torch.arange(total - new, total, device=keys.device)
+    hidden = _hidden(last, total, reach)
+    # Of one KV head at a time: all weights at once may be gigabytes.
+    for key, group in zip(keys, query.float().chunk(len(keys), dim=1), strict=True):
+        logits = group.transpose(0, 1) @ key.T * scale
+        weights = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+        received += weights.sum(dim=(0, 1))[: len(received)]
+
+
+def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
+    """bool ``[n, total]``: what the entries ``places``, int64 ``[n]``, do not see."""
+    entries = torch.arange(total, device=places.device)
+    hidden = entries > places[:, None]
+    return hidden | (entries <= places[:, None] - reach) if reach else hidden
 
 
 def _extend_piece(
@@ -176,11 +241,14 @@ def _extend_piece(
     scale: float,
     reach: int,
     out: Tensor,
+    places: Tensor | None,
+    first_token: int,
 ) -> None:
-    """Attention of one request's new tokens over its entries, gathered."""
+    """Attention of one request's new tokens over its entries, gathered. ``first_token``: the first one's
+    number in the batch."""
     if reach >= entries.stop - entries.start:
         reach = 0
-    elif reach:
+    elif reach and places is None:
         # What the first new token does not see, none sees.
         entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
@@ -191,19 +259,23 @@ def _extend_piece(
     grouped, on_cuda = query.shape[1] != kv.num_heads, query.device.type == "cuda"
     # A device's flash kernel needs no mask to begin after a prefix.
     sides = queries, keys, values, None, 0.0, False, grouped
-    flash = on_cuda and not reach and can_use_flash_attention(SDPAParams(*sides))
+    plain = on_cuda and not reach and places is None
+    flash = plain and can_use_flash_attention(SDPAParams(*sides))
     if grouped and on_cuda and not flash:
         # PyTorch's other fused kernel wants a KV head for every query head.
         group = query.shape[1] // kv.num_heads
         keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         grouped = False
-    causal = new == total and not reach
+    causal = new == total and not reach and places is None
     step = new if flash or causal else _BLOCK
     for begin in range(0, new, step):
         end = min(new, begin + step)
         seen, mask = total - new + end, None
         first = max(0, total - new + begin + 1 - reach) if reach else 0
-        if not causal:
+        if places is not None:
+            first, seen = 0, total
+            mask = plan.mask_of(first_token + begin, places[begin:end], total, reach)
+        elif not causal:
             size = end - begin, seen - first, reach
             mask = causal_lower_right(new, total) if flash else plan.mask(*size)
         found = F.scaled_dot_product_attention(

@@ -123,6 +123,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     server_args._reasoncache = config
     os.environ[ENABLED_ENV] = "1"
     hooks.install()
+    hooks.install_frontend()
     # Children get this from load_plugins(); here it has already run.
     compat.HookRegistry.apply_hooks()
     compat.check_applied(compat.HOOK_TARGETS.values())

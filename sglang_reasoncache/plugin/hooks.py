@@ -36,6 +36,7 @@ def install() -> None:
         "prefill_done": _after_prefill,
         "count_uncached": _after_count_uncached,
         "decode_log_parts": _after_decode_log_parts,
+        "prefill_ready": _after_prefill_ready,
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
@@ -51,6 +52,15 @@ def install() -> None:
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
             compat.register_attention_backend(name)(make)
+
+
+def install_frontend() -> None:
+    """Hook the server's main process, where requests are parsed."""
+    from sglang_reasoncache.documents import frontend
+
+    target, kind = compat.FRONTEND_HOOK_TARGETS, compat.HookType
+    hooks = {target["generate"]: (frontend.around_generate, kind.AROUND)}
+    compat.apply_hooks(hooks | {target["chat"]: (frontend.after_chat, kind.AFTER)})
 
 
 def add_routes() -> None:
@@ -95,12 +105,14 @@ async def _schedulers(rid: str) -> list[Any]:
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
-    """Raise ValueError for ``custom_params`` that say neither yes nor no. SGLang answers with status 400
+    """Raise ValueError for ``custom_params`` of ours that are wrong. SGLang answers with status 400
     before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins; a
     request that they let through opts out."""
+    from sglang_reasoncache.documents.marks import documents_of
     from sglang_reasoncache.sharing.state import asks_to_share
 
     asks_to_share(params.custom_params)
+    documents_of(params.custom_params)
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
@@ -173,6 +185,11 @@ def _after_prefill(
     if riders:
         freed += controller.after_decode(riders)
     _admit_again(processor, freed > 0)
+
+
+def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
+    """Before a prefill's forward, whose slots were just allocated."""
+    batch.tree_cache.token_to_kv_pool_allocator.repairs.prepare(batch)
 
 
 def _after_decode(

@@ -43,6 +43,10 @@ _COUNTERS = {
     "blocks_shared_across": "Blocks redirected to the slots of another response to the same prompt.",
     "slots_saved_across_total": "Slots returned to the allocator by sharing with another response.",
     "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
+    "prompts_composed": "Prompts made of documents that were cached.",
+    "documents_composed": "Cached documents that they read at another place.",
+    "tokens_composed": "Tokens of these prompts that were not computed.",
+    "tokens_repaired": "Tokens of these documents that were computed again at their places.",
     "eviction_decisions": "Times an evicting policy was asked what to evict.",
     "positions_evicted": "Positions evicted by evicting policies.",
     "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",
@@ -130,6 +134,7 @@ class Report:
     Attributes:
         metrics: Prometheus series; None without ``--enable-metrics``.
         uncorrected: Why nothing is shared from the start on; None: blocks can share.
+        documents_off: Why prompts are not composed of documents; None: they are.
         disabled: The failure that ended sharing and evicting (``containment.py``); None: there was none.
         recent: The last finished requests, oldest first.
         kept: The newest ``keep_responses`` of them, with the ids of their output's tokens.
@@ -143,6 +148,7 @@ class Report:
     metrics: SharingMetrics | None = None
     selection: PageSelection | None = None
     uncorrected: str | None = None
+    documents_off: str | None = None
     disabled: str | None = None
     recent: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT_REQUESTS))
     dp_rank: int = 0
@@ -236,6 +242,7 @@ class Report:
             "dp_rank": self.dp_rank,
             "disabled": self.disabled,
             "uncorrected": self.uncorrected,
+            "documents_off": self.documents_off,
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             **self._now,

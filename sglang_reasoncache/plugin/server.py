@@ -95,7 +95,23 @@ class ServerParts:
             self.cached.record_path, stream=self._forward_stream(runner)
         )
         self.allocator.once_more = controller.containment.once_more
+        controller.report.documents_off = self._documents_off(tree)
+        tree.composes = controller.report.documents_off is None
         return tree
+
+    def _documents_off(self, tree: SharedRadixCache) -> str | None:
+        """Why prompts are not composed of documents; None: they are."""
+        policies, latent = self.config.policies, compat.latent_rank(self.allocator.get_kvcache())
+        reasons = {
+            "keys are read as cached": self.config.positions != "corrected",
+            "the page size is above 1": self.allocator.page_size > 1,
+            "the prefix cache is off": tree.disable,
+            "state layers have no state of a moved document": tree.is_mamba_enabled,
+            "latent attention reads prefixes as cached": bool(latent),
+            "a host tier may hold a document": tree.cache_controller is not None,
+            "a policy evicts or selects positions": bool(policies.evictors or policies.selector),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
         config, params, stats = self.config, context.params, SharingStats()

@@ -22,6 +22,10 @@ class SharingStats(EvictionStats):
         finished_positions: Positions of finished requests, prompts included.
         finished_redirected: Of these, positions that named a slot which another position owns.
         finished_evicted: Of these, evicted positions.
+        prompts_composed: Prompts (again after a retraction) made of documents that were cached.
+        documents_composed: Documents that they read.
+        tokens_composed: Tokens that were not computed because of that, base included.
+        tokens_repaired: Tokens of the documents that were computed again.
         sum_saved: Slots that the running requests saved by sharing and eviction, added up over all polls.
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
@@ -49,6 +53,10 @@ class SharingStats(EvictionStats):
     finished_redirected: int = 0
     finished_evicted: int = 0
     blocks_reapplied: int = 0
+    prompts_composed: int = 0
+    documents_composed: int = 0
+    tokens_composed: int = 0
+    tokens_repaired: int = 0
     decode_steps: int = 0
     polls: int = 0
     sum_running: int = 0
@@ -80,6 +88,14 @@ class SharingStats(EvictionStats):
         self.finished_evicted += evicted
         if logical > 0:
             self.sum_final_ratio += (redirected + evicted) / logical
+
+    def composed(self, documents: int, tokens: int, repaired: int) -> None:
+        """Count a prompt that was composed of ``documents``, of which ``repaired`` tokens are computed
+        again and ``tokens`` not."""
+        self.prompts_composed += 1
+        self.documents_composed += documents
+        self.tokens_composed += tokens
+        self.tokens_repaired += repaired
 
     @property
     def memory_saving_ratio(self) -> float:

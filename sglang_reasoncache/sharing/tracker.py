@@ -10,6 +10,7 @@ from typing import Any
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.documents.composition import marked
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.segment import ReasoningMarkers
@@ -85,9 +86,9 @@ class RequestTracker:
 
     def _group_of(self, req: Request) -> PromptGroup | None:
         """The group of requests that the prefix tree would let read each other's prompt, compared
-        token by token. None for a request that is kept out of the prefix tree, because its KV depends
-        on more than its tokens."""
-        if not self.in_groups or req.skip_radix_cache_insert:
+        token by token. None for a request that is kept out of the prefix tree, or has documents, because
+        its KV depends on more than its tokens."""
+        if not self.in_groups or req.skip_radix_cache_insert or marked(req):
             return None
         prompt = array("q", req.origin_input_ids).tobytes()
         key = prompt, req.extra_key, req.cache_salt, req.lora_id

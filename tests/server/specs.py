@@ -148,9 +148,9 @@ EVICTING_PROMPTS = SHARED.having(
 ).for_long_runs()
 #: Shared KV is written to own slots, on a GPU.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
-#: The model marks its reasoning.
+#: The model marks its reasoning. Prompts arrive in pieces.
 CORRECTED = SHARED.having(
-    "corrected", *EAGER, "--reasoning-parser qwen3 --dtype float32", **WAITING
+    "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
 #: Where keys cannot be corrected: each backend would see the forwards of one phase. It decodes by
 #: SGLang's own attention.

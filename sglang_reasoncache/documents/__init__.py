@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts made of documents that were prefilled before, each read wherever the prompt has it."""

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes that are made of several paths of the prefix tree: the base with the first document, then the
+other documents, whose own paths begin with the same base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.documents.marks import Documents, documents_of
+from sglang_reasoncache.sharing.state import takes_part
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.documents.repair import RepairedRow
+
+NO_POSITIONS = np.zeros(0, dtype=np.int64)
+
+
+class Composition(int):
+    """The prefix of a request, in the place of a tree node's id. For SGLang it is the id of the node where
+    the path of the base and the first document ends.
+
+    Attributes:
+        documents: What the client marked.
+        nodes: Ids of the nodes where the path of each composed document ends.
+        again: Positions that are computed again, int64 ``[n]`` ascending. None is in the first document,
+            which was prefilled where it stands.
+        repaired: Their row's entries; None: none is computed again, or SGLang has not asked for the row.
+    """
+
+    documents: Documents
+    nodes: tuple[int, ...]
+    again: np.ndarray
+    repaired: RepairedRow | None = None
+
+    def __new__(
+        cls, documents: Documents, nodes: Sequence[int], again: np.ndarray = NO_POSITIONS
+    ) -> Composition:
+        made = super().__new__(cls, nodes[0])
+        made.documents, made.nodes, made.again = documents, tuple(nodes), again
+        return made
+
+    @property
+    def length(self) -> int:
+        """Positions of the base and the composed documents."""
+        return self.documents.ends[len(self.nodes) - 1]
+
+    @property
+    def kept(self) -> int:
+        """Positions that are not computed. SGLang takes them for the first ones of the prompt, and
+        ``again`` for those between them and ``length``."""
+        return self.length - len(self.again)
+
+    def slots(self, path_slots: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The cached slots of all positions, int64 ``[length]``. ``path_slots``: of the path that ends in
+        a node."""
+        first, *others = map(path_slots, self.nodes)
+        return torch.cat([first, *(path[self.documents.start :] for path in others)])
+
+
+class CompositionLock(list[Any]):
+    """SGLang's locks of all paths of a composition."""
+
+
+def marked(req: Request | None) -> Documents | None:
+    """The documents of a request; None if it marks none or opted out, if its KV depends on more than tokens,
+    and if it marks them wrong and no frontend refused it."""
+    if req is None or not takes_part(req):
+        return None
+    custom_params = getattr(req.sampling_params, "custom_params", None)
+    try:
+        return documents_of(custom_params, len(req.origin_input_ids))
+    except Exception:  # such as RecursionError: a repr is part of the message
+        return None
+
+
+def compose(documents: Documents, key: Any, match: Callable[[Any], Any]) -> Composition | None:
+    """Compose as many documents as the tree holds, up to the first that it lacks. None for fewer than two:
+    a single one is an ordinary prefix.
+
+    ``key``: SGLang's key of the prompt. ``match``: the tree's match of a key.
+    """
+    tokens, nodes = key.token_ids, list[int]()
+    base = tokens[: documents.start]
+    for start, end in documents.spans():
+        if end > len(key):
+            break
+        alone = compat.RadixKey(base + tokens[start:end], key.extra_key, cache_salt=key.cache_salt)
+        found = match(compat.MatchPrefixParams(key=alone))
+        if found.device_prefix_len < len(alone):
+            break
+        nodes.append(found.last_device_node)
+    return Composition(documents, nodes) if len(nodes) > 1 else None

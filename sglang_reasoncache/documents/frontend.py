@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents in the server's main process: finds marked messages in the tokens of a prompt, and has
+documents prefilled before a request that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.config import config_of
+from sglang_reasoncache.documents.marks import KEY, MOST, REPAIR_KEY, documents_of
+from sglang_reasoncache.sharing.state import asks_to_share
+
+_ranks = itertools.count()
+
+
+def around_generate(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
+) -> AsyncIterator[Any]:
+    """AROUND SGLang's ``generate_request``, which every API calls."""
+    params = getattr(obj, "sampling_params", None)
+    alike = params if isinstance(params, list) else [params]
+    if not any(isinstance(each, dict) and _custom(each).get(KEY) for each in alike):
+        return original(manager, obj, request)
+    return _behind_documents(original, manager, obj, request)
+
+
+def _custom(params: dict[str, Any]) -> dict[str, Any]:
+    custom = params.get("custom_params")
+    return custom if isinstance(custom, dict) else {}
+
+
+async def _behind_documents(
+    original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
+) -> AsyncIterator[Any]:
+    """Prefill the documents of ``obj``, then generate. Documents that are cached already cost a prefill of
+    their last token. Raises ValueError for documents that are marked wrong.
+
+    A server that does not compose prompts computes this one in full."""
+    prompt = obj.input_ids
+    if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
+        raise ValueError(f"custom_params: {KEY} needs a single prompt, as input_ids or as messages")
+    config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
+    default = "none" if config is None else config.documents_repair
+    custom = obj.sampling_params["custom_params"] = {REPAIR_KEY: default, **custom}
+    documents = documents_of(custom, len(prompt))
+    assert documents is not None
+    ranks = manager.server_args.dp_size
+    if ranks > 1 and obj.routed_dp_rank is None:
+        # Each replica has a cache of its own.
+        obj.routed_dp_rank = next(_ranks) % ranks
+    if len(documents.ends) > 1 and asks_to_share(custom) and await _composes(manager):
+        run, base = original, prompt[: documents.start]
+        first, *others = ([*base, *prompt[slice(*span)]] for span in documents.spans())
+        # The base is computed once, not once a document.
+        await anext(run(manager, _request(first, obj)))
+        await asyncio.gather(*(anext(run(manager, _request(each, obj))) for each in others))
+        if documents.repair.share:
+            custom = {key: custom[key] for key in (KEY, REPAIR_KEY)}
+            await anext(run(manager, _request(prompt, obj, **custom)))
+    async for response in original(manager, obj, request):
+        yield response
+
+
+async def _composes(manager: Any) -> bool:
+    """Whether the schedulers compose prompts. They know once they have started, and say so once."""
+    known: bool | None = getattr(manager, "_reasoncache_composes", None)
+    if known is None:
+        asked = manager.get_internal_state_communicator(compat.GetInternalStateReq())
+        told = [state.internal_state.get("reasoncache") or {} for state in await asked]
+        known = all(state.get("documents_off", "") is None for state in told)
+        manager._reasoncache_composes = known
+    return known
+
+
+def _request(prompt: Sequence[int], obj: Any, **custom_params: Any) -> Any:
+    """A request without output, for whom the cached prefixes of ``obj`` are, and nobody else's."""
+    sampling = {"max_new_tokens": 0, "custom_params": custom_params or None}
+    made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
+    for name in ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority"):
+        setattr(made, name, getattr(obj, name))
+    made.no_logs, made.log_metrics = True, False
+    return made
+
+
+def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None) -> None:
+    """AFTER SGLang turned a chat request into tokens: turn numbers of messages into spans of tokens.
+    Raises ValueError for messages that are no span of the prompt."""
+    adapted, _ = result
+    custom = _custom(adapted.sampling_params)
+    asked, messages = custom.get(KEY), request.messages
+    if asked == "messages":
+        asked = list(range(1, len(messages) - 1))
+    if not isinstance(asked, list) or any(type(number) is not int for number in asked):
+        # None, or spans; what is wrong is refused when it is sent on.
+        return
+    wrong = f"custom_params: {KEY} must be"
+    numbers = f"{wrong} 'messages' or numbers of 1 to {MOST} messages that follow one another"
+    if not 1 <= len(asked) <= MOST or asked != list(range(asked[0], asked[0] + len(asked))):
+        raise ValueError(f"{numbers}, got {asked!r:.80}")
+    if not asked[0] >= 0 or asked[-1] >= len(messages) - 1:
+        raise ValueError(f"{wrong} before the last of {len(messages)} messages, got {asked!r:.80}")
+    prompt = adapted.input_ids
+    bounds = [_length(serving, request, count, prompt) for count in (*asked, asked[-1] + 1)]
+    spans = [list(span) for span in itertools.pairwise(bounds)]
+    adapted.sampling_params["custom_params"] = {**custom, KEY: spans}
+
+
+def _length(serving: Any, request: Any, count: int, prompt: Any) -> int:
+    """Tokens of the first ``count`` messages of a prompt."""
+    if count == 0:
+        return 0
+    begin = request.model_copy(deep=True)
+    begin.messages = begin.messages[:count]
+    begin._format_add_generation_prompt = False
+    tokens = serving._process_messages(begin, False).prompt_ids
+    if not tokens or not isinstance(prompt, list) or tokens != prompt[: len(tokens)]:
+        told = "the model's chat template writes messages in another way where others follow"
+        raise ValueError(f"custom_params: {KEY} cannot be messages here: {told}; use input_ids")
+    return len(tokens)

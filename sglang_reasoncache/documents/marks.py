@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents that a client marks in a prompt."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+#: Keys in the OpenAI API's ``custom_params`` by which a client marks them, and chooses a repair.
+KEY, REPAIR_KEY = "documents", "documents_repair"
+#: Most documents of a prompt. Each is matched anew while the request waits.
+MOST = 256
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Which tokens of documents that moved are computed again, in the order of the prompt.
+
+    Attributes:
+        first: Tokens at the beginning of each document (EPIC, arXiv 2410.15332).
+        share: The share of all tokens of the documents that the query attends to most.
+    """
+
+    first: int = 0
+    share: float = 0.0
+
+
+def repair_of(text: object) -> Repair:
+    """The repair called ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for another one, with
+    what it must be."""
+    kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if text == "none":
+        return Repair()
+    if kind == "first" and amount.isascii() and amount.isdigit() and 0 < len(amount) < 6:
+        return Repair(first=int(amount))
+    if kind == "query" and re.fullmatch(r"0?\.[0-9]{1,4}|1", amount):
+        return Repair(share=float(amount))
+    raise ValueError("none, first:TOKENS or query:SHARE with a share between 0 and 1")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents that follow one another in a prompt.
+
+    Attributes:
+        start: Position of the first one. The tokens before it are the *base*: every document is prefilled
+            directly behind the base, without the others.
+        ends: The position behind each document, ascending.
+        repair: What is computed again.
+    """
+
+    start: int
+    ends: tuple[int, ...]
+    repair: Repair = Repair()
+
+    def spans(self) -> list[tuple[int, int]]:
+        return list(pairwise((self.start, *self.ends)))
+
+
+def documents_of(custom_params: object, length: int | None = None) -> Documents | None:
+    """The documents that ``custom_params`` mark; None if they mark none.
+
+    ``length``: tokens of the prompt; None: unknown yet. Raises ValueError that names the first span that
+    is wrong: spans are ``[start, end]`` in tokens, follow one another without a gap, and leave at least
+    the last token of the prompt, which is always computed. Also for a repair that does not exist.
+    """
+    custom = custom_params if isinstance(custom_params, dict) else {}
+    spans, repair = custom.get(KEY), custom.get(REPAIR_KEY, "none")
+    if spans is None:
+        return None
+    if not isinstance(spans, Sequence) or isinstance(spans, str) or not 1 <= len(spans) <= MOST:
+        got = f"{len(spans)} entries" if isinstance(spans, list) else f"{spans!r:.80}"
+        raise ValueError(f"custom_params: {KEY} must be a list of 1 to {MOST} spans, got {got}")
+    ends = list[int]()
+    for number, span in enumerate(spans):
+        wrong = f"custom_params: {KEY}[{number}] must"
+        if not isinstance(span, Sequence) or [type(bound) for bound in span[:3]] != [int, int]:
+            raise ValueError(f"{wrong} be [start, end] in tokens of the prompt, got {span!r:.80}")
+        start, end = span
+        if ends and start != ends[-1]:
+            raise ValueError(f"{wrong} begin where the one before it ends, {ends[-1]}, got {start}")
+        if not 0 <= start < end:
+            raise ValueError(f"{wrong} hold a token, 0 <= start < end, got {span!r:.80}")
+        if length is not None and end >= length:
+            raise ValueError(f"{wrong} end before the last of {length} tokens, got {end}")
+        ends.append(end)
+    try:
+        return Documents(spans[0][0], tuple(ends), repair_of(repair))
+    except ValueError as error:
+        told = f"custom_params: {REPAIR_KEY} must be {error}, got {repair!r:.80}"
+        raise ValueError(told) from error

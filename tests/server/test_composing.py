@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts composed of documents that were prefilled before."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.fidelity.cache import EditableCache, Reader
+from eval.serving import ServerProcess
+from tests.server import specs
+from tests.server.problems import OPT_OUT, prompts, report
+
+SYSTEM, QUESTION = list(range(3, 23)), list(range(30, 41))
+
+
+@pytest.fixture(scope="module")
+def texts(model_path: Path) -> list[list[int]]:
+    """Documents of 20 to 60 tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return [tokenizer(text)["input_ids"] for text in prompts(8, seed=5)]
+
+
+@pytest.fixture(scope="module")
+def reader(model_path: Path) -> Reader:
+    return Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
+
+
+def _spans(documents: Sequence[Sequence[int]], start: int = len(SYSTEM)) -> list[list[int]]:
+    bounds = itertools.accumulate(map(len, documents), initial=start)
+    return [list(span) for span in itertools.pairwise(bounds)]
+
+
+def _ask(
+    server: ServerProcess,
+    documents: Sequence[list[int]],
+    marked: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """The body of a response to system prompt, documents and question."""
+    prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
+    custom = {"documents": _spans(documents) if marked is None else marked}
+    custom |= options.pop("custom_params", {})
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True, "custom_params": custom}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **options}
+    response = server.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def _logprobs(found: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
+    pairs = found["meta_info"]["output_token_logprobs"]
+    return [pair[1] for pair in pairs], torch.tensor([pair[0] for pair in pairs])
+
+
+def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
+    """Each document behind the system prompt, its keys rotated to its place."""
+    whole = reader.cache(1, 2048)
+    reader.forward(whole, SYSTEM)
+    for document in documents:
+        alone = reader.cache(1, 512)
+        reader.forward(alone, [*SYSTEM, *document])
+        reads = [(whole.length + at, len(SYSTEM) + at) for at in range(len(document))]
+        whole.redirect(0, reads, reader.rotation, (alone, 0))
+        whole.length += len(document)
+    return whole
+
+
+def _off(reader: Reader, cache: EditableCache, found: dict[str, Any]) -> float:
+    """Largest distance of the response's log-probabilities from those behind a cached prefix."""
+    tokens, logprobs = _logprobs(found)
+    length = cache.length
+    logits = reader.forward(cache, [*QUESTION, *tokens])[0]
+    cache.length = length
+    expected = logits[len(QUESTION) - 1 : -1].log_softmax(-1)
+    expected = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    return float((expected - logprobs).abs().max())
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_documents_are_read_in_any_order(
+    server: ServerProcess, reader: Reader, texts: list[list[int]]
+) -> None:
+    """As a loop reads the same KV, and unlike a prompt that is computed in full."""
+    orders = ([2, 0, 1], [3, 2, 0], [1, 3, 2, 0])
+    for order in orders:
+        documents = [texts[at] for at in order]
+        found = _ask(server, documents)
+        assert found["meta_info"]["cached_tokens"] == len(SYSTEM) + sum(map(len, documents))
+        assert _off(reader, _composed(reader, documents), found) < 1e-4
+        full = reader.cache(1, 2048)
+        reader.forward(full, [*SYSTEM, *itertools.chain(*documents)])
+        assert _off(reader, full, found) > 1e-3
+    totals = report(server)["totals"]
+    assert totals["prompts_composed"] == len(orders)
+    assert totals["documents_composed"] == sum(map(len, orders))
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_the_first_tokens_are_computed_again(
+    server: ServerProcess, reader: Reader, texts: list[list[int]]
+) -> None:
+    """At their places, also where a chunk of the prefill ends among them."""
+    for order, most in (([3, 1, 0], 6), ([2, 0, 1, 3], 40)):
+        documents = [texts[at] for at in order]
+        spans = _spans(documents)[1:]
+        again = [at for start, end in spans for at in range(start, min(end, start + most))]
+        found = _ask(server, documents, custom_params={"documents_repair": f"first:{most}"})
+        cached = len(SYSTEM) + sum(map(len, documents)) - len(again)
+        assert found["meta_info"]["cached_tokens"] == cached
+        cache, prompt = _composed(reader, documents), [*SYSTEM, *itertools.chain(*documents)]
+        assert _off(reader, cache, found) > 1e-3
+        reader.again(cache, [prompt[at] for at in again], again)
+        assert _off(reader, cache, found) < 1e-4
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_what_the_query_attends_to_is_computed_again(
+    server: ServerProcess, reader: Reader, texts: list[list[int]]
+) -> None:
+    documents = [texts[at] for at in (3, 1, 2)]
+    found = _ask(server, documents, custom_params={"documents_repair": "query:.2"})
+    cache, prompt = _composed(reader, documents), [*SYSTEM, *itertools.chain(*documents)]
+    received = torch.zeros(cache.length)
+    reader.forward(cache, QUESTION, received=received)
+    cache.length -= len(QUESTION)
+    moved = len(SYSTEM) + len(documents[0])
+    count = round(0.2 * (len(prompt) - len(SYSTEM)))
+    again = (received[moved : len(prompt)].topk(count).indices + moved).sort().values.tolist()
+    assert found["meta_info"]["cached_tokens"] == len(prompt) - count
+    assert _off(reader, cache, found) > 1e-3
+    reader.again(cache, [prompt[at] for at in again], again)
+    assert _off(reader, cache, found) < 1e-4
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_who_opts_out_or_has_one_document_reads_what_stock_reads(
+    server: ServerProcess, reader: Reader, texts: list[list[int]]
+) -> None:
+    for documents, custom in ((texts[:1], {}), (texts[1:4], OPT_OUT["custom_params"])):
+        _ask(server, documents)
+        found = _ask(server, documents, custom_params=custom)
+        full = reader.cache(1, 2048)
+        reader.forward(full, [*SYSTEM, *itertools.chain(*documents)])
+        assert _off(reader, full, found) < 1e-4
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_another_salt_has_documents_of_its_own(
+    server: ServerProcess, texts: list[list[int]]
+) -> None:
+    documents = texts[4:7]
+    body = {"input_ids": [*SYSTEM, *documents[1]], "sampling_params": {"max_new_tokens": 1}}
+    server.post("/generate", json={**body, "cache_salt": "theirs"}).raise_for_status()
+    prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
+    # Behind the API that prefills them first, a request finds none of another salt.
+    sampling = {"max_new_tokens": 0, "custom_params": {"documents": _spans(documents)}}
+    for salt, composed in (("theirs", 1), ("ours", 1)):
+        before = report(server)["totals"]["prompts_composed"]
+        body = {"input_ids": prompt, "sampling_params": sampling, "cache_salt": salt}
+        found = server.post("/generate", json=body).json()
+        assert found["meta_info"]["cached_tokens"] == len(prompt) - len(QUESTION)
+        assert report(server)["totals"]["prompts_composed"] == before + composed
+
+
+WRONG = [
+    ("messages", "a list of 1 to 256 spans, got 'messages'"),
+    ([], "got 0 entries"),
+    ([[20, 30]] * 1_000_000, "got 1000000 entries"),
+    ([[20, 30], [31, 40]], "documents[1] must begin where the one before it ends, 30, got 31"),
+    ([[20, 30], [25, 40]], "documents[1] must begin where the one before it ends, 30, got 25"),
+    ([[20, 30], [30, 100_000]], "documents[1] must end before the last of"),
+    ([[20, 20]], "documents[0] must hold a token"),
+    ([[-1, 20]], "documents[0] must hold a token"),
+    ([[1.5, 20]], "documents[0] must be [start, end]"),
+    ([[True, 20]], "documents[0] must be [start, end]"),
+    ([[1, 2, 3]], "documents[0] must be [start, end]"),
+]
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list[int]]) -> None:
+    prompt = [*SYSTEM, *texts[0], *texts[1], *QUESTION]
+    for spans, message in WRONG:
+        sampling = {"max_new_tokens": 1, "custom_params": {"documents": spans}}
+        start = time.monotonic()
+        told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
+        assert told.status_code == 400 and message in told.text, told.text
+        assert time.monotonic() - start < (3 if len(spans) > 1000 else 0.5)
+    custom = {"documents": _spans(texts[:2]), "documents_repair": "query:2"}
+    sampling = {"max_new_tokens": 1, "custom_params": custom}
+    told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
+    assert told.status_code == 400 and "query:SHARE" in told.text
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_a_client_marks_messages(server: ServerProcess, texts: list[list[int]]) -> None:
+    words = ["one two three four five six", "seven eight nine ten", "eleven twelve thirteen"]
+    turns = [{"role": "user", "content": text} for text in ("be brief", *words, "which is last")]
+
+    def ask(**custom: Any) -> Any:
+        body = {"model": "any", "messages": turns, "max_tokens": 4, "custom_params": custom}
+        return server.post("/v1/chat/completions", json=body)
+
+    for documents in ("messages", [2, 3]):
+        before = report(server)["totals"]
+        assert ask(documents=documents).status_code == 200
+        totals = report(server)["totals"]
+        count = 3 if documents == "messages" else 2
+        assert totals["documents_composed"] == before["documents_composed"] + count
+    for documents, message in (([3, 2], "follow one another"), ([3, 4], "before the last of 5")):
+        told = ask(documents=documents)
+        assert told.status_code == 400 and message in told.text, told.text
+
+
+@pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
+def test_documents_in_a_server_that_is_short(server: ServerProcess, texts: list[list[int]]) -> None:
+    """Many at once, with several samples, in a pool of a few of them: all are answered, nothing is lost."""
+    orders = list(itertools.permutations(range(6), 4))[::9]
+
+    def ask(number: int) -> int:
+        documents = [texts[at] for at in orders[number % len(orders)]]
+        custom = {"documents_repair": ("none", "first:8", "query:.1")[number % 3]}
+        sampling = {
+            "temperature": 1,
+            "max_new_tokens": 200,
+            "ignore_eos": True,
+            "n": 1 + number % 2,
+        }
+        prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
+        sampling["custom_params"] = {"documents": _spans(documents), **custom}
+        told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
+        assert told.status_code == 200, told.text
+        bodies = told.json() if isinstance(told.json(), list) else [told.json()]
+        return sum(body["meta_info"]["completion_tokens"] for body in bodies)
+
+    with ThreadPoolExecutor(12) as pool:
+        assert sum(pool.map(ask, range(36))) == 200 * (36 + 18)
+    totals = report(server)["totals"]
+    assert totals["prompts_composed"] > 36 and totals["tokens_repaired"] > 0
