@@ -18,12 +18,15 @@ def option(
     default: Any = dataclasses.MISSING, text: str = "", *, read: _Read | None = None,
     least: float | None = None, most: float | None = None, choices: Collection[Any] = (),
     metavar: str | None = None,
+    in_place: bool = False,
 ) -> Any:  # fmt: skip
     """A field of a class of options; ``text`` is its help. The annotation says how its word is read: a
     ``bool`` is a switch, a ``tuple[X, ...]`` is ``a,b`` (positional: several words), a ``Mapping`` may
     be given several times, any other type is called with the word. ``read`` makes the value of the word
-    instead. ``least``, ``most`` and ``choices`` bound each part of a value."""
+    instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place``: a positional
+    argument that may be left out."""
     about = {"help": text, "read": read, "bounds": (least, most, choices), "metavar": metavar}
+    about["in_place"] = in_place
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default=default, metadata=about)
@@ -105,8 +108,9 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
         argument |= {"type": _bounded(read, *about["bounds"]), "metavar": about["metavar"]}
         argument |= {"nargs": "+"} if several and is_required else {}
         argument |= {"action": "append"} if get_origin(kind) is Mapping else {}
-    if is_required:
-        parser.add_argument(field.name, **argument)
+    if is_required or about["in_place"]:
+        given = {} if is_required else {"nargs": "?", "default": field.default}
+        parser.add_argument(field.name, **argument, **given)
         return
     # argparse appends to a list.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.fidelity MODEL RESPONSES``: what sharing costs a model on recorded responses."""
+"""``python -m eval.fidelity MODEL RESPONSES``: what sharing costs a model on recorded responses; with
+``--documents FILE`` instead, what composing prompts of cached documents costs it."""
 
 import hashlib
 import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,14 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from eval import command
 from eval.command import option
-from eval.fidelity import summary
-from eval.fidelity.arms import Arm, default_name, default_names, parse_all
+from eval.fidelity import documents, summary
+from eval.fidelity.arms import default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
+from eval.fidelity.documents import Documents, Prompt
 from eval.fidelity.replay import Replay
 from eval.jsonl import cut_unfinished, read_rows, text_of
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
+#: From a model to the scores of a response or prompt, by arm.
+Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
 #: Tokens of a run, and the share of runs that stand earlier in a response from which on it loops.
 _RUN, _LOOPS = 32, 0.1
@@ -79,17 +83,26 @@ def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:
 @dataclass(frozen=True)
 class Options:
     model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
-    responses: Path = option(text="JSONL file of rows with question and response, or a folder")
-    arms: tuple[str, ...] = option((), "default: those of docs/fidelity.md")
+    responses: Path | None = option(
+        None, "JSONL file of rows with question and response, or a folder", in_place=True
+    )
+    documents: Path | None = option(
+        None, "JSONL file of rows with system, documents, question and answer", metavar="FILE"
+    )
+    arms: tuple[str, ...] = option((), "default: those of docs/fidelity.md; repairs of documents")
     like: str = option(default_name(), "arm whose saving evictors match")
     groups: tuple[str, ...] = option(GROUPS[:2], choices=GROUPS)
-    limit: int | None = option(None, "responses of each group, else all", least=1)
-    cap: int = option(2600, "tokens of question and response", least=1)
+    limit: int | None = option(None, "responses or rows of each group, else all", least=1)
+    cap: int = option(2600, "tokens of question and response, or of a row with documents", least=1)
     shortest: int = option(1000, "shorter responses are left out", least=1)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu")
     dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
     threads: int = option(torch.get_num_threads(), "of PyTorch on a CPU", least=1)
     out: Path = option(Path("build/bench/fidelity.json"), "file of the figures")
+
+    def __post_init__(self) -> None:
+        if (self.responses is None) == (self.documents is None):
+            raise ValueError("RESPONSES or --documents FILE is needed, and not both")
 
 
 def load(options: Options) -> Reader:
@@ -107,6 +120,7 @@ def chosen(options: Options, tokenizer: Any) -> list[Response]:
     """``--limit`` responses of each group, the groups in turn. Raises ValueError: there is none."""
     seen: Counter[str] = Counter()
     ranked = []
+    assert options.responses is not None
     for response in read(options.responses, tokenizer, options.cap, options.shortest):
         rank = seen[response.group]
         if response.group in options.groups and rank < (options.limit or rank + 1):
@@ -118,46 +132,64 @@ def chosen(options: Options, tokenizer: Any) -> list[Response]:
 
 
 def measure(
-    options: Options, arms: Sequence[Arm], responses: Sequence[Response], tokenizer: Any
+    options: Options, items: Sequence[Response | Prompt], settings: Sequence[str], begin: Begin
 ) -> Iterator[Mapping[str, Any]]:
-    """A record for each response, also of an earlier run with the same settings: each is appended
+    """A record for each item, also of an earlier run with the same settings: each is appended
     to a JSONL file at once, so that a run that is cut goes on where it stopped."""
-    path, known, replay = options.out.with_suffix(".jsonl"), {}, None
+    path, known, scores = options.out.with_suffix(".jsonl"), {}, None
     cut_unfinished(path)
     if path.exists():
         known = {record["key"]: record for record in map(json.loads, path.open())}
-    settings = [str(options.model.resolve()), options.dtype, options.like, *map(repr, arms)]
-    for response in responses:
-        key = hashlib.sha256(json.dumps([settings, response]).encode()).hexdigest()[:16]
+    settings = [str(options.model.resolve()), options.dtype, *settings]
+    for item in items:
+        key = hashlib.sha256(json.dumps([settings, item]).encode()).hexdigest()[:16]
         if key not in known:
-            replay = replay or Replay(load(options), vocabulary_of(tokenizer), arms, options.like)
+            scores = scores or begin(load(options))
             begun = time.monotonic()
-            scores = replay.scores(response.tokens, response.prompt)
-            record: dict[str, Any] = dict(key=key, response=response.name, group=response.group)
-            record |= dict(tokens=len(response.tokens), arms=scores)
+            record: dict[str, Any] = dict(key=key, response=item.name, group=item.group)
+            record |= dict(tokens=len(item.tokens), arms=scores(item))
             known[key] = {**record, "seconds": round(time.monotonic() - begun, 1)}
             with path.open("a") as file:
                 file.write(json.dumps(known[key]) + "\n")
         yield known[key]
 
 
-def work(options: Options) -> None:
+def _responses(options: Options, tokenizer: Any) -> tuple[Sequence[Response], list[str], Begin]:
+    arms = parse_all(options.arms or default_names(), options.like)
+
+    def begin(reader: Reader) -> Callable[[Any], Mapping[str, Any]]:
+        replay = Replay(reader, vocabulary_of(tokenizer), arms, options.like)
+        return lambda response: replay.scores(response.tokens, response.prompt)
+
+    return chosen(options, tokenizer), [options.like, *map(repr, arms)], begin
+
+
+def _prompts(options: Options, tokenizer: Any) -> tuple[Sequence[Prompt], list[str], Begin]:
+    repairs = {name: documents.parse(name) for name in options.arms or documents.ARMS}
+    assert options.documents is not None
+    items = documents.read(options.documents, tokenizer, options.cap, options.limit)
+    return items, [*repairs], lambda reader: Documents(reader, repairs, items).scores
+
+
+def work(options: Options) -> list[dict[str, Any]]:
+    """The rows of the table."""
     torch.set_num_threads(options.threads)
     records: list[Mapping[str, Any]] = []
     summed: list[dict[str, Any]] = []
     settings = {name: str(value) for name, value in vars(options).items()}
     tokenizer = load_tokenizer(str(options.model), local=True)
-    arms = parse_all(options.arms or default_names(), options.like)
-    responses = chosen(options, tokenizer)
+    figures = summary.DOCUMENTS if options.documents else summary.RESPONSES
+    items, *how = (_prompts if options.documents else _responses)(options, tokenizer)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for record in measure(options, arms, responses, tokenizer):
+    for record in measure(options, items, *how):
         records.append(record)
         facts = "{response}, {group}, {tokens} tokens, {seconds:.0f} s".format(**record)
-        print(f"{len(records)} of {len(responses)}: {facts}", file=sys.stderr, flush=True)
-        summed = summary.rows(records)
+        print(f"{len(records)} of {len(items)}: {facts}", file=sys.stderr, flush=True)
+        summed = summary.rows(records, figures)
         result = {"rows": summed, "default": default_name(), "settings": settings}
         options.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{summary.table(summed)}\n\nwrote {options.out}")
+    print(f"{summary.table(summed, figures)}\n\nwrote {options.out}")
+    return summed
 
 
 if __name__ == "__main__":

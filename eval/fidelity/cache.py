@@ -96,14 +96,10 @@ class Reader:
 
     @torch.no_grad()
     def forward(
-        self,
-        cache: EditableCache,
-        tokens: Sequence[int],
-        first: int = 0,
-        received: torch.Tensor | None = None,
+        self, cache: EditableCache, tokens: Sequence[int], first: int = 0, **options: Any
     ) -> torch.Tensor:
-        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry. ``received``,
-        fp32 ``[n]``: gets how much the tokens attend to the first ``n`` entries of row 0, in sum."""
+        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry, ``options``
+        are the model's and, as ``received``, those of :func:`_attention`."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
@@ -113,7 +109,7 @@ class Reader:
             position_ids=(first + at).expand(cache.rows, -1),
             past_key_values=cache,
             use_cache=True,
-            received=received,
+            **options,
         ).logits
         cache.length = end
         return found
@@ -167,14 +163,15 @@ def _attention(
     received: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask."""
+    """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask. The weights
+    that the first positions get in row 0 are added to ``received``, fp32 ``[positions]``."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")
     if received is not None:
-        logits = query[0].unflatten(0, (key.shape[1], -1)) @ key[0][:, None].transpose(-1, -2)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        weights = (logits * scale).masked_fill(~attention_mask[0], -torch.inf).float().softmax(-1)
+        groups = query[0].float().unflatten(0, (key.shape[1], -1))
+        logits = groups @ key[0].float().mT[:, None] * (scaling or key.shape[-1] ** -0.5)
+        weights = logits.masked_fill(~attention_mask[0], -torch.inf).softmax(-1)
         received += weights.sum((0, 1, 2))[: len(received)]
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True

@@ -1,52 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Scores of responses summed up: means with bootstrap intervals, and a table."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 _RESAMPLES = 2000
-_FORMS = dict(saved="{:.1%}", kl="{:.4f}", kl_per_saved="{:.4f}", nll="{:+.2%}", top1="{:.1%}")
-_MEANS = ["saved", "kl", "nll", "top1", "dense"]
+#: How a figure is written, and what it is of the means of an arm's scores and of the first arm's.
+Figures = Mapping[str, tuple[str, Callable[[Any, Any], Any]]]
+RESPONSES: Figures = {
+    "saved": ("{:.1%}", lambda arm, _: arm["saved"]),
+    "kl": ("{:.4f}", lambda arm, _: arm["kl"]),
+    "kl_per_saved": ("{:.4f}", lambda arm, _: arm["kl"] / arm["saved"]),
+    "nll": ("{:+.2%}", lambda arm, dense: arm["nll"] / dense["nll"] - 1),
+    "top1": ("{:.1%}", lambda arm, _: arm["top1"]),
+}
+DOCUMENTS: Figures = {
+    "accuracy": ("{:.3f}", lambda arm, _: arm["accuracy"]),
+    "of_full": ("{:.2f}", lambda arm, full: arm["accuracy"] / full["accuracy"]),
+    "kl": RESPONSES["kl"],
+    "nll": ("{:.3f}", lambda arm, _: arm["nll"]),
+    "recomputed": ("{:.1%}", lambda arm, _: arm["recomputed"]),
+}
 
 
-def rows(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def rows(
+    records: Sequence[Mapping[str, Any]], figures: Figures = RESPONSES
+) -> list[dict[str, Any]]:
     """For each group and arm: means over responses, and of each, ``_95``, the ends of its 95%
-    bootstrap interval over responses, null for fewer than two. ``nll`` is the relative change of
-    the mean, ``kl_per_saved`` the ratio of the means."""
-    scores = pd.DataFrame(
-        {"group": record["group"], "arm": name, **score, "dense": record["arms"]["dense"]["nll"]}
-        for record in records
-        for name, score in record["arms"].items()
-        if name != "dense"
-    )
-    found = []
-    for (group, arm), part in scores.groupby(["group", "arm"], sort=False):
-        data, count = part[_MEANS].to_numpy().T, len(part)
-        drawn = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
-        ends = np.percentile(_figures(data[:, drawn].mean(axis=-1)), (2.5, 97.5), axis=-1)
-        row = {"arm": arm, "group": group, "responses": count}
-        for name, value, pair in zip(_FORMS, _figures(data.mean(axis=-1)), ends.T, strict=True):
-            row[name] = float(value) if np.isfinite(value) else None
-            row[f"{name}_95"] = pair.tolist() if count > 1 and np.isfinite(pair).all() else None
-        found.append(row)
-    return found
+    bootstrap interval over responses, null for fewer than two. Responses' first arm has no row."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(record["group"], []).append(record["arms"])
+    return [
+        {"arm": name, "group": group, "responses": len(part), **_row(part, name, figures)}
+        for group, part in groups.items()
+        for name in list(part[0])[figures is RESPONSES :]
+    ]
 
 
-def _figures(means: np.ndarray) -> np.ndarray:
-    """In the order of ``_FORMS``."""
-    saved, kl, nll, top1, dense = means
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.stack((saved, kl, kl / saved, nll / dense - 1, top1))
+def _row(part: Sequence[Mapping[str, Any]], name: str, figures: Figures) -> dict[str, Any]:
+    drawn = np.random.default_rng(0).integers(len(part), size=(_RESAMPLES, len(part)))
+    both = [pd.DataFrame([arms[arm] for arms in part]) for arm in (name, next(iter(part[0])))]
+    means = [scores.mean() for scores in both]
+    resampled = [{key: scores[key].to_numpy()[drawn].mean(-1) for key in scores} for scores in both]
+    row: dict[str, Any] = {}
+    for figure, (_, compute) in figures.items():
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value, ends = compute(*means), np.quantile(compute(*resampled), (0.025, 0.975))
+        row[figure] = float(value) if np.isfinite(value) else None
+        shown = len(part) > 1 and np.isfinite(ends).all()
+        row[f"{figure}_95"] = ends.tolist() if shown else None
+    return row
 
 
-def table(summed: Sequence[Mapping[str, Any]]) -> str:
+def table(summed: Sequence[Mapping[str, Any]], figures: Figures = RESPONSES) -> str:
     lines = []
     for row in summed:
         line = {name: row[name] for name in ("group", "arm", "responses")}
-        for name, form in _FORMS.items():
+        for name, (form, _) in figures.items():
             ends = row[f"{name}_95"]
             line[name] = "-" if row[name] is None else form.format(row[name])
             line[name] += "" if ends is None else f" ({' to '.join(map(form.format, ends))})"

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make bench-documents``: prompts made of cached documents against full prefill, on SmolLM2.
+
+Generated tasks go through ``python -m eval.fidelity --documents``; then stock SGLang and ours take turns at
+prompts of 8 of 50 documents in random order, which both prefilled once. Writes ``documents.json``."""
+
+import itertools
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import pandas as pd
+
+from eval import command
+from eval.bench.turns import spread, take_turns
+from eval.command import option
+from eval.fidelity.__main__ import Options as Gate
+from eval.fidelity.__main__ import work as through_the_gate
+from eval.runs.folder import write_json, write_whole
+from eval.runs.servers import Servers
+from eval.serving import ServerProcess
+from eval.tokenizers import load_tokenizer
+
+MODEL = Path("build/models/smollm2")
+#: Documents of the server, tokens of each, documents of a prompt, and questions of a part.
+DOCUMENTS, TOKENS, IN_PROMPT, PART = 50, 400, 8, 100
+REPAIRS = ("none", "query:.15")
+_FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
+_SLOTS = 50_000
+_SYSTEM = "You are a helpful assistant that answers from the documents it is given."
+#: Questions of each set of documents; documents of a set, and words of one.
+_ASKED, _SET, _WORDS = 4, 5, 150
+
+_PLACES = (
+    "north gate,harbour office,east tower,glass house,old library,boat shed,clock room,wine cellar"
+)
+_FACTS = {
+    "The access code of the old library is {}.": "What is the access code of the old library?",
+    "The night train to Lisbon has the number {}.": "What number does the night train have?",
+    "The blue vase of the museum was sold for {} crowns.": "For how much was the blue vase sold?",
+    "The mountain hut lies at a height of {} metres.": "At what height does the hut lie?",
+    "The choir meets in room {} on Tuesdays.": "In which room does the choir meet?",
+}
+_KINDS = {
+    "animal": "horse,tiger,rabbit,eagle,salmon,donkey,wolf,camel,goat,otter,falcon,lizard",
+    "fruit": "apple,banana,cherry,mango,peach,grape,plum,lemon,melon,papaya,apricot,pear",
+    "tool": "hammer,saw,wrench,drill,chisel,pliers,shovel,axe,screwdriver,rake,file,clamp",
+    "country": "France,Brazil,Japan,Kenya,Norway,Peru,Egypt,India,Canada,Poland,Chile,Vietnam",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    questions: int = option(200, "of each task", least=1, metavar="N")
+    live: int = option(500, "questions to the servers, 0: none", least=0, metavar="N")
+    tasks: tuple[str, ...] = option(("distinct", "rivals", "few-shot", "repeat"))
+    out: Path = option(Path("build/bench"), "folder of results")
+
+
+def prose() -> list[str]:
+    """Paragraphs of English out of Python's documentation, which every Python has."""
+    every = itertools.chain(*(re.split(r"\n\s*\n", text) for text in topics.values()))
+    flat = (" ".join(paragraph.split()) for paragraph in every)
+    return sorted({text for text in flat if _is_prose(text)})
+
+
+def _is_prose(text: str) -> bool:
+    letters = sum(letter.isalpha() or letter == " " for letter in text)
+    return len(text) > 120 and text[-1] == "." and text.isascii() and letters > 0.9 * len(text)
+
+
+class Tasks:
+    """Draws sets of documents with questions: ``(question, lead, answer)``."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random, self._prose = random.Random(seed), prose()
+
+    def rows(self, task: str, count: int) -> Iterator[dict[str, Any]]:
+        make = {"distinct": self.distinct, "rivals": self.rivals, "few-shot": self.few_shot}
+        for number in range(-(-count // _ASKED)):
+            documents, questions = make.get(task, self.repeat)()
+            system = _SYSTEM if task != "few-shot" else "Label the last word as in the examples."
+            asked = self._random.sample(questions, min(_ASKED, count - number * _ASKED))
+            for question, lead, answer in asked:
+                row = {"group": task, "system": system, "documents": documents}
+                yield {**row, "question": question, "lead": lead, "answer": answer}
+
+    def distinct(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """Each document has a fact of another kind."""
+        return self._told(_FACTS)
+
+    def rivals(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """Each document has the code of another place, in the same words."""
+        places = self._random.sample(_PLACES.split(","), _SET)
+        code = "the access code of the {}"
+        facts = [(code.format(place), place) for place in places]
+        return self._told({f"T{fact[1:]} is {{}}.": f"What is {fact}?" for fact, _ in facts})
+
+    def few_shot(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """Each document labels words of two of four kinds."""
+        draw, kinds = self._random.sample, list(_KINDS)
+        label = dict(zip(kinds, draw(["red", "blue", "green", "black", "white"], 4), strict=True))
+        words = {kind: draw(_KINDS[kind].split(","), 12) for kind in kinds}
+        documents = []
+        for pair in draw([*itertools.combinations(kinds, 2)], 6):
+            shown = [(words[kind].pop(), kind) for kind in pair for _ in range(3)]
+            lines = (f"Word: {word}\nLabel: {label[kind]}" for word, kind in draw(shown, 6))
+            documents.append("\n".join(lines))
+        asked = []
+        for kind in kinds:
+            word = words[kind].pop()
+            asked.append((f"Which label has {word}?", f"Word: {word}\nLabel:", f" {label[kind]}"))
+        return documents, asked
+
+    def repeat(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """A document is to be said again: eight words behind the first eight."""
+        sections, asked = [self._section() for _ in range(_SET)], []
+        for number, section in enumerate(sections, 1):
+            words = " ".join(section).split()
+            parts = " ".join(words[:8]), " " + " ".join(words[8:16])
+            asked.append((f"Repeat section {number} word by word.", *parts))
+        texts = (f"Section {number}\n\n{' '.join(one)}" for number, one in enumerate(sections, 1))
+        return [*texts], asked
+
+    def _told(self, facts: Mapping[str, str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """A document for each fact, whose number ``{}`` is asked for."""
+        documents, asked = [], []
+        for fact in self._random.sample([*facts], _SET):
+            number, section = str(self._random.randint(1000, 9999)), self._section()
+            section.insert(self._random.randint(0, len(section)), fact.format(number))
+            documents.append(" ".join(section))
+            asked.append((facts[fact], fact.split(" {}")[0], f" {number}"))
+        return documents, asked
+
+    def _section(self) -> list[str]:
+        """Sentences of about so many words, of paragraphs that follow one another."""
+        found, at = list[str](), self._random.randrange(len(self._prose))
+        while sum(text.count(" ") for text in found) < _WORDS:
+            found += re.split(r"(?<=\.) (?=[A-Z])", self._prose[at % len(self._prose)])
+            at += 1
+        return found
+
+
+class Live:
+    """Prompts of the same documents for a server; all sides read the same ones."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+        tokens = encode(" ".join(prose()))[: DOCUMENTS * TOKENS]
+        self._base, self._encode = encode(_SYSTEM), encode
+        assert len(tokens) == DOCUMENTS * TOKENS
+        self._documents = [tokens[at : at + TOKENS] for at in range(0, len(tokens), TOKENS)]
+
+    def warm(self, server: ServerProcess) -> None:
+        for document in self._documents:
+            _ask(server, [*self._base, *document, 0])
+
+    def side(self, server: ServerProcess, repair: str = "") -> Callable[[], list[dict[str, float]]]:
+        """Asks the next question at each call; tells the time to the first token, and the tokens that
+        were computed."""
+        drawn, start = random.Random(1), len(self._base)
+        bounds = range(start, start + IN_PROMPT * TOKENS + 1, TOKENS)
+        custom = {"documents": [*itertools.pairwise(bounds)], "documents_repair": repair}
+
+        def ask() -> list[dict[str, float]]:
+            documents = itertools.chain(*drawn.sample(self._documents, IN_PROMPT))
+            question = self._encode(f"\nWhat does rule {drawn.randrange(10**6)} say?\n")
+            prompt = [*self._base, *documents, *question]
+            begun = time.perf_counter()
+            told = _ask(server, prompt, **({"custom_params": custom} if repair else {}))
+            seconds = time.perf_counter() - begun
+            return [{"seconds": seconds, "computed": len(prompt) - told["cached_tokens"]}]
+
+        return ask
+
+
+def _ask(server: ServerProcess, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+    """One token behind a prompt."""
+    sampling = {"temperature": 0, "max_new_tokens": 1, **more}
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    response = server.post("/generate", json=body)
+    if response.status_code != 200:
+        raise ValueError(f"{server.url}/generate says {response.text:.500}")
+    told: dict[str, Any] = response.json()["meta_info"]
+    return told
+
+
+def live(options: Options) -> list[dict[str, Any]]:
+    """Rows of the task ``server``: times over stock's, those of the first and the last questions apart."""
+    prompts = Live(load_tokenizer(str(MODEL)))
+    flags = (*_FLAGS, "--max-total-tokens", str(_SLOTS))
+    with Servers(options.out / "documents", MODEL, "cpu", keep=2) as servers:
+        stock = servers.get("stock", flags).process
+        ours = servers.get("ours", (*flags, "--enable-reasoncache")).process
+        for server in (stock, ours):
+            prompts.warm(server)
+        sides = {name: prompts.side(ours, name) for name in REPAIRS}
+        found = take_turns({"stock": prompts.side(stock), **sides}, options.live)
+    return [live_row(found, name) for name in ("stock", *REPAIRS)]
+
+
+def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
+    mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
+
+    def ratio(part: slice) -> float:
+        return float(mine["seconds"][part].median() / stock["seconds"][part].median())
+
+    return {
+        "task": "server",
+        "method": side,
+        "accuracy": None,
+        "kl": None,
+        "recomputed": float(mine["computed"].mean() / (IN_PROMPT * TOKENS)),
+        "ttft_ratio": ratio(slice(None)),
+        "ttft_ratio_first": ratio(slice(PART)),
+        "ttft_ratio_last": ratio(slice(-PART, None)),
+        "ttft_s": spread(mine["seconds"]),
+        "of_stock": spread(mine["seconds"] / stock["seconds"]),
+        "questions": len(mine),
+    }
+
+
+def work(options: Options) -> None:
+    """Measure and write the results. What the gate measured before is not measured again."""
+    tasks, path = Tasks(), options.out / "documents" / "questions.jsonl"
+    rows = itertools.chain(*(tasks.rows(task, options.questions) for task in options.tasks))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    told = through_the_gate(Gate(MODEL, documents=path, out=path.with_name("gate.json")))
+    found = [
+        {"task": row.pop("group"), "method": row.pop("arm"), **row, "ttft_ratio": None}
+        for row in map(dict, told)
+    ]
+    write_json(options.out / "documents.json", {"rows": found})
+    found += live(options) if options.live else []
+    write_json(options.out / "documents.json", {"rows": found})
+    print(json.dumps(found[len(told) :], indent=2))
+
+
+if __name__ == "__main__":
+    command.run(Options, work)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts made of documents that were prefilled before: what each repair costs against full prefill."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+
+from eval.fidelity.cache import EditableCache, Reader
+from eval.fidelity.replay import compare
+from eval.jsonl import read_rows, text_of
+from sglang_reasoncache.documents.marks import Repair, repair_of
+
+ARMS = ("none", "first:16", "query:.15", "deviation:.15")
+_CHUNK = 256  # tokens of one forward
+
+
+class Prompt(NamedTuple):
+    """One row. The first document is ``tokens[start : ends[0]]``, each other one begins where the one
+    before it ends; the answer is ``tokens[answer:]``."""
+
+    name: str
+    group: str
+    tokens: tuple[int, ...]
+    start: int
+    ends: tuple[int, ...]
+    answer: int
+
+
+def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
+    """The first ``limit`` rows of each group of a JSONL file: ``system``, ``documents``, ``question``,
+    ``answer``; perhaps ``id``, ``group``, and ``lead``, how the answer begins, which is given. Raises
+    OSError, ValueError: names the file or line that cannot be read, or has more than ``cap`` tokens."""
+    seen, found = Counter[str](), []
+    for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
+        seen[row.group] += 1
+        if limit is None or seen[row.group] <= limit:
+            found.append(row._replace(name=row.name or f"{path.stem}:{number}"))
+    if not found:
+        raise ValueError(f"{path}: no rows")
+    return found
+
+
+def _prompt(row: dict[str, Any], tokenizer: Any, cap: int) -> Prompt:
+    given = row.get("documents")
+    if not isinstance(given, list) or not given:
+        raise ValueError("field 'documents' is no list of texts, or empty")
+    documents = {f"documents[{number}]": text for number, text in enumerate(given)}
+    texts = [text_of({**row, **documents}, name) for name in ("system", *documents, "question")]
+    tokens, (start, *ends) = _tokenized(texts, tokenizer)
+    lead = text_of(row, "lead") if "lead" in row else ""
+    lead, answer = (_ids(tokenizer, text) for text in (lead, text_of(row, "answer")))
+    whole = (*tokens, *lead, *answer)
+    if len(whole) > cap:
+        raise ValueError(f"{len(whole)} tokens; --cap is {cap}")
+    name, group = str(row.get("id", "")), str(row.get("group", "all"))
+    return Prompt(name, group, whole, start, tuple(ends), len(whole) - len(answer))
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Tokens of a prompt, and the position behind each text but the last. By the chat template a system
+    message and user messages, as ``sglang_reasoncache/documents/frontend.py`` counts them."""
+    if not tokenizer.chat_template:
+        parts = [_ids(tokenizer, f"{text}\n\n") for text in texts]
+        return [*chain(*parts)], [*accumulate(map(len, parts[:-1]))]
+    turns = [{"role": "user" if at else "system", "content": text} for at, text in enumerate(texts)]
+    try:
+        begun = [
+            tokenizer.apply_chat_template(
+                turns[:count], add_generation_prompt=count == len(turns), tokenize=False
+            )
+            for count in range(1, len(turns) + 1)
+        ]
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses the messages: {error}") from error
+    *begins, tokens = (_ids(tokenizer, text) for text in begun)
+    if any(begin != tokens[: len(begin)] for begin in begins):
+        told = "writes messages in another way where others follow"
+        raise ValueError(f"the model's chat template {told}")
+    return tokens, [*map(len, begins)]
+
+
+def parse(name: str) -> tuple[str, Repair]:
+    """Kind and amount of a repair; the share of ``deviation`` is like that of ``query``. Raises ValueError."""
+    try:
+        return name.partition(":")[0], repair_of(name.replace("deviation:", "query:", 1))
+    except ValueError as error:
+        known = "none, first:TOKENS, query:SHARE, deviation:SHARE"
+        raise ValueError(f"--arms must be of {known}, got {name!r}") from error
+
+
+def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
+    """Positions of the highest ``scores``, fp32 ``[positions]``, in documents that moved, as many as the
+    ``share`` of the tokens of all documents; ascending."""
+    first, end = prompt.ends[0], prompt.ends[-1]
+    count = min(round(share * (end - prompt.start)), end - first)
+    return sorted((scores[first:end].topk(count).indices + first).tolist())
+
+
+class Documents:
+    """Reads ``prompts`` through the caches of all repairs; those of the newest documents are kept."""
+
+    def __init__(
+        self, reader: Reader, repairs: Mapping[str, tuple[str, Repair]], prompts: Sequence[Prompt]
+    ) -> None:
+        self._reader, self._repairs = reader, repairs
+        self._room = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
+        self._of: Any = None
+        # And how many tokens were computed again.
+        self._caches: dict[str, tuple[EditableCache, int]] = {}
+
+    def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
+        """By repair and of ``full``: ``accuracy``, 1 if each token of the answer is the likeliest; means
+        of its tokens' ``nll`` and ``kl`` (full || repair) in nats; ``recomputed``, the share of the
+        documents' tokens."""
+        end = prompt.ends[-1]
+        documents = prompt.tokens[:end], prompt.start, prompt.ends
+        if documents != self._of:
+            self._of = documents
+            self._caches = dict(zip(("full", "none"), self._prefilled(prompt), strict=True))
+        for name, (kind, _) in self._repairs.items():
+            if kind == "query" or name not in self._caches:
+                self._caches[name] = self._repaired(name, prompt)
+        used = {name: self._caches[name] for name in ("full", *self._repairs)}
+        asked, at = prompt.tokens[end:-1], prompt.answer - 1 - end
+        logits = torch.cat([self._ask(cache, asked)[:, at:] for cache, _ in used.values()])
+        targets = prompt.tokens[prompt.answer :]
+        means = compare(logits, targets) / len(targets)
+        wanted = torch.tensor(targets, device=logits.device)
+        right = (logits.argmax(-1) == wanted).all(-1).tolist()
+        return {
+            name: dict(
+                accuracy=float(right[row]),
+                kl=float(means[row, 1]),
+                nll=float(means[row, 0]),
+                recomputed=again / (end - prompt.start),
+            )
+            for row, (name, (_, again)) in enumerate(used.items())
+        }
+
+    def chosen(self, name: str, prompt: Prompt) -> list[int]:
+        """The positions that a repair computes again. The caches are those of the prompt's documents."""
+        kind, repair = self._repairs[name]
+        moved, (cache, _) = pairwise(prompt.ends), self._caches["none"]
+        if kind == "query":
+            received = torch.zeros(prompt.ends[-1], device=self._reader.device)
+            asked = prompt.tokens[prompt.ends[-1] : prompt.answer]
+            self._ask(cache, asked, received=received)
+            return most(received, prompt, repair.share)
+        if kind == "deviation":
+            # CacheBlend (arXiv 2405.16444) looks at the layer behind the first, whose KV knows no others.
+            full, part = self._caches["full"][0], slice(prompt.start, prompt.ends[-1])
+            apart = torch.zeros(prompt.ends[-1], device=self._reader.device)
+            for one, other in ((full.keys, cache.keys), (full.values, cache.values)):
+                far = (one[1, 0, :, part] - other[1, 0, :, part]).float().norm(dim=(0, 2))
+                apart[part] += far / far.mean()
+            return most(apart, prompt, repair.share)
+        return [at for a, b in moved for at in range(a, min(a + repair.first, b))]
+
+    def _prefilled(self, prompt: Prompt) -> tuple[tuple[EditableCache, int], ...]:
+        """All documents in full context; each behind the base, its keys rotated to its place."""
+        start, ends, tokens = prompt.start, prompt.ends, prompt.tokens
+        full, composed = (self._read(tokens[:end], ends[-1]) for end in (ends[-1], ends[0]))
+        for begin, end in pairwise(ends):
+            alone = self._read((*tokens[:start], *tokens[begin:end]))
+            reads = [(at, at - begin + start) for at in range(begin, end)]
+            composed.redirect(0, reads, self._reader.rotation, (alone, 0))
+            composed.length = end
+        return (full, ends[-1] - start), (composed, 0)
+
+    def _repaired(self, name: str, prompt: Prompt) -> tuple[EditableCache, int]:
+        positions = self.chosen(name, prompt)
+        cache = copy.deepcopy(self._caches["none"][0])
+        if positions:
+            self._reader.again(cache, [prompt.tokens[at] for at in positions], positions)
+        return cache, len(positions)
+
+    def _read(self, tokens: Sequence[int], longest: int = 0) -> EditableCache:
+        cache = self._reader.cache(1, max(len(tokens), longest) + self._room)
+        for at in range(0, len(tokens), _CHUNK):
+            self._reader.forward(cache, tokens[at : at + _CHUNK], logits_to_keep=1)
+        return cache
+
+    def _ask(self, cache: EditableCache, tokens: Sequence[int], **options: Any) -> torch.Tensor:
+        """Logits of tokens behind the documents. What they write is written over by the next ones."""
+        length = cache.length
+        logits = self._reader.forward(cache, tokens, **options)
+        cache.length = length
+        return logits
