@@ -117,8 +117,9 @@ class Documents:
         self._reader, self._repairs = reader, repairs
         self._room = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
         self._of: Any = None
-        # And how many tokens were computed again.
-        self._caches: dict[str, tuple[EditableCache, int]] = {}
+        #: By repair, of the newest prompt.
+        self.caches: dict[str, EditableCache] = {}
+        self._again: dict[str, int] = {}
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
         """By repair and of ``full``: ``accuracy``, 1 if each token of the answer is the likeliest; means
@@ -127,14 +128,18 @@ class Documents:
         end = prompt.ends[-1]
         documents = prompt.tokens[:end], prompt.start, prompt.ends
         if documents != self._of:
-            self._of = documents
-            self._caches = dict(zip(("full", "none"), self._prefilled(prompt), strict=True))
+            self._of, self._again = documents, {"full": end - prompt.start, "none": 0}
+            self.caches = self._prefilled(prompt)
         for name, (kind, _) in self._repairs.items():
-            if kind == "query" or name not in self._caches:
-                self._caches[name] = self._repaired(name, prompt)
-        used = {name: self._caches[name] for name in ("full", *self._repairs)}
+            if kind == "query" or name not in self.caches:
+                positions = self.chosen(name, prompt)
+                self.caches[name] = cache = copy.deepcopy(self.caches["none"])
+                self._again[name] = len(positions)
+                if positions:
+                    self._reader.again(cache, [prompt.tokens[at] for at in positions], positions)
+        names = ("full", *self._repairs)
         asked, at = prompt.tokens[end:-1], prompt.answer - 1 - end
-        logits = torch.cat([self._ask(cache, asked)[:, at:] for cache, _ in used.values()])
+        logits = torch.cat([self._ask(self.caches[name], asked)[:, at:] for name in names])
         targets = prompt.tokens[prompt.answer :]
         means = compare(logits, targets) / len(targets)
         wanted = torch.tensor(targets, device=logits.device)
@@ -144,15 +149,15 @@ class Documents:
                 accuracy=float(right[row]),
                 kl=float(means[row, 1]),
                 nll=float(means[row, 0]),
-                recomputed=again / (end - prompt.start),
+                recomputed=self._again[name] / (end - prompt.start),
             )
-            for row, (name, (_, again)) in enumerate(used.items())
+            for row, name in enumerate(names)
         }
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
         """The positions that a repair computes again. The caches are those of the prompt's documents."""
         kind, repair = self._repairs[name]
-        moved, (cache, _) = pairwise(prompt.ends), self._caches["none"]
+        cache = self.caches["none"]
         if kind == "query":
             received = torch.zeros(prompt.ends[-1], device=self._reader.device)
             asked = prompt.tokens[prompt.ends[-1] : prompt.answer]
@@ -160,15 +165,16 @@ class Documents:
             return most(received, prompt, repair.share)
         if kind == "deviation":
             # CacheBlend (arXiv 2405.16444) looks at the layer behind the first, whose KV knows no others.
-            full, part = self._caches["full"][0], slice(prompt.start, prompt.ends[-1])
+            full, part = self.caches["full"], slice(prompt.start, prompt.ends[-1])
             apart = torch.zeros(prompt.ends[-1], device=self._reader.device)
             for one, other in ((full.keys, cache.keys), (full.values, cache.values)):
                 far = (one[1, 0, :, part] - other[1, 0, :, part]).float().norm(dim=(0, 2))
                 apart[part] += far / far.mean()
             return most(apart, prompt, repair.share)
+        moved = pairwise(prompt.ends)
         return [at for a, b in moved for at in range(a, min(a + repair.first, b))]
 
-    def _prefilled(self, prompt: Prompt) -> tuple[tuple[EditableCache, int], ...]:
+    def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
         """All documents in full context; each behind the base, its keys rotated to its place."""
         start, ends, tokens = prompt.start, prompt.ends, prompt.tokens
         full, composed = (self._read(tokens[:end], ends[-1]) for end in (ends[-1], ends[0]))
@@ -177,14 +183,7 @@ class Documents:
             reads = [(at, at - begin + start) for at in range(begin, end)]
             composed.redirect(0, reads, self._reader.rotation, (alone, 0))
             composed.length = end
-        return (full, ends[-1] - start), (composed, 0)
-
-    def _repaired(self, name: str, prompt: Prompt) -> tuple[EditableCache, int]:
-        positions = self.chosen(name, prompt)
-        cache = copy.deepcopy(self._caches["none"][0])
-        if positions:
-            self._reader.again(cache, [prompt.tokens[at] for at in positions], positions)
-        return cache, len(positions)
+        return {"full": full, "none": composed}
 
     def _read(self, tokens: Sequence[int], longest: int = 0) -> EditableCache:
         cache = self._reader.cache(1, max(len(tokens), longest) + self._room)

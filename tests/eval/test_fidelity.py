@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval import command
-from eval.fidelity import summary
+from eval.fidelity import documents, summary
 from eval.fidelity.__main__ import Options, loops, read, work
 from eval.fidelity.arms import default_name, parse, parse_all
 from eval.fidelity.cache import Reader
@@ -26,6 +26,7 @@ OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
 ARMS = ["newest-runs-8-age0", "oldest-runs-8", "newest-random-8-age0", "random-evict", "keydiff"]
 #: Share nothing: no distance is accepted, no block gets old enough.
 NOTHING = ["newest-runs-8-age0-p0", "newest-runs-8-age1000"]
+CHOOSING = ["query:.2", "deviation:.2"]
 TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT)
 TOKENS = torch.randint(0, 40, (50,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -226,3 +227,59 @@ def test_what_cannot_be_read(folder: Path, tmp_path: Path, model: Any) -> None:
     config = LlamaConfig(**{**model.config.to_dict(), "rope_parameters": rope})
     with pytest.raises(ValueError, match="one plain rotary embedding"):
         Reader(LlamaForCausalLM(config))
+
+
+def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: Path) -> None:
+    prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (18, 30, 44), 54)
+    repairs = {name: documents.parse(name) for name in ("none", *CHOOSING, "first:99", "query:1")}
+    reader = Reader(LlamaForCausalLM.from_pretrained(folder))
+    measured = documents.Documents(reader, repairs, [prompt])
+    found = measured.scores(prompt)
+    again = {name: round(38 * score["recomputed"]) for name, score in found.items()}
+    assert again == dict(zip(found, (38, 0, 8, 8, 26, 26), strict=True))
+    # All that moved: nothing is left that full prefill would have written otherwise.
+    assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
+    assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
+    # By transformers' own attention to what is cached, and its own KV of the whole prompt.
+    cache, known = measured.caches["none"], DynamicCache()
+    for layer in range(2):
+        known.update(cache.keys[layer, :, :, :44], cache.values[layer, :, :, :44], layer)
+    eager = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    with torch.no_grad():
+        asked = torch.tensor([prompt.tokens[44:54]])
+        seen = eager(asked, past_key_values=known, output_attentions=True).attentions
+        full = eager(torch.tensor([prompt.tokens[:44]]), use_cache=True).past_key_values.layers[1]
+    received = sum(weights.sum((0, 1, 2)) for weights in seen)[18:44]
+    pairs = (full.keys, cache.keys[1]), (full.values, cache.values[1])
+    apart = [(one[0] - two[0, :, :44])[:, 6:].norm(dim=(0, 2)) for one, two in pairs]
+    deviation = sum(far / far.mean() for far in apart)[12:]
+    for name, scores in zip(CHOOSING, (received, deviation), strict=True):
+        wanted = sorted((scores.argsort()[-8:] + 18).tolist())
+        assert measured.chosen(name, prompt) == wanted
+
+
+def test_the_program_with_documents(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"system": "Add.", "documents": [STEP, OTHER.format(3), STEP[:40]], "question": "Sum?"}
+    rows = [{**row, "lead": "It is", "answer": f" {i}."} for i in range(3)]
+    path, out = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "out.json"
+    arguments = [str(folder), f"--out={out}", "--threads=1", "--cap=1000", f"--documents={path}"]
+    main([*arguments, "--limit=2"])
+    assert "| all     | deviation:.15 | 2 " in capsys.readouterr().out
+    found = json.loads(out.read_text())["rows"]
+    assert [row["arm"] for row in found] == ["full", *documents.ARMS]
+    assert found[0]["kl"] == 0 < found[1]["kl"] and found[0]["recomputed"] == 1
+    assert found[1]["recomputed"] == 0 and 0.1 < found[3]["recomputed"] < 0.2
+    for fault, said in (
+        ({"documents": ["a", 3]}, r"field 'documents\[1\]' is no text"),
+        ({"documents": "a"}, "field 'documents' is no list"),
+        ({"answer": STEP * 200}, "--cap is 1000"),
+    ):
+        write_rows(path, rows[0], {**rows[0], **fault})
+        with pytest.raises(SystemExit, match=rf"rows.jsonl:2: .*{said}"):
+            main(arguments)
+    with pytest.raises(SystemExit, match="--arms must be of .* got 'deviation:2'"):
+        main([*arguments, "--arms=deviation:2"])
+    with pytest.raises(SystemExit, match="2"):
+        main([str(folder)])
