@@ -25,8 +25,8 @@ def option(
     be given several times, any other type is called with the word. ``read`` makes the value of the word
     instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place``: a positional
     argument that may be left out."""
-    about = {"help": text, "read": read, "bounds": (least, most, choices), "metavar": metavar}
-    about["in_place"] = in_place
+    about: dict[str, Any] = {"help": text, "read": read, "bounds": (least, most, choices)}
+    about |= {"metavar": metavar, "in_place": in_place}
     if default is dataclasses.MISSING:
         return dataclasses.field(metadata=about)
     return dataclasses.field(default=default, metadata=about)
@@ -109,8 +109,8 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
         argument |= {"nargs": "+"} if several and is_required else {}
         argument |= {"action": "append"} if get_origin(kind) is Mapping else {}
     if is_required or about["in_place"]:
-        given = {} if is_required else {"nargs": "?", "default": field.default}
-        parser.add_argument(field.name, **argument, **given)
+        argument |= {} if is_required else {"nargs": "?", "default": field.default}
+        parser.add_argument(field.name, **argument)
         return
     # argparse appends to a list.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default

@@ -75,8 +75,12 @@ def _is_prose(text: str) -> bool:
     return len(text) > 120 and text[-1] == "." and text.isascii() and letters > 0.9 * len(text)
 
 
+#: Documents, and questions about them: ``(question, lead, answer)``.
+Drawn = tuple[list[str], list[tuple[str, str, str]]]
+
+
 class Tasks:
-    """Draws sets of documents with questions: ``(question, lead, answer)``."""
+    """Draws sets of documents with questions."""
 
     def __init__(self, seed: int = 0) -> None:
         self._random, self._prose = random.Random(seed), prose()
@@ -91,18 +95,17 @@ class Tasks:
                 row = {"group": task, "system": system, "documents": documents}
                 yield {**row, "question": question, "lead": lead, "answer": answer}
 
-    def distinct(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+    def distinct(self) -> Drawn:
         """Each document has a fact of another kind."""
         return self._told(_FACTS)
 
-    def rivals(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+    def rivals(self) -> Drawn:
         """Each document has the code of another place, in the same words."""
         places = self._random.sample(_PLACES.split(","), _SET)
-        code = "the access code of the {}"
-        facts = [(code.format(place), place) for place in places]
-        return self._told({f"T{fact[1:]} is {{}}.": f"What is {fact}?" for fact, _ in facts})
+        codes = [f"he access code of the {place}" for place in places]
+        return self._told({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
 
-    def few_shot(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+    def few_shot(self) -> Drawn:
         """Each document labels words of two of four kinds."""
         draw, kinds = self._random.sample, list(_KINDS)
         label = dict(zip(kinds, draw(["red", "blue", "green", "black", "white"], 4), strict=True))
@@ -118,7 +121,7 @@ class Tasks:
             asked.append((f"Which label has {word}?", f"Word: {word}\nLabel:", f" {label[kind]}"))
         return documents, asked
 
-    def repeat(self) -> tuple[list[str], list[tuple[str, str, str]]]:
+    def repeat(self) -> Drawn:
         """A document is to be said again: eight words behind the first eight."""
         sections, asked = [self._section() for _ in range(_SET)], []
         for number, section in enumerate(sections, 1):
@@ -128,9 +131,9 @@ class Tasks:
         texts = (f"Section {number}\n\n{' '.join(one)}" for number, one in enumerate(sections, 1))
         return [*texts], asked
 
-    def _told(self, facts: Mapping[str, str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+    def _told(self, facts: Mapping[str, str]) -> Drawn:
         """A document for each fact, whose number ``{}`` is asked for."""
-        documents, asked = [], []
+        documents, asked = list[str](), list[tuple[str, str, str]]()
         for fact in self._random.sample([*facts], _SET):
             number, section = str(self._random.randint(1000, 9999)), self._section()
             section.insert(self._random.randint(0, len(section)), fact.format(number))

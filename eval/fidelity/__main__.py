@@ -42,6 +42,10 @@ class Response(NamedTuple):
     prompt: int
 
 
+#: What is measured, settings on which scores depend, and how.
+Job = tuple[Sequence[Response | Prompt], list[str], Begin]
+
+
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
     """Responses of at least ``shortest`` tokens, with their questions cut at ``cap``, of a JSONL file
     of rows with ``question``, ``response``, perhaps ``id`` and ``correct``; of a folder the first to
@@ -154,7 +158,7 @@ def measure(
         yield known[key]
 
 
-def _responses(options: Options, tokenizer: Any) -> tuple[Sequence[Response], list[str], Begin]:
+def _responses(options: Options, tokenizer: Any) -> Job:
     arms = parse_all(options.arms or default_names(), options.like)
 
     def begin(reader: Reader) -> Callable[[Any], Mapping[str, Any]]:
@@ -164,7 +168,7 @@ def _responses(options: Options, tokenizer: Any) -> tuple[Sequence[Response], li
     return chosen(options, tokenizer), [options.like, *map(repr, arms)], begin
 
 
-def _prompts(options: Options, tokenizer: Any) -> tuple[Sequence[Prompt], list[str], Begin]:
+def _prompts(options: Options, tokenizer: Any) -> Job:
     repairs = {name: documents.parse(name) for name in options.arms or documents.ARMS}
     assert options.documents is not None
     items = documents.read(options.documents, tokenizer, options.cap, options.limit)
@@ -179,9 +183,9 @@ def work(options: Options) -> list[dict[str, Any]]:
     settings = {name: str(value) for name, value in vars(options).items()}
     tokenizer = load_tokenizer(str(options.model), local=True)
     figures = summary.DOCUMENTS if options.documents else summary.RESPONSES
-    items, *how = (_prompts if options.documents else _responses)(options, tokenizer)
+    items, arms, begin = (_prompts if options.documents else _responses)(options, tokenizer)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    for record in measure(options, items, *how):
+    for record in measure(options, items, arms, begin):
         records.append(record)
         facts = "{response}, {group}, {tokens} tokens, {seconds:.0f} s".format(**record)
         print(f"{len(records)} of {len(items)}: {facts}", file=sys.stderr, flush=True)

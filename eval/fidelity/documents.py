@@ -55,8 +55,8 @@ def _prompt(row: dict[str, Any], tokenizer: Any, cap: int) -> Prompt:
     documents = {f"documents[{number}]": text for number, text in enumerate(given)}
     texts = [text_of({**row, **documents}, name) for name in ("system", *documents, "question")]
     tokens, (start, *ends) = _tokenized(texts, tokenizer)
-    lead = text_of(row, "lead") if "lead" in row else ""
-    lead, answer = (_ids(tokenizer, text) for text in (lead, text_of(row, "answer")))
+    lead = _ids(tokenizer, text_of(row, "lead")) if "lead" in row else []
+    answer = _ids(tokenizer, text_of(row, "answer"))
     whole = (*tokens, *lead, *answer)
     if len(whole) > cap:
         raise ValueError(f"{len(whole)} tokens; --cap is {cap}")
