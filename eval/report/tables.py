@@ -104,7 +104,6 @@ def methods(data: Data) -> Table:
             "saved, end of response": spread(group["final_saving"], "{:.1%}"),
             "affected": spread(group["affected"], "{:.1%}"),
             "tokens/s": spread(group["tokens_per_s"]),
-            "problems/min": spread(group["problems_per_min"]),
             "TTFT p50 / p99, s": _two(group["ttft_p50"], group["ttft_p99"], "{:.2f}"),
             "TPOT p50 / p99, ms": _two(1e3 * group["tpot_p50"], 1e3 * group["tpot_p99"]),
             "running": spread(group["mean_running"]),
