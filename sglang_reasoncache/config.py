@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, kind_of, value_of
-from sglang_reasoncache.documents.marks import repair_of
+from sglang_reasoncache.custom_params import repair_of
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
 from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError

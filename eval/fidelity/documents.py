@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 from eval.fidelity.cache import EditableCache, Reader
 from eval.fidelity.replay import compare
 from eval.jsonl import read_rows, text_of
-from sglang_reasoncache.documents.marks import Repair, repair_of
+from sglang_reasoncache.custom_params import Repair, repair_of
 
 ARMS = ("none", "first:16", "query:.15", "deviation:.15")
 _CHUNK = 256  # tokens of one forward
@@ -70,7 +70,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[int]]:
     """Tokens of a prompt, and the position behind each text but the last. By the chat template a system
-    message and user messages, as ``sglang_reasoncache/documents/frontend.py`` counts them."""
+    message and user messages, as ``sglang_reasoncache/plugin/documents.py`` counts them."""
     if not tokenizer.chat_template:
         parts = [_ids(tokenizer, f"{text}\n\n") for text in texts]
         return [*chain(*parts)], [*accumulate(map(len, parts[:-1]))]

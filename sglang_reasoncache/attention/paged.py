@@ -30,8 +30,8 @@ from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.selection.quest import Quest
 
 if TYPE_CHECKING:
+    from sglang_reasoncache.cache.repair import Repaired
     from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
-    from sglang_reasoncache.documents.repair import Repaired
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
     from sglang_reasoncache.kernels.rotation import KeyRotation
 

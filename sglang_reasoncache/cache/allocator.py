@@ -17,9 +17,9 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
+from sglang_reasoncache.cache.repair import Repairs
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
-from sglang_reasoncache.documents.repair import Repairs
 
 
 class ReferenceCountError(AssertionError):

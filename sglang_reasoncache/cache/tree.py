@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.composition import Composition, CompositionLock, compose, marked
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.repair import RepairedRow
 from sglang_reasoncache.compat.types import CacheInitParams, Request
-from sglang_reasoncache.documents.composition import Composition, CompositionLock, compose, marked
-from sglang_reasoncache.documents.marks import Documents
-from sglang_reasoncache.documents.repair import RepairedRow
+from sglang_reasoncache.custom_params import Documents
 
 _NOTHING_SHARED = HostRow()
 
@@ -186,10 +186,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.controller.stats.composed(len(prefix.nodes), prefix.kept, len(prefix.again))
         return slots[: req.prefix_len]
 
-    def lock(self, node_id: Any, *skipped: Any, **named: Any) -> Any:
-        if isinstance(node_id, Composition):
-            return CompositionLock(map(super().lock, node_id.nodes))
-        return super().lock(node_id, *skipped, **named)
+    def lock(self, node: Any, *skipped: Any, **named: Any) -> Any:
+        if isinstance(node, Composition):
+            return CompositionLock(map(super().lock, node.nodes))
+        return super().lock(node, *skipped, **named)
 
     def unlock(self, lock: Any) -> None:
         for each in lock if isinstance(lock, CompositionLock) else [lock]:

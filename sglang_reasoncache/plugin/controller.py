@@ -11,11 +11,12 @@ from sglang_reasoncache.cache.admission import SharingForecast
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.custom_params import takes_part
 from sglang_reasoncache.eviction.controller import EvictionController, longest_first
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.state import RequestState, is_running, state_of, takes_part
+from sglang_reasoncache.sharing.state import RequestState, is_running, state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 

@@ -56,11 +56,11 @@ def install() -> None:
 
 def install_frontend() -> None:
     """Hook the server's main process, where requests are parsed."""
-    from sglang_reasoncache.documents import frontend
+    from sglang_reasoncache.plugin import documents
 
     target, kind = compat.FRONTEND_HOOK_TARGETS, compat.HookType
-    hooks = {target["generate"]: (frontend.around_generate, kind.AROUND)}
-    compat.apply_hooks(hooks | {target["chat"]: (frontend.after_chat, kind.AFTER)})
+    hooks = {target["generate"]: (documents.around_generate, kind.AROUND)}
+    compat.apply_hooks(hooks | {target["chat"]: (documents.after_chat, kind.AFTER)})
 
 
 def add_routes() -> None:
@@ -108,8 +108,7 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     """Raise ValueError for ``custom_params`` of ours that are wrong. SGLang answers with status 400
     before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins; a
     request that they let through opts out."""
-    from sglang_reasoncache.documents.marks import documents_of
-    from sglang_reasoncache.sharing.state import asks_to_share
+    from sglang_reasoncache.custom_params import asks_to_share, documents_of
 
     asks_to_share(params.custom_params)
     documents_of(params.custom_params)

@@ -176,8 +176,9 @@ class BlockPipeline:
                 self.ledger.remove(block)
 
     def drop(self) -> None:
-        """Forget all blocks that do not share yet."""
+        """Forget all blocks that do not share yet, and that a request waited."""
         self._waiting.clear()
+        self._polls_to_measure = 0
         self._in_flight = None
         self.ledger.clear()
 

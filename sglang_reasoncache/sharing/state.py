@@ -12,13 +12,6 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.sharing.merges import Merges
 
 _ATTRIBUTE = "_reasoncache_state"
-#: Key in the OpenAI API's ``custom_params`` by which a request opts out.
-OPT_OUT_KEY = "reasoncache"
-#: Strings that a client may send as its value, in upper or lower case.
-_SPELLINGS = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
-}
 
 
 @dataclass(eq=False)
@@ -152,38 +145,3 @@ def has_row(req: Request) -> bool:
     some positions may not even have slots."""
     state = state_of(req)
     return state is not None and state.row is not None and is_running(req)
-
-
-def asks_to_share(custom_params: object) -> bool:
-    """The answer in a request's ``custom_params``; True if there is none. Raises ValueError if they
-    are no object, or the value is neither yes nor no."""
-    if not isinstance(custom_params, dict | None):
-        raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
-    value = (custom_params or {}).get(OPT_OUT_KEY)
-    if value is None:
-        return True
-    found = _SPELLINGS.get(value.lower()) if isinstance(value, str) else None
-    if isinstance(value, int) and value in (0, 1):
-        found = bool(value)
-    if found is None:
-        raise ValueError(f"custom_params: {OPT_OUT_KEY} must be true or false, got {value!r:.80}")
-    return found
-
-
-def allows(req: Request) -> bool:
-    """False if the request opted out: its row is left alone. Also False if ``custom_params`` is invalid
-    and no frontend refused it; see ``plugin/hooks.py``."""
-    try:
-        return asks_to_share(getattr(req.sampling_params, "custom_params", None))
-    except Exception:  # such as RecursionError: its repr is part of the message
-        return False
-
-
-def takes_part(req: Request) -> bool:
-    """Whether a request's row may be touched at all."""
-    return (
-        allows(req)
-        and req.beam_group is None
-        and req.multimodal_inputs is None
-        and req.input_embeds is None
-    )

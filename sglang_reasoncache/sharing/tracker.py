@@ -7,10 +7,11 @@ from array import array
 from collections.abc import Iterable
 from typing import Any
 
+from sglang_reasoncache.cache.composition import marked
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.documents.composition import marked
+from sglang_reasoncache.custom_params import takes_part
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.segment import ReasoningMarkers
@@ -21,7 +22,6 @@ from sglang_reasoncache.sharing.state import (
     attach,
     is_running,
     state_of,
-    takes_part,
 )
 from sglang_reasoncache.sharing.stats import SharingStats
 

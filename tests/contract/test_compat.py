@@ -49,7 +49,8 @@ HOOKS = {
     "internal_state": "self recv_req", "hybrid_backend": "runner full_attn_backend",
     "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
-    "last_loc": _LAST_LOC,
+    "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
+    "chat": "self request raw_request",
 }  # fmt: skip
 
 
@@ -57,6 +58,7 @@ def test_version_and_hook_target_signatures() -> None:
     """``last_loc`` hands all arguments on to SGLang's torch version."""
     assert compat.installed_version() in compat.SUPPORTED_SGLANG
     targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
+    targets |= compat.FRONTEND_HOOK_TARGETS
     assert targets.keys() == HOOKS.keys()
     for name, at in targets.items():
         assert _accepts(at, HOOKS[name]), name

@@ -11,7 +11,7 @@ import sglang_reasoncache
 
 #: From the ground up.
 LAYERS = (
-    ("arguments", "platform", "policy_options"), ("compat",),
+    ("arguments", "platform", "policy_options"), ("compat",), ("custom_params",),
     ("kernels", "native", "filter", "cache"), ("eviction", "selection"), ("attention",),
     ("registry",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
 )  # fmt: skip

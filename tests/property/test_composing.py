@@ -19,9 +19,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
-from sglang_reasoncache.documents.composition import Composition
-from sglang_reasoncache.documents.marks import KEY, REPAIR_KEY
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY
+from sglang_reasoncache.cache.composition import Composition
+from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY
 from tests.property.world import MAX_ROWS, PROMPT, Setup, World
 
 #: Tokens; the base is ``PROMPT``. No two begin alike, two share an inner run.
@@ -183,5 +182,5 @@ class Composing(RuleBasedStateMachine):
 
 
 @pytest.mark.usefixtures("published_config")
-class TestComposing(Composing.TestCase):  # type: ignore[misc]
+class TestComposing(Composing.TestCase):  # type: ignore[misc,valid-type]
     settings = settings(max_examples=60, stateful_step_count=25, deadline=None)

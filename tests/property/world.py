@@ -31,6 +31,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.custom_params import OPT_OUT_KEY
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
@@ -44,7 +45,7 @@ from sglang_reasoncache.sharing.decision import BlockProposal
 from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY, state_of
+from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker

@@ -237,8 +237,9 @@ def test_documents_in_a_server_that_is_short(server: ServerProcess, texts: list[
             "n": 1 + number % 2,
         }
         prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
-        sampling["custom_params"] = {"documents": _spans(documents), **custom}
-        told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
+        marks = {"custom_params": {"documents": _spans(documents), **custom}}
+        body = {"input_ids": prompt, "sampling_params": {**sampling, **marks}}
+        told = server.post("/generate", json=body)
         assert told.status_code == 200, told.text
         bodies = told.json() if isinstance(told.json(), list) else [told.json()]
         return sum(body["meta_info"]["completion_tokens"] for body in bodies)

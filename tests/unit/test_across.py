@@ -15,8 +15,9 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.custom_params import OPT_OUT_KEY
 from sglang_reasoncache.filter.align import AcrossPair
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY, state_of
+from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Pair, ScriptedEngine, Setup, World

@@ -15,9 +15,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
-from sglang_reasoncache.sharing.state import OPT_OUT_KEY, allows
 
 #: What it says -> spellings; None: neither yes nor no.
 SPELLINGS = {

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
-from sglang_reasoncache.documents.composition import NO_POSITIONS, Composition
 
 #: Most prompts whose scores are kept.
 _MOST_SCORED = 64

@@ -11,8 +11,7 @@ from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.config import config_of
-from sglang_reasoncache.documents.marks import KEY, MOST, REPAIR_KEY, documents_of
-from sglang_reasoncache.sharing.state import asks_to_share
+from sglang_reasoncache.custom_params import KEY, MOST, REPAIR_KEY, asks_to_share, documents_of
 
 _ranks = itertools.count()
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents that a client marks in a prompt."""
+"""What a client says in the OpenAI API's ``custom_params``: whether its request shares, and which parts of
+its prompt are documents."""
 
 from __future__ import annotations
 
@@ -8,7 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-#: Keys in the OpenAI API's ``custom_params`` by which a client marks them, and chooses a repair.
+from sglang_reasoncache.compat.types import Request
+
+#: The key by which a request opts out.
+OPT_OUT_KEY = "reasoncache"
+#: Strings that a client may send as its value, in upper or lower case.
+_SPELLINGS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+#: The keys by which a client marks documents, and chooses a repair.
 KEY, REPAIR_KEY = "documents", "documents_repair"
 #: Most documents of a prompt. Each is matched anew while the request waits.
 MOST = 256
@@ -91,3 +101,38 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     except ValueError as error:
         told = f"custom_params: {REPAIR_KEY} must be {error}, got {repair!r:.80}"
         raise ValueError(told) from error
+
+
+def asks_to_share(custom_params: object) -> bool:
+    """The answer in a request's ``custom_params``; True if there is none. Raises ValueError if they
+    are no object, or the value is neither yes nor no."""
+    if not isinstance(custom_params, dict | None):
+        raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
+    value = (custom_params or {}).get(OPT_OUT_KEY)
+    if value is None:
+        return True
+    found = _SPELLINGS.get(value.lower()) if isinstance(value, str) else None
+    if isinstance(value, int) and value in (0, 1):
+        found = bool(value)
+    if found is None:
+        raise ValueError(f"custom_params: {OPT_OUT_KEY} must be true or false, got {value!r:.80}")
+    return found
+
+
+def allows(req: Request) -> bool:
+    """False if the request opted out: its row is left alone. Also False if ``custom_params`` is invalid
+    and no frontend refused it; see ``plugin/hooks.py``."""
+    try:
+        return asks_to_share(getattr(req.sampling_params, "custom_params", None))
+    except Exception:  # such as RecursionError: its repr is part of the message
+        return False
+
+
+def takes_part(req: Request) -> bool:
+    """Whether a request's row may be touched at all."""
+    return (
+        allows(req)
+        and req.beam_group is None
+        and req.multimodal_inputs is None
+        and req.input_embeds is None
+    )

@@ -12,11 +12,10 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.documents.marks import Documents, documents_of
-from sglang_reasoncache.sharing.state import takes_part
+from sglang_reasoncache.custom_params import Documents, documents_of, takes_part
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.documents.repair import RepairedRow
+    from sglang_reasoncache.cache.repair import RepairedRow
 
 NO_POSITIONS = np.zeros(0, dtype=np.int64)
 
