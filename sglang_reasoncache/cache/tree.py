@@ -186,10 +186,11 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.controller.stats.composed(len(prefix.nodes), prefix.kept, len(prefix.again))
         return slots[: req.prefix_len]
 
-    def lock(self, node: Any, *skipped: Any, **named: Any) -> Any:
-        if isinstance(node, Composition):
-            return CompositionLock(map(super().lock, node.nodes))
-        return super().lock(node, *skipped, **named)
+    def lock(self, *where: Any, **named: Any) -> Any:
+        """Lock the path of a node, or all paths of a composition."""
+        if where and isinstance(where[0], Composition):
+            return CompositionLock(map(super().lock, where[0].nodes))
+        return super().lock(*where, **named)
 
     def unlock(self, lock: Any) -> None:
         for each in lock if isinstance(lock, CompositionLock) else [lock]:
