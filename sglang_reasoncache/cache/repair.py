@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.cache.ranks import RankFailed, Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 
@@ -95,7 +95,10 @@ class Repairs:
         # The forward that wrote them ended before its request was answered.
         first = documents.ends[0]
         seen = scores[first:end].cpu()
-        ranks.add(seen)
+        try:
+            ranks.add(seen)
+        except RankFailed:  # on every rank alike
+            return NO_POSITIONS
         count = min(round(repair.share * (end - documents.start)), len(seen))
         return np.sort(seen.topk(count).indices.numpy()) + first
 
