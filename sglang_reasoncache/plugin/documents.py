@@ -68,6 +68,8 @@ async def _composes(manager: Any) -> bool:
     """Whether the schedulers compose prompts. They know once they have started, and say so once."""
     known: bool | None = getattr(manager, "_reasoncache_composes", None)
     if known is None:
+        # This may be the server's first request.
+        manager.auto_create_handle_loop()
         asked = manager.get_internal_state_communicator(compat.GetInternalStateReq())
         told = [state.internal_state.get("reasoncache") or {} for state in await asked]
         known = all(state.get("documents_off", "") is None for state in told)
