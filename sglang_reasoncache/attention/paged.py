@@ -8,6 +8,7 @@ entries as they say.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -223,6 +224,9 @@ class PagedAttention:
         for placed in self._repairs:
             own = upload(placed.positions, self.device, batch.positions.dtype)
             batch.positions[placed.token : placed.token + len(own)] = own
+            if batch.mrope_positions is not None:
+                # Of text all three are the position.
+                batch.mrope_positions[:, placed.token : placed.token + len(own)] = own
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
@@ -338,7 +342,9 @@ class PagedAttention:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
                 where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
-                add_attention(query, *where, scored.received, reach)
+                # Without memory for it the layer is not counted; it only orders tokens.
+                with contextlib.suppress(RuntimeError):
+                    add_attention(query, *where, scored.received, reach)
         # Under DP attention SGLang adds tokens, so that groups gather alike many.
         return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
 

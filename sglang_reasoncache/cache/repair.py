@@ -4,14 +4,14 @@
 SGLang sees an ordinary prefill behind a prefix that is shorter by the number of these tokens. Before the
 forward they take the first places of the prefill: their ids, positions and slots in the row. Each reads
 the entries up to its own position. At the end the row names their slots where SGLang frees them. If
-anything here fails, SGLang computes the last tokens of the prefix again instead, which is as well.
+anything here fails on any rank, SGLang computes the last tokens of the prefix again instead.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from sglang_reasoncache.cache.ranks import RankFailed, Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 
-#: Most prompts whose scores are kept.
+#: Most prompts whose scores are kept, and most choices.
 _MOST_SCORED = 64
 
 
@@ -55,20 +55,26 @@ class RepairedRow:
         self._slots = slots
         self._own: list[torch.Tensor] = []
 
-    def place(self, row: torch.Tensor, start: int, positions: np.ndarray) -> None:
-        """Have ``positions``, int64 ``[n]``, name the slots that SGLang put into ``row``, int32 ``[width]``,
-        from ``start`` on."""
+    def placed(
+        self, row: torch.Tensor, start: int, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The entries once ``positions``, int64 ``[n]``, name the slots that SGLang put into ``row``, int32
+        ``[width]``, from ``start`` on; and these slots."""
         own = row[start : start + len(positions)].to(torch.int64)
         slots = self._slots.clone()
         slots[upload(positions, row.device)] = own
-        row[: len(slots)] = slots.to(row.dtype)
+        return slots, own
+
+    def place(self, row: torch.Tensor, slots: torch.Tensor, own: torch.Tensor) -> None:
+        """Take over what :meth:`placed` gave."""
+        row[: len(slots)] = slots
         self._slots = slots
         self._own.append(own)
 
     def restore(self, row: torch.Tensor, start: int) -> None:
         """Have ``row`` name the request's own slots where SGLang put them: from ``start`` on."""
         own = torch.cat(self._own)
-        row[start : start + len(own)] = own.to(row.dtype)
+        row[start : start + len(own)] = own
 
 
 class Repairs:
@@ -79,7 +85,10 @@ class Repairs:
         self._prepared: dict[str, Repaired] = {}
         # By index in ``req_to_token``: the row, and where SGLang takes its repaired entries to be.
         self._rows: dict[int, tuple[RepairedRow, int]] = {}
+        # By request id, until the last chunk of its prompt.
+        self._scoring: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
+        self._chosen: OrderedDict[Any, np.ndarray] = OrderedDict()
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
         """The positions to compute again, int64 ``[n]`` ascending. For a share of what the query attends
@@ -89,79 +98,123 @@ class Repairs:
             moved = pairwise(documents.ends[: len(prefix.nodes)])
             heads = [np.arange(a, min(a + repair.first, b)) for a, b in moved]
             return np.concatenate(heads).astype(np.int64)
-        scores = self._scores.get(_prompt(req)) if repair.share and not _only_scores(req) else None
+        key = _key(req, prefix)
+        scores = None if not repair.share or _only_scores(req) else self._scores.get(key)
         if scores is None or len(scores) < end:
             return NO_POSITIONS
-        # The forward that wrote them ended before its request was answered.
-        first = documents.ends[0]
-        seen = scores[first:end].cpu()
-        try:
-            ranks.add(seen)
-        except RankFailed:  # on every rank alike
-            return NO_POSITIONS
-        count = min(round(repair.share * (end - documents.start)), len(seen))
-        return np.sort(seen.topk(count).indices.numpy()) + first
+        # A request is matched again at every step that it waits.
+        if (key, end) not in self._chosen:
+            # The forward that wrote the scores ended before its request was answered.
+            first = documents.ends[0]
+            seen = scores[first:end].cpu()
+            try:
+                ranks.add(seen)
+            except RankFailed:  # on every rank alike
+                return NO_POSITIONS
+            count = min(round(repair.share * (end - documents.start)), len(seen))
+            _keep(self._chosen, (key, end), np.sort(seen.topk(count).indices.numpy()) + first)
+        return self._chosen[key, end]
 
-    def prepare(self, batch: ScheduleBatch) -> None:
-        """Before a prefill: place what is computed again, and choose whose attention is scored."""
+    @staticmethod
+    def concerns(batch: ScheduleBatch) -> bool:
+        """Whether a prefill needs :meth:`prepare`. Ranks agree."""
+        return any(isinstance(req.last_node, Composition) for req in batch.reqs)
+
+    def prepare(self, batch: ScheduleBatch, ranks: Ranks) -> None:
+        """Before a prefill: place what is computed again, and choose whose attention is scored. All ranks
+        do, or none: they compute one sequence of tokens."""
         self._prepared, token = {}, 0
+        prepared, work = dict[str, Repaired](), list[Callable[[], None]]()
         for number, (req, count) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
             prefix = req.last_node
             if isinstance(prefix, Composition):
-                positions, received = self._place(batch, req, prefix, token, count), None
-                if prefix.documents.repair.share and _only_scores(req):
-                    received = self._scores_of(req, prefix.length, batch.device)
+                positions = self._positions(req, prefix, count)
+                received = self._scores_of(req, prefix, batch.device, count)
+                if len(positions):
+                    work.append(self._placing(batch, req, prefix, token, positions))
                 what = positions, prefix.length if len(positions) else 0, received
-                self._prepared[req.rid] = Repaired(number, token, count, *what)
+                prepared[req.rid] = Repaired(number, token, count, *what)
             token += count
+        ranks.agree()
+        for place in work:
+            place()
+        self._prepared = prepared
 
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
-        """For a forward of requests ``rids`` with so many new tokens each: what it does for some of them."""
+        """For a forward of requests ``rids`` with so many new tokens each: what it does for some of them.
+        SGLang may pad ``counts``."""
         found = (self._prepared.get(rid) for rid in rids)
         return [
             each
-            for number, (each, count) in enumerate(zip(found, counts, strict=True))
+            for number, (each, count) in enumerate(zip(found, counts, strict=False))
             if each is not None and (each.number, each.new) == (number, count)
         ]
 
-    def _place(
-        self, batch: ScheduleBatch, req: Request, prefix: Composition, token: int, count: int
-    ) -> np.ndarray:
-        """Returns the positions of the request's first tokens."""
+    def _positions(self, req: Request, prefix: Composition, count: int) -> np.ndarray:
+        """Where the first of a request's ``count`` new tokens stand."""
         start = req.prefix_len - prefix.kept
-        positions = prefix.again[start : start + count]
-        if prefix.repaired is None or not len(positions):
-            return NO_POSITIONS
+        return NO_POSITIONS if prefix.repaired is None else prefix.again[start : start + count]
+
+    def _placing(
+        self,
+        batch: ScheduleBatch,
+        req: Request,
+        prefix: Composition,
+        token: int,
+        positions: np.ndarray,
+    ) -> Callable[[], None]:
+        """What places ``positions``, all of which may fail done."""
         ids = torch.tensor([req.full_untruncated_fill_ids[at] for at in positions.tolist()])
-        index = req.kv.req_pool_idx
-        prefix.repaired.place(
-            batch.req_to_token_pool.req_to_token[index], req.prefix_len, positions
-        )
-        self._rows[index] = prefix.repaired, prefix.kept
-        batch.prefill_input_ids_cpu[token : token + len(ids)] = ids
-        return positions
+        index, repaired = req.kv.req_pool_idx, prefix.repaired
+        assert repaired is not None
+        row = batch.req_to_token_pool.req_to_token[index]
+        slots, own = repaired.placed(row, req.prefix_len, positions)
+        slots, tokens = slots.to(row.dtype), batch.prefill_input_ids_cpu
+
+        def place() -> None:
+            repaired.place(row, slots, own)
+            self._rows[index] = repaired, prefix.kept
+            tokens[token : token + len(ids)] = ids
+
+        return place
 
     def restore(self, index: int, rows: torch.Tensor) -> None:
         """A request is about to give its row back. ``rows``: int32 ``[num_rows, width]``."""
         if index in self._rows:
-            repaired, start = self._rows.pop(index)
+            repaired, start = self._rows[index]
             repaired.restore(rows[index], start)
+            del self._rows[index]
 
-    def _scores_of(self, req: Request, length: int, device: Any) -> torch.Tensor:
-        key = _prompt(req)
-        if req.prefix_len == length or key not in self._scores:
-            self._scores[key] = torch.zeros(length, device=device)
-            self._scores.move_to_end(key)
-            if len(self._scores) > _MOST_SCORED:
-                self._scores.popitem(last=False)
-        return self._scores[key]
+    def _scores_of(
+        self, req: Request, prefix: Composition, device: Any, count: int
+    ) -> torch.Tensor | None:
+        """To which the attention of a request is added, if it only scores. Others see it with the last
+        chunk of the prompt."""
+        if not prefix.documents.repair.share or not _only_scores(req):
+            return None
+        if req.rid not in self._scoring:
+            _keep(self._scoring, req.rid, torch.zeros(prefix.length, device=device))
+        scores = self._scoring[req.rid]
+        if req.prefix_len + count == len(req.origin_input_ids):
+            key = _key(req, prefix)
+            for known in [known for known in self._chosen if known[0] == key]:
+                del self._chosen[known]
+            _keep(self._scores, key, self._scoring.pop(req.rid))
+        return scores
+
+
+def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > _MOST_SCORED:
+        kept.popitem(last=False)
 
 
 def _only_scores(req: Request) -> bool:
     return bool(req.sampling_params.max_new_tokens == 0)
 
 
-def _prompt(req: Request) -> Any:
-    """What the KV of a prompt depends on."""
+def _key(req: Request, prefix: Composition) -> Any:
+    """What the attention to a prompt depends on, and the choice by it."""
     tokens = array("q", req.origin_input_ids).tobytes()
-    return tokens, req.extra_key, req.cache_salt, req.lora_id
+    return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents

@@ -102,7 +102,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
         repairs, rows = self.token_to_kv_pool_allocator.repairs, self.req_to_token_pool
-        repairs.restore(kv.req_pool_idx, rows.req_to_token)
+        once_more = self.token_to_kv_pool_allocator.once_more
+        once_more(repairs.restore, kv.req_pool_idx, rows.req_to_token)
         self._row = self._host_row(kv)
         try:
             super().free_kv_row(kv, ranges)
@@ -181,6 +182,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return super().prefix_device_indices(req)
         root = self.root_node_handle(req.extra_key)
         slots = prefix.slots(lambda node: self.tree_core.collect_full_device_indices(node, root))
+        assert len(slots) == prefix.length, (req.rid, len(slots), prefix.length)
         if len(prefix.again):
             prefix.repaired = RepairedRow(slots)
         self.controller.stats.composed(len(prefix.nodes), prefix.kept, len(prefix.again))

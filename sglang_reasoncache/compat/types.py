@@ -180,6 +180,7 @@ class ForwardBatch(Protocol):
     #: ``[tokens]``, slots that this forward writes.
     out_cache_loc: torch.Tensor
     positions: torch.Tensor
+    mrope_positions: torch.Tensor | None
     #: A ``GraphVote`` once groups of DP attention have voted.
     can_run_decode_cuda_graph: bool
 

@@ -218,12 +218,17 @@ def add_attention(
     keys = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)[0].float()
     new, total = len(query), keys.shape[1]
     last = torch.arange(total - new, total, device=keys.device)
-    hidden = _hidden(last, total, reach)
-    # Of one KV head at a time: all weights at once may be gigabytes.
-    for key, group in zip(keys, query.float().chunk(len(keys), dim=1), strict=True):
-        logits = group.transpose(0, 1) @ key.T * scale
-        weights = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
-        received += weights.sum(dim=(0, 1))[: len(received)]
+    # All weights at once may be gigabytes.
+    step = max(1, _MASK_ELEMENTS * len(keys) // (query.shape[1] * total))
+    added = torch.zeros_like(received)
+    for begin in range(0, new, step):
+        hidden = _hidden(last[begin : begin + step], total, reach)
+        groups = query[begin : begin + step].float().chunk(len(keys), dim=1)
+        for key, group in zip(keys, groups, strict=True):
+            logits = group.transpose(0, 1) @ key.T * scale
+            weights = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+            added += weights.sum(dim=(0, 1))[: len(received)]
+    received += added
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:

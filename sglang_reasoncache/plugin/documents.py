@@ -13,6 +13,8 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.config import config_of
 from sglang_reasoncache.custom_params import KEY, MOST, REPAIR_KEY, asks_to_share, documents_of
 
+#: Documents of a request that are prefilled at once, at most.
+_TOGETHER = 16
 _ranks = itertools.count()
 
 
@@ -22,7 +24,8 @@ def around_generate(
     """AROUND SGLang's ``generate_request``, which every API calls."""
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
-    if not any(isinstance(each, dict) and _custom(each).get(KEY) for each in alike):
+    marks = any(isinstance(each, dict) and _custom(each).get(KEY) for each in alike)
+    if not marks or not isinstance(obj, compat.GenerateReqInput):
         return original(manager, obj, request)
     return _behind_documents(original, manager, obj, request)
 
@@ -52,14 +55,17 @@ async def _behind_documents(
         # Each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
     if len(documents.ends) > 1 and asks_to_share(custom) and await _composes(manager):
-        run, base = original, prompt[: documents.start]
-        first, *others = ([*base, *prompt[slice(*span)]] for span in documents.spans())
-        # The base is computed once, not once a document.
-        await anext(run(manager, _request(first, obj)))
-        await asyncio.gather(*(anext(run(manager, _request(each, obj))) for each in others))
+        base = prompt[: documents.start]
+        alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
+        # First one alone: the base is computed once, not once a document.
+        for some in (
+            alone[:1],
+            *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
+        ):
+            await asyncio.gather(*(anext(original(manager, each, request)) for each in some))
         if documents.repair.share:
             custom = {key: custom[key] for key in (KEY, REPAIR_KEY)}
-            await anext(run(manager, _request(prompt, obj, **custom)))
+            await anext(original(manager, _request(prompt, obj, **custom), request))
     async for response in original(manager, obj, request):
         yield response
 
@@ -73,7 +79,8 @@ async def _composes(manager: Any) -> bool:
         asked = manager.get_internal_state_communicator(compat.GetInternalStateReq())
         told = [state.internal_state.get("reasoncache") or {} for state in await asked]
         known = all(state.get("documents_off", "") is None for state in told)
-        manager._reasoncache_composes = known
+        if all("documents_off" in state for state in told):
+            manager._reasoncache_composes = known
     return known
 
 

@@ -188,7 +188,9 @@ def _after_prefill(
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
     """Before a prefill's forward, whose slots were just allocated."""
-    batch.tree_cache.token_to_kv_pool_allocator.repairs.prepare(batch)
+    repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
+    if repairs.concerns(batch):
+        controller.containment.together(repairs.prepare, batch, controller.tracker.ranks)
 
 
 def _after_decode(

@@ -65,7 +65,7 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
-        repairs.prepare(batch)
+        repairs.prepare(batch, world.ranks)
         positions = list(range(req.prefix_len, req.extend_end))
         for repaired in repairs.of([req.rid], [len(slots)]):
             positions[: len(repaired.positions)] = repaired.positions.tolist()
