@@ -169,7 +169,7 @@ class Repairs:
         assert repaired is not None
         row = batch.req_to_token_pool.req_to_token[index]
         slots, own = repaired.placed(row, req.prefix_len, positions)
-        slots, tokens = slots.to(row.dtype), batch.prefill_input_ids_cpu
+        tokens = batch.prefill_input_ids_cpu
 
         def place() -> None:
             repaired.place(row, slots, own)
