@@ -118,7 +118,7 @@ WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 #: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
 TWO_RANKS = SHARED.having(
     "tp2",
-    *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --enable-metrics"),
+    *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --dtype float32 --enable-metrics"),
     PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
 )

@@ -20,6 +20,7 @@ from tests.server import specs
 from tests.server.problems import OPT_OUT, prompts, report
 
 SYSTEM, QUESTION = list(range(3, 23)), list(range(30, 41))
+ON_RANKS = [specs.CORRECTED, pytest.param(specs.TWO_RANKS, marks=specs.FEW_CORES)]
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_documents_are_read_in_any_order(
     assert totals["documents_composed"] == sum(map(len, orders))
 
 
-@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+@pytest.mark.parametrize("server", ON_RANKS, indirect=True)
 def test_the_first_tokens_are_computed_again(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
@@ -123,7 +124,7 @@ def test_the_first_tokens_are_computed_again(
         assert _off(reader, cache, found) < 1e-4
 
 
-@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+@pytest.mark.parametrize("server", ON_RANKS, indirect=True)
 def test_what_the_query_attends_to_is_computed_again(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
