@@ -50,6 +50,8 @@ async def _behind_documents(
     custom = obj.sampling_params["custom_params"] = {REPAIR_KEY: default, **custom}
     documents = documents_of(custom, len(prompt))
     assert documents is not None
+    # SGLang asks for it if the client leaves before it has seen the request.
+    obj.is_single = True
     ranks = manager.server_args.dp_size
     if ranks > 1 and obj.routed_dp_rank is None:
         # Each replica has a cache of its own.
