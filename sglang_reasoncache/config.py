@@ -52,8 +52,8 @@ class ReasonCacheConfig:
         "reasoncache",
         "What is done with the rows of running requests. reasoncache shares what repeats. "
         f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=short only "
-        "where SGLang would retract a request (quest reads fewer instead). none leaves rows alone. "
-        "Several are joined by +. See docs/eviction.md.",
+        "where SGLang would retract a request. none leaves rows alone. Several are joined by +. See "
+        "docs/eviction.md.",
         values=_POLICY_BOUND,
     )
     preset: str = _setting(

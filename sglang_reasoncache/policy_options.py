@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds of the options of evicting and selecting policies."""
+"""Bounds of the options of evicting policies."""
 
 import dataclasses
 from typing import Any

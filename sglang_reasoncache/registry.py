@@ -19,10 +19,9 @@ from sglang_reasoncache.arguments import kind_of, value_of
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.policy_options import OptionError
-from sglang_reasoncache.selection.quest import Quest
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
-#: Every evictor and selector: a policy is one line here.
+#: Every evictor: a policy is one line here.
 BUILT_IN: Mapping[str, str] = types.MappingProxyType(
     {
         "streamingllm": f"{_POLICIES}.streamingllm:StreamingLLM",
@@ -33,7 +32,6 @@ BUILT_IN: Mapping[str, str] = types.MappingProxyType(
         "snapkv": f"{_POLICIES}.snapkv:SnapKV",
         "rkv": f"{_POLICIES}.rkv:RKV",
         "triattention": f"{_POLICIES}.triattention:TriAttention",
-        "quest": "sglang_reasoncache.selection.quest:Quest",
     }
 )
 #: Names of sharing, and of doing nothing.
@@ -51,7 +49,6 @@ class PolicyChoice:
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()
-    selector: Quest | None = None
 
 
 @functools.lru_cache(maxsize=64)
@@ -68,17 +65,16 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"with {name} without options (sharing has flags of its own)")
         if name == NOTHING and len(parts) > 1:
             raise PolicyError(f"{NOTHING} alone, or without it")
-    made = [(name, _make(name, text)) for name, _, text in parts if name not in (NOTHING, SHARING)]
-    evictors = tuple(NamedPolicy(*named) for named in made if isinstance(named[1], Evictor))
-    selector = next((policy for _, policy in made if isinstance(policy, Quest)), None)
-    return PolicyChoice(SHARING in names, evictors, selector)
+    made = [(name, text) for name, _, text in parts if name not in (NOTHING, SHARING)]
+    evictors = tuple(NamedPolicy(name, _make(name, text)) for name, text in made)
+    return PolicyChoice(SHARING in names, evictors)
 
 
-def _make(name: str, options: str) -> Any:
+def _make(name: str, options: str) -> Evictor:
     if name not in BUILT_IN:
         known = ", ".join((NOTHING, SHARING, *BUILT_IN))
         raise PolicyError(f"with every NAME one of {known}, not {name!r}")
-    kind = pkgutil.resolve_name(BUILT_IN[name])
+    kind: type[Evictor] = pkgutil.resolve_name(BUILT_IN[name])
     fields = [field.name for field in dataclasses.fields(kind)]
     types_of = typing.get_type_hints(kind)
     given: dict[str, Any] = {}

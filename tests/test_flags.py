@@ -227,24 +227,4 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
 
 
 def _check_policies(config: ReasonCacheConfig, **options: Any) -> None:
-    args = _server_args(**options)
-    refusals.check_policies(config, args.page_size or 1, refusals.other_attention(args))
-
-
-FA3 = dict(page_size=16, attention_backend="fa3")
-READS = "selects the pages that .* --attention-backend fa3 reads all; use .*flashinfer"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({}, "quest selects whole pages: --page-size must be at least 2 .*, got 1"), (FA3, READS)],
-)
-def test_what_does_not_go_with_selection_is_refused_by_name(
-    options: dict[str, object], message: str
-) -> None:
-    config = ReasonCacheConfig(policy="reasoncache+quest:budget=64")
-    with pytest.raises(ValueError, match=message):
-        _check_policies(config, **options)
-    _check_policies(ReasonCacheConfig(), **options)
-    for name in ("flashinfer", "triton"):
-        _check_policies(config, page_size=16, attention_backend=name)
+    refusals.check_policies(config, refusals.other_attention(_server_args(**options)))

@@ -25,10 +25,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 on_device = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or the interpreter"
 )
-_SMALL = {
-    **dict.fromkeys(("decode_triton.SPLITS", "plan_triton.PIECES"), 4),
-    **{"select_triton.TILE": 8},
-}
+_SMALL = dict.fromkeys(("decode_triton.SPLITS", "plan_triton.PIECES"), 4)
 under_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 
 if INTERPRETED:
@@ -66,10 +63,7 @@ _BESIDE = {
     "test_attention": [
         f"tests/kernels/test_{name}.py" for name in ("attention_triton", "distance", "plan")
     ],
-    "test_attention_cuda_graph": [
-        "tests/selection/test_device_selection.py",
-        "tests/unit/test_no_wait_attention.py",
-    ],
+    "test_attention_cuda_graph": ["tests/unit/test_no_wait_attention.py"],
 }
 
 

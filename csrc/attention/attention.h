@@ -35,9 +35,6 @@ struct DecodeCall {
   const float* sinks;  // [num_heads], logits without a value; null: none
   float scale;
   float logit_cap;  // 0: none
-  // Added to, null if not wanted: softmax weights, summed over the query heads, of the entries
-  // of query 0, then of those of query 1, and so on.
-  float* weights;
   std::int64_t element;  // of query and out: fp32, bf16 or fp16
   std::int64_t threads;
 };
@@ -76,7 +73,7 @@ RC_EXPORT std::int32_t reasoncache_decode(
     const std::int32_t* begin, const std::int32_t* end, const std::int32_t* kv_indices,
     const std::int32_t* shift, std::int64_t total, const std::int32_t* tile_ptr,
     const std::int32_t* by, const std::uint64_t* bits, std::int64_t rotations, const float* sinks,
-    float scale, float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept;
+    float scale, float logit_cap, std::int64_t element, std::int64_t threads) noexcept;
 
 // Entries [count] copied out, heads first: out_k [num_heads][count][k_dim], out_v
 // [num_heads][count][v_dim], of `element`: fp32, bf16 or fp16. Keys are rotated by their shift,

@@ -62,12 +62,12 @@ extern "C" std::int32_t reasoncache_decode(
     const std::int32_t* begin, const std::int32_t* end, const std::int32_t* kv_indices,
     const std::int32_t* shift, std::int64_t total, const std::int32_t* tile_ptr,
     const std::int32_t* by, const std::uint64_t* bits, std::int64_t rotations, const float* sinks,
-    float scale, float logit_cap, float* weights, std::int64_t element, std::int64_t threads) noexcept {
+    float scale, float logit_cap, std::int64_t element, std::int64_t threads) noexcept {
   using namespace reasoncache;
   const attention::DecodeCall call{query, out,  batch, num_heads,  q_row_stride, q_head_stride,
                                    begin, end,  kv_indices, shift, total,        tile_ptr,
                                    by,    bits, rotations,  sinks, scale,        logit_cap,
-                                   weights, element, threads};
+                                   element, threads};
   const std::int32_t status = attention::check(*pool, call);
   if (status != REASONCACHE_OK || batch == 0) return status;
   try {

@@ -206,10 +206,6 @@ class Worker {
   // there is no room for take another turn.
   template <int kHeads>
   void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {
-    if (task_.weights.wanted()) {
-      task_.weights.template keep<kHeads>(step.query, step.begin, count, head % call_.num_heads,
-                                          scores_);
-    }
     Turns turns = step.turns;
     const int size = count * kHeads;
     const int own = (size + kLanes - 1) / kLanes;
@@ -315,11 +311,9 @@ class Worker {
       to[1] = total;
       std::copy_n(sums(at), task_.v_padded, to + 2);
     }
-    if (is_whole && !task_.weights.wanted()) return;
+    if (is_whole) return;
     auto& left = task_.left[static_cast<std::size_t>(row)];
-    if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    if (!is_whole) merge(row);
-    if (task_.weights.wanted()) task_.weights.add_up(row);
+    if (left.fetch_sub(1, std::memory_order_acq_rel) == 1) merge(row);
   }
 
   void merge(std::int64_t row) {

@@ -35,15 +35,14 @@ void write_sums_as(const Task& task, std::int64_t offset, const float* sums, flo
 }
 
 // Weighted sum of values to output: the sink only takes weight away.
-inline void write_out(Task& task, std::int64_t row, std::int64_t head, float most, float total,
-                      const float* sums) {
+inline void write_out(const Task& task, std::int64_t row, std::int64_t head, float most,
+                      float total, const float* sums) {
   float weight = 1.0f;
   if (task.call.sinks != nullptr) {
     const float sink = task.call.sinks[head];
     const float top = std::max(most, sink);
     weight = most == top ? 1.0f : std::exp(most - top);
     total = total * weight + std::exp(sink - top);
-    most = top;
   }
   const float factor = total == 0 ? 0.0f : weight / total;
   const std::int64_t offset = (row * task.call.num_heads + head) * task.pool.head_dim[1];
@@ -51,7 +50,6 @@ inline void write_out(Task& task, std::int64_t row, std::int64_t head, float mos
     write_sums_as<typename decltype(element)::type>(task, offset, sums, factor);
     return REASONCACHE_OK;
   });
-  if (task.weights.wanted()) task.weights.set_lse(row, head, most + std::log(total));
 }
 
 }  // namespace attention

@@ -22,8 +22,7 @@ Task::Task(const Pool& pool, const DecodeCall& call)
       group(call.num_heads / pool.num_heads),
       k_padded(whole_vectors(pool.head_dim[0])),
       v_padded(whole_vectors(pool.head_dim[1])),
-      latent_padded(pool.is_latent ? v_padded : 0),
-      weights(call) {}
+      latent_padded(pool.is_latent ? v_padded : 0) {}
 
 std::int64_t Task::divide(std::int64_t threads) {
   const auto batch = static_cast<std::size_t>(call.batch);

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "attention.h"
-#include "weights.h"
 
 namespace reasoncache {
 namespace attention {
@@ -54,7 +53,6 @@ class Task {
   const std::int64_t k_padded;  // dims rounded up to whole vectors
   const std::int64_t v_padded;
   const std::int64_t latent_padded;  // of a query's dims for a value; 0: it has none
-  Weights weights;
   std::vector<Unit> units{};
   std::int64_t most_queries = 1;                        // of a unit
   std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not done yet

@@ -21,12 +21,12 @@ from eval.methods import DENSE
 from eval.runs.config import digest_of
 from eval.runs.folder import Cell, write_json, write_whole
 
-SHARING, SELECTOR = "reasoncache", "quest"
+SHARING = "reasoncache"
 #: Say what is lost without any rule: random blocks are redirected, or random positions evicted.
 RANDOM_SHARING, RANDOM_EVICTION = "random", "random_eviction"
 #: In the order of tables.
 POLICIES = (
-    SHARING, "streamingllm", "h2o", "snapkv", "keydiff", "rkv", "l2norm", SELECTOR, RANDOM_SHARING,
+    SHARING, "streamingllm", "h2o", "snapkv", "keydiff", "rkv", "l2norm", RANDOM_SHARING,
     RANDOM_EVICTION, "reasoncache+rkv",
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ _START, _END, _SLACK = 45, 580, 8
 _SHOWN = [
     "aim", "policy", "saved", "saved_at_the_end", "accuracy", "accuracy_difference",
     "accuracy_error", "length_ratio", "throughput_ratio", "step_ms", "dense_step_ms",
-    "scheduler_ms", "reads_saved",
+    "scheduler_ms",
 ]  # fmt: skip
 
 #: What sharing saves on the embedded reasoner's responses, over decode steps, by percentile:
@@ -54,8 +54,6 @@ _PERCENTILES = {0.1: 30, 0.2: 80}
 _RANDOM_RATIO = 1.2
 #: The most that a policy can save: what repeats allows; SnapKV gives up nothing but prompt.
 _MOST = {SHARING: max(_PERCENTILES), "snapkv": 0.1}
-#: Quest reads whole pages. Its paper reads the first two layers of 32 whole; here it is one of 4.
-_SELECTOR_FLAGS, _SELECTOR_OPTIONS = ("--page-size", "16"), "whole_layers=1"
 
 
 class Point(NamedTuple):
@@ -86,11 +84,7 @@ def method_of(policy: str, saving: float) -> str | None:
     # Leaves out that share of the positions of a growing request, averaged over its steps. A pair
     # has its evictor's, so that the two can be compared at it.
     budget = round(_END - math.sqrt(saving * (_END**2 - _START**2)))
-    options = f"budget={budget}:slack={_SLACK}"
-    if evictor == "snapkv":
-        options = "share=0.5"
-    elif evictor == SELECTOR:
-        options = f"budget={budget}:{_SELECTOR_OPTIONS}"
+    options = "share=0.5" if evictor == "snapkv" else f"budget={budget}:slack={_SLACK}"
     name = "random" if evictor == RANDOM_EVICTION else evictor
     return f"reasoncache:policy={f'{SHARING}+' if evictor != policy else ''}{name}:{options}"
 
@@ -109,27 +103,15 @@ def measure(chosen: Sequence[Point], problems: int, home: Path) -> dict[str, lis
     """The cells of dense and of some points by method, in a folder named after them."""
     # Two savings may lie nearest to the same setting.
     methods = list(dict.fromkeys([DENSE, *(point.method for point in chosen)]))
-    selecting = [name for name in methods if f"policy={SELECTOR}" in name or f"+{SELECTOR}" in name]
-    asked = {**_ASKED, "limit": problems, "more": dict.fromkeys(selecting, _SELECTOR_FLAGS)}
+    asked = {**_ASKED, "limit": problems}
     return sides.in_turns(TASK, methods, 1, home / digest_of([methods, asked]), **asked)
 
 
 def rows_of(chosen: Sequence[Point], cells: Mapping[str, list[Cell]]) -> list[dict[str, Any]]:
-    """A row of :func:`sides.row_of` for each point, and what selection did not read."""
-    found = []
-    for point in chosen:
-        row = sides.row_of(cells[point.method], cells[DENSE])
-        row["reads_saved"] = _reads_saved(cells[point.method])
-        found.append({**point._asdict(), **row})
-    return found
-
-
-def _reads_saved(cells: Sequence[Cell]) -> float | None:
-    """The share of positions that attention did not read; None of policies that do not select."""
-    reports = [report for cell in cells for report in cell.served().reports]
-    counts = [report["selection"] for report in reports if report.get("selection")]
-    held, read = (sum(one.get(f"positions_{k}", 0) for one in counts) for k in ("held", "read"))
-    return 1 - read / held if held else None
+    """A row of :func:`sides.row_of` for each point."""
+    return [
+        {**point._asdict(), **sides.row_of(cells[point.method], cells[DENSE])} for point in chosen
+    ]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -4,7 +4,7 @@
 The benches of servers are workloads of this."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +21,20 @@ SERVER_FLAGS = ("--schedule-conservativeness", "0.3")
 
 def in_turns(
     task: str, methods: Sequence[str], rounds: int, out: Path, again: bool = False,
-    more: Mapping[str, tuple[str, ...]] | None = None, **options: Any,
+    **options: Any,
 ) -> dict[str, list[Cell]]:  # fmt: skip
     """The cells of each method, one a round; the order turns round in every second one. Servers of
     all methods stay up; with ``again`` every round has the same problems and its own servers.
-    ``more``: further flags of the servers of some methods; ``options`` are those of
-    :class:`RunOptions`. Raises RunError: a cell could not be measured."""
+    ``options`` are those of :class:`RunOptions`. Raises RunError: a cell could not be measured."""
     asked: dict[str, Any] = {"tasks": (task,), "device": "cpu", **options}
     places = [(out / f"round-{number}", 0) if again else (out, number) for number in range(rounds)]
     if again:
         for number, (folder, _) in enumerate(places):
             turn = tuple(methods)[:: -1 if number % 2 else 1]
-            run(RunOptions(methods=turn, **asked), folder, more)
+            run(RunOptions(methods=turn, **asked), folder)
     else:
         asked = {"keep_servers": len(methods), **asked, "seeds": tuple(range(rounds))}
-        run(RunOptions(methods=tuple(methods), **asked), out, more)
+        run(RunOptions(methods=tuple(methods), **asked), out)
     return {
         name: [Cell(folder, task, name, seed).whole() for folder, seed in places]
         for name in methods

@@ -77,7 +77,7 @@ def _evictor(name: str) -> Arm:
             f"{name!r} is neither {_GRAMMAR}, nor a policy: must be {error}"
         ) from error
     if len(found) != 1 or found[0].policy.queries:
-        raise ValueError(f"{name!r} does not evict, or reads queries, not recorded here")
+        raise ValueError(f"{name!r} is two policies, or reads queries, not recorded here")
     return Arm(name, evictor=found[0].policy)
 
 

@@ -85,9 +85,7 @@ class PagedBackend(_Stock):
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
         self.paged.keep(q, layer)
         if self.paged.extend_plan is None and not self.always_ours:
-            out = super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-            self.paged.written(layer, forward_batch)
-            return out
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)
         self.paged.put(k, v, layer, forward_batch, save_kv_cache)
         return self.paged.extend(q, layer, forward_batch, sinks)

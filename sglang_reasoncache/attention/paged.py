@@ -26,9 +26,7 @@ from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.row_plan import BatchRows, RowPlan
-from sglang_reasoncache.selection.page_selection import PageSelection
-from sglang_reasoncache.selection.quest import Quest
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 if TYPE_CHECKING:
     from sglang_reasoncache.cache.repair import Repaired
@@ -41,7 +39,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def once_more(work: _Method) -> _Method:
     """A method that :meth:`Containment.once_more` may call a second time after it raised, because it makes
-    new results or overwrites old ones. Only the counts of selected positions are added twice."""
+    new results or overwrites old ones."""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -94,7 +92,6 @@ class PagedAttention:
         # Soft-capped logits are beyond PyTorch's fused attention.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None: no policy reads them
-        self.selection: PageSelection | None = None  # None: decode steps read all pages
         self.forget()
 
     # -- at the start ---------------------------------------------------------------
@@ -111,25 +108,12 @@ class PagedAttention:
         self.queries = RecentQueries(layers, generations, window, self.dtype, self.device)
         return self.queries
 
-    def select(self, quest: Quest) -> PageSelection:
-        """Have decode steps read the pages that ``quest`` selects, from now on. Raises MemoryError."""
-        keys = {layer: kv.keys for layer, kv in self.pools.items()}
-        read = quest, keys, self.allocator.page_size, self._rows.req_to_token, self._cached_at
-        self.selection = PageSelection(*read)
-        return self.selection
-
     # -- planning -------------------------------------------------------------------
 
     @property
-    def always_needed(self) -> bool:
-        """Whether only our kernels can run decode steps: SGLang's read all."""
-        return self.selection is not None
-
-    @property
     def merges(self) -> bool:
-        """Whether decode steps read each slot of a row once. Not with selection, which needs one plan
-        entry per position."""
-        return self.cached is not None and not self.always_needed
+        """Whether decode steps read each slot of a row once."""
+        return self.cached is not None
 
     def buffers(
         self, batch: int, entries: int | None = None, *, merge: bool = False
@@ -166,14 +150,13 @@ class PagedAttention:
     def _plan(
         self,
         batch: ForwardBatch,
-        longest: int,
         *,
         merge: bool = False,
         reach: int = 0,
         lengths: Tensor | None = None,
-    ) -> tuple[RowPlan, BatchRows]:
-        """The rows of a batch, and what selection reads of them. ``reach``: see :meth:`plan_into`.
-        ``lengths``: of the rows, int64 ``[batch]`` in host memory; None: those of the batch."""
+    ) -> RowPlan:
+        """The rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: of the rows, int64 ``[batch]``
+        in host memory; None: those of the batch."""
         where = batch.req_pool_indices, batch.seq_lens
         if lengths is not None:
             where = batch.req_pool_indices, upload(lengths.numpy(), self.device)
@@ -185,13 +168,12 @@ class PagedAttention:
             entries = None if lengths is None else int(lengths.sum())
             sizes: Any = len(batch.seq_lens), entries
             buffers = self.buffers(*sizes, merge=merge)
-            return self.plan_into(buffers, *where, reach), BatchRows(buffers, *where, longest)
+            return self.plan_into(buffers, *where, reach)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
         read = self._rows.req_to_token, *where, cached_at
-        plan = plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
-        return plan, BatchRows(plan, *where, longest)
+        return plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
 
     # -- a forward ------------------------------------------------------------------
 
@@ -205,8 +187,6 @@ class PagedAttention:
         self._repairs: list[Repaired] = []
         if self.queries is not None:
             self.queries.forget()
-        if self.selection is not None:
-            self.selection.forget()
 
     def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
         """What a prefill does for prompts of documents."""
@@ -242,17 +222,10 @@ class PagedAttention:
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:
         """Plan a decode step, outside of graphs."""
-        lengths = batch.seq_lens_cpu
-        if lengths is None and self.device.type == "cpu":
-            lengths = batch.seq_lens
-        longest = self.width if lengths is None else int(lengths.max())
-        self.rows, read = self._plan(batch, longest, merge=self.merges)
+        self.rows = self._plan(batch, merge=self.merges)
         self.windows = {
-            reach: self._plan(batch, longest, merge=self.merges, reach=reach)[0]
-            for reach in self._reaches
+            reach: self._plan(batch, merge=self.merges, reach=reach) for reach in self._reaches
         }
-        if self.selection is not None:
-            self.selection.begin(read)
 
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
@@ -271,8 +244,7 @@ class PagedAttention:
             lengths = batch.seq_lens_cpu.clone()
             for placed in self._repairs:
                 lengths[placed.number].clamp_(min=placed.least)
-        rows, _ = self._plan(batch, 0, lengths=lengths)
-        self.extend_plan = self._planned_extend(rows, batch)
+        self.extend_plan = self._planned_extend(self._plan(batch, lengths=lengths), batch)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
         new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
@@ -302,25 +274,13 @@ class PagedAttention:
             location = compat.KVWriteLoc.for_batch(batch)
             scales = () if self.latent else (layer.k_scale, layer.v_scale)
             self._pool.set_kv_buffer(layer, location, k, v, *scales)
-        self.written(layer, batch)
-
-    @once_more
-    def written(self, layer: AttentionLayer, batch: ForwardBatch) -> None:
-        """Tell the selection that new keys are in the pool."""
-        if self.selection is not None:
-            self.selection.update(layer.layer_id, batch.out_cache_loc)
 
     @once_more
     def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
-        rows, selection = self.rows, self.selection
-        if rows is None:
+        if self.rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
-        rows = self.windows.get(reach_of(layer), rows)
-        if selection is not None:
-            query = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            selected = selection.plan(layer.layer_id, query, self._scales(layer)[0])
-            rows = rows if selected is None else selected
+        rows = self.windows.get(reach_of(layer), self.rows)
         return self._attend(decode_attention, q, layer, rows, sinks)
 
     @once_more

@@ -2,9 +2,8 @@
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
 A forward without shifted slots and evicted positions runs SGLang's kernels, others ours. In a
-decode graph the plan is part of the graph. Where a policy selects what is read, every decode step
-runs ours. With latent attention SGLang's kernels run every prefill: cached prefixes have no shifted
-slots.
+decode graph the plan is part of the graph. With latent attention SGLang's kernels run every prefill:
+cached prefixes have no shifted slots.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.batch_mark import GraphVote, mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.kernels.row_plan import BatchRows
 
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
@@ -51,10 +49,6 @@ class SharedSlotReads(PagedBackend):
             return False
         return mark is None or mark.needs_ours
 
-    def reads_ours(self, forward_batch: ForwardBatch) -> bool:
-        """Whether a decode step runs our kernels."""
-        return self.paged.always_needed or self.needs_ours(forward_batch)
-
     # -- outside of graphs ------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -66,7 +60,7 @@ class SharedSlotReads(PagedBackend):
             return
         self.paged.record(forward_batch)
         if mode.is_decode():
-            if self.reads_ours(forward_batch):
+            if self.needs_ours(forward_batch):
                 self.paged.begin_decode(forward_batch)
             else:
                 super().init_forward_metadata(forward_batch)
@@ -81,12 +75,12 @@ class SharedSlotReads(PagedBackend):
 
     @property
     def never_in_prefill_graphs(self) -> bool:
-        """They hold SGLang's kernels only, and keep no queries."""
-        return self.paged.always_needed or self.paged.queries is not None
+        """They keep no queries."""
+        return self.paged.queries is not None
 
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
         """Whether SGLang's kernels can run a prefill."""
-        if self.reads_ours(forward_batch) or self.never_in_prefill_graphs:
+        if self.needs_ours(forward_batch) or self.never_in_prefill_graphs:
             return False
         stock = getattr(super(), "can_run_prefill_cuda_graph", None)
         return stock is None or stock(forward_batch)
@@ -95,7 +89,7 @@ class SharedSlotReads(PagedBackend):
         """Which variant the forward about to be replayed runs; its preparation comes next."""
         # Graphs of both variants make SGLang's collectives, but in other memory.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
-        self._graph_variant = SHIFTED if agreed or self.reads_ours(forward_batch) else PLAIN
+        self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
 
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
@@ -144,11 +138,8 @@ class SharedSlotReads(PagedBackend):
             super().init_forward_metadata_in_graph(forward_batch)
             return
         where = forward_batch.req_pool_indices, forward_batch.seq_lens
-        buffers = self._graphs[-1]
-        for reach, of_reach in buffers.items():
-            self.paged.plan_into(of_reach, *where, reach)
-        if self.paged.selection is not None:
-            self.paged.selection.begin(BatchRows(buffers[0], *where, self.paged.width))
+        for reach, buffers in self._graphs[-1].items():
+            self.paged.plan_into(buffers, *where, reach)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
         """Our plan is the last to read rows, inside the graph or before a forward without a graph."""
@@ -161,13 +152,11 @@ class SharedSlotReads(PagedBackend):
 class GraphVariants:
     """SGLang's ``AttentionGraphVariants``: two decode graphs a batch size of one backend."""
 
+    #: SGLang captures in this order, all in one pool of memory.
+    capture_labels = PLAIN, SHIFTED
+
     def __init__(self, backend: SharedSlotReads) -> None:
         self._backend = backend
-
-    @property
-    def capture_labels(self) -> tuple[str, ...]:
-        """SGLang captures in this order, all in one pool of memory."""
-        return (SHIFTED,) if self._backend.paged.always_needed else (PLAIN, SHIFTED)
 
     def select(self, forward_batch: ForwardBatch) -> str:
         """The label of the graph that ``forward_batch`` runs."""

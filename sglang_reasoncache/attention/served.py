@@ -127,18 +127,11 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
         )
 
 
-def check_kind(context: TreeCacheBuildContext, *, selects: bool = False) -> None:
-    """Raises ValueError for a model whose attention layers do not keep keys and values of all positions,
-    and for a cache beside which selecting pages is not served. ``selects``: a policy selects the pages
-    that a step reads."""
+def check_kind(context: TreeCacheBuildContext) -> None:
+    """Raises ValueError for a model whose attention layers do not keep keys and values of all positions."""
     kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
     for kind in (kind for kind, found in kinds.items() if found):
         raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
-    if selects and context.enable_hierarchical_cache:
-        raise ValueError(
-            "--reasoncache-policy that selects pages does not support --enable-hierarchical-cache: the "
-            "bounds of pages that come from the host are not known"
-        )
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:

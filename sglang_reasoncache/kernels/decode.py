@@ -19,7 +19,6 @@ def decode_attention(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
-    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
@@ -36,9 +35,7 @@ def decode_attention(
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
-            queries may read the same entries. None if the plan has rotations; so is ``weights``.
-        weights: "native" only: fp32, one for each entry of query 0, then of query 1, and so on. Each
-            entry's softmax weight, summed over the heads, is added.
+            queries may read the same entries. None if the plan has rotations.
 
     Returns:
         ``[batch, heads, v_dim]`` of the query's dtype; zeros where there are no entries.
@@ -71,7 +68,7 @@ def decode_attention(
         count = 0 if plan.rotations is None else len(plan.rotations.by)
         reads = *spans, plan.kv_indices, plan.shift, len(plan.kv_indices), *rotations, count
         element = DTYPES.index(query.dtype)
-        kv.native.call("decode", *queries, *reads, *options, weights, element, cpu_threads())
+        kv.native.call("decode", *queries, *reads, *options, element, cpu_threads())
     else:
         from sglang_reasoncache.kernels import decode_triton
 

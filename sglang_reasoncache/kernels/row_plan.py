@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -38,12 +38,3 @@ class RowPlan(NamedTuple):
     #: was cached); None: all are 0, or ``rotations`` tells.
     shift: torch.Tensor | None
     rotations: Rotations | None = None  # None: every key is used as ``shift`` says
-
-
-class BatchRows(NamedTuple):
-    """The rows of the requests of one forward, and their plan."""
-
-    plan: Any  # a RowPlan; on a GPU PlanBuffers
-    requests: torch.Tensor  # int [batch]: indexes of the rows in req_to_token
-    lengths: torch.Tensor  # int [batch], their positions, new ones included
-    longest: int  # upper bound on lengths

@@ -19,7 +19,7 @@ _KINDS = {"p": _pointer, "q": _int64, "f": ctypes.c_float}
 #: Arguments of each C function: pointers, int64, fp32.
 _SIGNATURES = {
     "plan": "pqqqppqqpqpppqppppp",
-    "decode": "pppqqqqppppqpppqpffpqq",
+    "decode": "pppqqqqppppqpppqpffqq",
     "gather": "pppqppqq",
     "distance": "ppppqqqp",
 }

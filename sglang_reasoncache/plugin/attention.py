@@ -21,7 +21,6 @@ from sglang_reasoncache.config import ReasonCacheConfig, flag_of
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import cpu_attention, refusals
-from sglang_reasoncache.selection.page_selection import PageSelection
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
@@ -36,7 +35,6 @@ class AttentionParts:
     #: By layer; None: keys cannot be corrected.
     rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None: no policy reads recent queries
-    selection: PageSelection | None = None  # None: decode steps read all pages
     serves_policies: bool = False
     uncorrected: str = ""  # why keys cannot be corrected, if our backend was tried
 
@@ -47,8 +45,9 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     SGLang's rules for the model name one. ``server_args``: the raw record, being resolved."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
     corrects = config.shares and config.positions != "as-cached"
-    wanted = corrects or _evicts_or_selects(config)
-    if not wanted or resolved.device != "cuda" or not platform.is_cuda:
+    if not (corrects or config.policies.evictors):
+        return
+    if resolved.device != "cuda" or not platform.is_cuda:
         return
     if any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS):
         return
@@ -77,7 +76,7 @@ def attention_backend(
     """Our backend, which writes ``cached``, where the operator's choice allows it, else the
     ``stock`` one. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError where ours
     was requested and is not supported, or memory is missing."""
-    layers = served.attention_layers(model_runner) if _evicts_or_selects(config) else ()
+    layers = served.attention_layers(model_runner) if config.policies.evictors else ()
     if any(map(served.reach_of, layers)):
         reason = "does not support sliding windows: layers read different positions"
         raise refusals.of_policy(config.policy, reason)
@@ -92,7 +91,6 @@ def attention_backend(
     return backend, AttentionParts(
         rotations=paged.rotations,
         queries=_queries(paged, config),
-        selection=_selection(paged, config),
         serves_policies=True,
         uncorrected=uncorrected,
     )
@@ -112,23 +110,6 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
     told = "reasoncache: the newest %d queries of %d requests take %.1f MiB"
     logger.info(told, window, len(queries.positions), queries.nbytes / 2**20)
     return queries
-
-
-def _selection(paged: PagedAttention, config: ReasonCacheConfig) -> PageSelection | None:
-    """Raises ValueError for a page size of 1, and where memory is missing."""
-    selector = config.policies.selector
-    if selector is None:
-        return None
-    refusals.check_policies(config, paged.allocator.page_size, others=())
-    try:
-        selection = paged.select(selector)
-        if paged.backend == "triton":
-            warm_up.compile_selection(paged, selection)
-        return selection
-    except MemoryError as error:
-        keys = f"keeps the least and largest key of each page beside the pool: {error}"
-        reason = f"{keys}; lower --mem-fraction-static, or raise --page-size"
-        raise refusals.of_policy(selector.name, reason) from error
 
 
 def resolve_positions(
@@ -153,7 +134,7 @@ def resolve_positions(
 
 def check_latent_policies(config: ReasonCacheConfig, pool: Any) -> None:
     """Raises ValueError for a policy beside latent attention, before anything is made for it."""
-    if compat.latent_rank(pool) and _evicts_or_selects(config):
+    if compat.latent_rank(pool) and config.policies.evictors:
         reason = "does not support latent attention: it scores keys and values of heads"
         raise refusals.of_policy(config.policy, reason)
 
@@ -165,15 +146,11 @@ def check_policies(
     decode = model_runner.decode_attention_backend_str
     names = " and ".join(sorted({model_runner.prefill_attention_backend_str, decode}))
     others = [] if parts.serves_policies else [f"--attention-backend {names}"]
-    refusals.check_policies(config, model_runner.token_to_kv_pool_allocator.page_size, others)
+    refusals.check_policies(config, others)
     for name, policy in config.policies.evictors:
         if policy.unrotates and config.positions != "corrected":
             takes = f"--reasoncache-positions corrected, got {config.positions}"
             raise refusals.of_policy(name, f"needs unrotated keys, which takes {takes}")
-
-
-def _evicts_or_selects(config: ReasonCacheConfig) -> bool:
-    return bool(config.policies.evictors) or config.policies.selector is not None
 
 
 def _why_not(model_runner: ModelRunner) -> str:
@@ -205,7 +182,7 @@ def _own_backend(
         gc.collect()
         torch.cuda.empty_cache()
     one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
-    if name in compat.CUDA_BACKENDS and one and _evicts_or_selects(config):
+    if name in compat.CUDA_BACKENDS and one and config.policies.evictors:
         # Our kernels run what a policy needs; check_policies refuses two backends by their names.
         requested_by = f"{flag_of('policy')} {config.policy}"
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason

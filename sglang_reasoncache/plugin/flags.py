@@ -104,8 +104,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
     compat.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
-    others = refusals.other_attention(server_args)
-    refusals.check_policies(config, server_args.page_size or 1, others)
+    refusals.check_policies(config, refusals.other_attention(server_args))
     # Not for processes without the flag.
     import torch
 

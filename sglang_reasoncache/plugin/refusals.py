@@ -111,20 +111,12 @@ def other_attention(args: ServerArgs) -> list[str]:
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
-def check_policies(config: ReasonCacheConfig, page_size: int, others: Sequence[str]) -> None:
-    """Raises ValueError for a policy that selects pages of one position, and for a policy that selects pages
-    or evicts positions beside ``others``: flags and names of attention that reads everything."""
-    selector = config.policies.selector
-    use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
-    if selector is not None and page_size < 2:
-        must = f"--page-size must be at least 2 (the paper has 16), got {page_size}"
-        raise of_policy(selector.name, f"selects whole pages: {must}")
-    for other in others:
-        if selector is not None:
-            reason = f"selects the pages that a step reads, but {other} reads all; {use}"
-            raise of_policy(selector.name, reason)
-        if config.policies.evictors:
-            raise of_policy(config.policy, f"evicts positions, which {other} would read; {use}")
+def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
+    """Raises ValueError for a policy that evicts positions beside ``others``: flags and names of attention
+    that reads everything."""
+    if others and config.policies.evictors:
+        use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
+        raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")
 
 
 def check_page_size(page_size: int) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.selection.page_selection import PageSelection
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
@@ -51,11 +50,6 @@ _COUNTERS = {
     "positions_evicted": "Positions evicted by evicting policies.",
     "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",
 }
-#: Field of a selection's totals -> help of ``sglang:reasoncache_selection_<field>_total``.
-_SELECTION = {
-    "positions_held": "Positions of the rows that were selected from, summed over layers and steps.",
-    "positions_read": "Positions of these rows that attention read.",
-}
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
     "slots_shareable_now": "Slots the running requests can give when SGLang is short.",
@@ -80,10 +74,9 @@ class SharingMetrics:
 
         self._labels = {key: str(value) for key, value in labels.items()}
         names = list(self._labels)
-        plain = _COUNTERS | {f"selection_{name}": text for name, text in _SELECTION.items()}
         self._counters = {
             name: Counter(_PREFIX + name.removesuffix("_total"), text, names)
-            for name, text in plain.items()
+            for name, text in _COUNTERS.items()
         }
         text = "Blocks not shared, by reason."
         self._counters["refusals"] = Counter(_PREFIX + "refusals", text, [*names, "reason"])
@@ -100,18 +93,11 @@ class SharingMetrics:
         self._seen: dict[tuple[str, ...], int] = {}
 
     def update(
-        self,
-        stats: SharingStats,
-        gauges: Mapping[str, float],
-        selection: Mapping[str, Any],
-        latency: float | None,
+        self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
     ) -> None:
-        """Set all series. ``selection``: result of ``PageSelection.recent``, empty without one.
-        ``latency``: seconds of a poll that judged blocks; None: no such poll."""
+        """Set all series. ``latency``: seconds of a poll that judged blocks; None: no such poll."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
-        for name in _SELECTION.keys() & selection:
-            self._count(f"selection_{name}", selection[name])
         for reason, total in stats.refusals.items():
             self._count("refusals", total, reason=reason)
         for name, value in gauges.items():
@@ -146,7 +132,6 @@ class Report:
     pipeline: BlockPipeline
     eviction: EvictionController
     metrics: SharingMetrics | None = None
-    selection: PageSelection | None = None
     uncorrected: str | None = None
     documents_off: str | None = None
     disabled: str | None = None
@@ -226,16 +211,12 @@ class Report:
             "disabled": self.disabled is not None,
             "uncorrected": self.uncorrected is not None,
         }
-        selection = {} if self.selection is None else self.selection.recent()
-        self.metrics.update(self.stats, gauges, selection, latency)
+        self.metrics.update(self.stats, gauges, latency)
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
-        ``details``: add ``recent``. ``blocks``: of these list also blocks, up to 197,000 numbers, and wait
-        for the selection's newest totals."""
-        told, recent = None, [*self.recent] if details else []
-        if self.selection is not None:
-            told = self.selection.describe() if details and blocks else self.selection.recent()
+        ``details``: add ``recent``. ``blocks``: of these list also blocks, up to 197,000 numbers."""
+        recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]
         return {
@@ -248,7 +229,6 @@ class Report:
             **self._now,
             "groups": self.pipeline.tracker.describe_groups(_GROUPS),
             "evictors": self.eviction.described,
-            "selection": told,
             "admission_credit": credit,
             "threshold": self.pipeline.threshold.describe(),
             "distances": self.pipeline.meter.backend,

@@ -73,8 +73,7 @@ class ServerParts:
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
         """Build the prefix tree and its controller. Raises ValueError for a model or setting that is not
         supported."""
-        selects = self.config.policies.selector is not None
-        served.check_kind(context, selects=selects)
+        served.check_kind(context)
         pool = self.allocator.get_kvcache()
         served.check_latent(pool, context.server_args)
         params, runner = context.params, context.tp_worker.model_runner
@@ -101,15 +100,15 @@ class ServerParts:
 
     def _documents_off(self, tree: SharedRadixCache) -> str | None:
         """Why prompts are not composed of documents; None: they are."""
-        policies, latent = self.config.policies, compat.latent_rank(self.allocator.get_kvcache())
+        pool = self.allocator.get_kvcache()
         reasons = {
             "keys are read as cached": self.config.positions != "corrected",
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
             "state layers have no state of a moved document": tree.is_mamba_enabled,
-            "latent attention reads prefixes as cached": bool(latent),
+            "latent attention reads prefixes as cached": bool(compat.latent_rank(pool)),
             "a host tier may hold a document": tree.cache_controller is not None,
-            "a policy evicts or selects positions": bool(policies.evictors or policies.selector),
+            "a policy evicts positions": bool(self.config.policies.evictors),
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -132,11 +131,8 @@ class ServerParts:
         rows, evictors = params.req_to_token_pool, config.policies.evictors
         eviction = EvictionController(evictors, self.allocator, rows, source, stats, ranks)
         metrics = SharingMetrics(_labels(context)) if params.enable_metrics else None
-        selection = self.attention.selection
-        report = Report(
-            *(config, stats, pipeline, eviction, metrics, selection, self.uncorrected),
-            dp_rank=_dp_rank(),
-        )
+        parts = config, stats, pipeline, eviction, metrics, self.uncorrected
+        report = Report(*parts, dp_rank=_dp_rank())
         told = "reasoncache: %s, block %d, page %d, distances by %s, %s"
         begins, backend = "on" if config.is_active else "idle", pipeline.meter.backend
         logger.info(told, begins, pipeline.block, params.page_size, backend, config)

@@ -12,7 +12,7 @@ import sglang_reasoncache
 #: From the ground up.
 LAYERS = (
     ("arguments", "platform", "policy_options"), ("compat",), ("custom_params",),
-    ("kernels", "native", "filter", "cache"), ("eviction", "selection"), ("attention",),
+    ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
     ("registry",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
 )  # fmt: skip
 ROOT = Path(sglang_reasoncache.__file__).parent

@@ -57,27 +57,20 @@ def test_rows_table_and_picture(
             cell = Cell(out, task, name, 0)
             names = [f"p{i}" for i in range(8)]
             totals = {"memory_saving_ratio": 0.1 * number, "polls": 9} if number else None
-            told = served(totals)
-            if "quest" in name:
-                selection = {"positions_held": 100, "positions_read": 60}
-                told.reports[0]["selection"] = selection
-            cell.write([response(one) for one in names], [moment(0)], told)
+            cell.write([response(one) for one in names], [moment(0)], served(totals))
             cell.write_results([result(one, i >= number) for i, one in enumerate(names)])
         return {name: [Cell(out, task, name, 0)] for name in methods}
 
     monkeypatch.setattr(policies.sides, "in_turns", in_turns)
     words = ["--out", str(tmp_path), "--saved", "0.1", "--problems", "8"]
-    policies.work(asked(*words, "--policies", "reasoncache,keydiff,quest"))
+    policies.work(asked(*words, "--policies", "reasoncache,keydiff"))
     (call,) = called
-    quest = call["methods"][-1]
-    assert call["methods"][0] == DENSE and call["more"] == {quest: ("--page-size", "16")}
+    assert call["methods"][0] == DENSE
     found = json.loads((tmp_path / "policies.json").read_text())
     rows = {row["policy"]: row for row in found["rows"]}
     assert found["dense"]["accuracy"] == 1.0 and rows["keydiff"]["accuracy"] == 0.75
     assert rows["keydiff"]["saved"] == pytest.approx(0.2)
     assert rows["keydiff"]["accuracy_difference"] == -0.25
-    assert rows["quest"]["reads_saved"] == pytest.approx(0.4)
-    assert rows["keydiff"]["reads_saved"] is None
     told = capsys.readouterr().out
     assert told.startswith("### Policies at equal saving") and "| keydiff" in told
     assert imread(tmp_path / "policies.png").std() > 0.02

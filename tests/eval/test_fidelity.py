@@ -159,7 +159,6 @@ def test_names(name: str, knobs: tuple[object, ...]) -> None:
         (["newest-8"], "'newest-8': an arm that shares is newest or oldest"),
         (["newest-runs-0"], "--reasoncache-block must be between 1 and 1024, got 0"),
         (["fastest"], "'fastest' is neither .* nor a policy"),
-        (["quest"], "'quest' does not evict"),
         (["h2o"], "reads queries"),
         (["keydiff", "keydiff"], "--arms must name none twice"),
         (["keydiff"], "--like must be an arm that shares"),

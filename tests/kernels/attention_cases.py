@@ -203,19 +203,16 @@ class Rig:
     def expected(
         self, plan: RowPlan, spans: tuple[torch.Tensor, torch.Tensor] | None = None,
         query: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """fp64 attention ``[batch, heads, v_dim]``, and ``[entries]``, query by query: each
-        entry's weights added up over the heads."""
+    ) -> torch.Tensor:  # fmt: skip
+        """fp64 attention ``[batch, heads, v_dim]``."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
         query = self.query if query is None else query
         keys, values = self.rotated(plan), self.values.float()[plan.kv_indices.long()]
         out = torch.zeros((*query.shape[:2], self.case.v_dim), dtype=torch.float64)
-        sums = [torch.zeros(0, dtype=torch.float64)]
         for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
             sides = query[b : b + 1], keys[first:last], values[first:last]
-            out[b : b + 1], weights = dense(*sides, self.scale, cap=cap, sinks=sinks)
-            sums.append(weights.sum(dim=(0, 1)))
-        return out, torch.cat(sums)
+            out[b : b + 1], _ = dense(*sides, self.scale, cap=cap, sinks=sinks)
+        return out
 
 
 def make(case: Case, seed: int = 3) -> Rig:

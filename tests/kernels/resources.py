@@ -26,24 +26,23 @@ from sglang_reasoncache.kernels import (
     plan_triton,
     rotations_triton,
     row_plan,
-    select_triton,
 )
 
 GPUS = 80, 90, 100
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 #: Arguments that are pointers, by what they point at, unless a case says otherwise.
 _POINTERS = {
-    "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions added sizes "
-    "to_indices to_shift runs run_indptr indptr tile_ptr by following",
-    "i64": "requests lengths bases slots pages to dst src bits",
+    "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
+    "tile_ptr by following",
+    "i64": "requests lengths bases dst src bits",
     "fp32": "parts part_lse sinks cosines sines",
     "fp64": "out",
-    "bf16": "query keys values out_k out_v ends",
+    "bf16": "query keys values out_k out_v",
 }
 POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 #: Addresses and strides that are multiples of 16; ``end`` is a slice of ``kv_indptr`` from 1.
 ALIGNED = {*POINTERS} - {"end"}
-ALIGNED_STRIDES = ("slot_stride", "page_stride", "head_stride", "q_row_stride", "q_head_stride")
+ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride", "q_head_stride")
 
 
 class Resources(NamedTuple):
@@ -130,13 +129,6 @@ def _latent(heads: int, dtype: torch.dtype, kind: str) -> _Kernel:
     return _decode_of(query, keys, values, rotation, kind)
 
 
-def _logits(dim: int) -> _Kernel:
-    """Of queries at bounds of pages, which are twice as wide as keys."""
-    ends, query = (torch.empty(1, count, 2 * dim, dtype=BF16, device="meta") for count in (8, 32))
-    constants = select_triton.constants(query, ends)
-    return select_triton.logits_kernel, constants, dict(out="fp32")
-
-
 def _distance(dtype: torch.dtype, rotary: bool, neox: bool = True) -> _Kernel:
     buffer = torch.empty(1, 8, 128, dtype=dtype, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=128, is_neox=neox) if rotary else None
@@ -158,18 +150,6 @@ def _rotations(write: bool) -> _Kernel:
     pieces = 1 if write else rotations_triton.PIECES
     sizes = dict(ENTRIES=row_plan.TILE, RUNS=rotations_triton.RUNS, PIECES=pieces)
     return rotations_triton.rotation_kernel, dict(WRITE=write, **sizes), {}
-
-
-def _pages(kernel: Any, **asked: Any) -> _Kernel:
-    """Of 16 positions."""
-    sizes = dict(COLS=16, PAGES=select_triton.TILE // 16)
-    return kernel, dict(**sizes, **asked), dict.fromkeys(("begin", "to", "sizes"), "i64")
-
-
-def _page_bounds(element: str) -> _Kernel:
-    sizes = dict(DIM=128, COLS=128, PAGE=16, TILE=16)
-    stored = dict(keys="u8" if element == "e4m3" else element)
-    return select_triton.bounds_kernel, dict(ELEMENT=element, **sizes), stored
 
 
 def _merge(dim: int) -> _Kernel:
@@ -205,9 +185,6 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, bf16 8x512+64 interleaved": (_latent(8, BF16, "merged"), (168, 0, 39060)),
     "decode, own, bf16 128x512+64 interleaved": (_latent(128, BF16, "own"), (104, 0, 37440)),
     "decode, merged, e4m3 128x512+64 interleaved": (_latent(128, E4M3, "merged"), (248, 0, 42068)),
-    "logits of bounds of 64": (_logits(64), (128, 0, 12288)),
-    "logits of bounds of 128": (_logits(128), (120, 0, 24576)),
-    "logits of bounds of 256": (_logits(256), (72, 24, 32768)),
     "distance, bf16": (_distance(BF16, False), (48, 0, 16)),
     "distance, bf16 rotated": (_distance(BF16, True), (64, 0, 16)),
     "distance, bf16 interleaved": (_distance(BF16, True, neox=False), (64, 0, 16)),
@@ -220,9 +197,6 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "plan, merged": (_plan(MERGE=True, WRITE=True), (72, 0, 64)),
     "rotations of tiles, counts": (_rotations(False), (32, 0, 256)),
     "rotations of tiles": (_rotations(True), (120, 0, 256)),
-    "entries of pages": (_pages(select_triton.copy_kernel, SHIFTS=True), (40, 0, 0)),
-    "bounds of pages, bf16": (_page_bounds("bf16"), (40, 0, 1024)),
-    "bounds of pages, e4m3": (_page_bounds("e4m3"), (56, 0, 512)),
 }
 KERNELS = {name: kernel for name, (kernel, _) in _KERNELS.items()}
 #: Unless it is this one. Below sm_89 fp8 is converted by arithmetic, with twice the warps.

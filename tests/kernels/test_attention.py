@@ -89,19 +89,12 @@ def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tenso
 
 
 def assert_decode(
-    rig: Rig, backend: str, plan: RowPlan, atol: float | None = None, weights: bool = True,
-    **options: Any,
-) -> torch.Tensor:  # fmt: skip
-    """The output is that of dense attention, in host memory with weights bit for bit the same. Weights
-    are added to what is there."""
+    rig: Rig, backend: str, plan: RowPlan, atol: float | None = None, **options: Any
+) -> torch.Tensor:
+    """The output is that of dense attention."""
     out = decode(rig, backend, plan, **options)
     named = {name.removeprefix("logit_"): value for name, value in options.items()}
-    expected, expected_weights = rig.expected(plan, **named)
-    assert_attention(out, expected, atol)
-    if weights and backend != "triton":
-        found = torch.ones(len(expected_weights))
-        assert torch.equal(decode(rig, backend, plan, **options, weights=found), out)
-        torch.testing.assert_close(found.double() - 1, expected_weights, rtol=1e-4, atol=2e-6)
+    assert_attention(out, rig.expected(plan, **named), atol)
     return out
 
 
@@ -123,7 +116,7 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
     merged = plan_of(rig, backend, merge=True)
     assert_plans(merged, rig.plan(merge=True))
     assert (merged.rotations is None) == (plan.shift is None)
-    assert_attention(decode(rig, backend, merged), rig.expected(plan)[0])
+    assert_attention(decode(rig, backend, merged), rig.expected(plan))
 
 
 #: Shifts of the entries of one tile, repeated.
@@ -146,7 +139,7 @@ def test_every_sort_of_tile(
     shifted = torch.tensor(shifts * 203, dtype=torch.int32)[:203]
     shifted[:3] = 0
     plan = rig.plan()._replace(shift=shifted)
-    out = assert_decode(rig, backend, plan, weights=False)
+    out = assert_decode(rig, backend, plan)
     # Shifts in another request leave no trace.
     alone = RowPlan(plan.kv_indptr[:2], plan.kv_indices[:3], None)
     assert torch.equal(out[:1], decode(rig, backend, alone, query=rig.query[:1]))
@@ -165,7 +158,7 @@ def test_slots_of_many_positions(backend: str) -> None:
     assert_plans(plan, rig.plan(merge=True))
     assert len(plan.kv_indices) + many + 63 + 11 == sum(rig.case.lengths)
     out = decode(rig, backend, plan)
-    assert_attention(out, rig.expected(rig.plan())[0])
+    assert_attention(out, rig.expected(rig.plan()))
     for i, shares in ((0, True), (1, False)):
         here = dict(requests=rig.requests[i : i + 1], lengths=rig.lengths[i : i + 1])
         alone = plan_of(rig, backend, **here, merge=True)
@@ -186,7 +179,7 @@ def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bo
     plan = plan_of(rig, backend)
     assert_decode(rig, backend, plan, atol=1e-4, **options)
     merged = decode(rig, backend, plan_of(rig, backend, merge=True), **options)
-    assert_attention(merged, rig.expected(plan, cap=cap, sinks=sinks)[0], 1e-4)
+    assert_attention(merged, rig.expected(plan, cap=cap, sinks=sinks), 1e-4)
 
 
 def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +314,7 @@ def assert_extend(rig: Rig, cpu: str, new: list[int], singly: bool) -> None:
         for later in reversed(range(count))
     ]
     begin, end = torch.tensor(seen).T
-    expected, _ = rig.expected(plan, (begin, end), query)
+    expected = rig.expected(plan, (begin, end), query)
     # PyTorch's fused attention rounds weights, and a gathered key is rounded once more.
     assert_attention(out, expected, 2e-5 if dtype == torch.float32 else 3e-2)
 
@@ -369,14 +362,13 @@ def test_values_out_of_range_are_refused(
     cpu: str, name: str, index: int, value: int, message: str
 ) -> None:
     rig = make(Case())
-    plan, weights = rig.plan(), torch.full((1009,), 7.0)
+    plan = rig.plan()
     if name == "rotation":
         rig.rotation = None
     else:
         getattr(plan, name)[index] = value
     with pytest.raises(ValueError, match=message):
-        decode(rig, cpu, plan, weights=weights if name != "kv_indptr" else None)
-    assert (weights == 7).all()
+        decode(rig, cpu, plan)
     if name != "kv_indptr":
         with pytest.raises(ValueError, match=message):
             gather_kv(kv_of(rig, cpu), plan.kv_indices, plan.shift, torch.float32)

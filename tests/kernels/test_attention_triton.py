@@ -2,8 +2,6 @@
 """What Triton's kernels alone do, on a GPU or interpreted beside ``test_attention.py``, which has what
 attention shares with the other backends."""
 
-import random
-
 import pytest
 import torch
 
@@ -19,8 +17,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from sglang_reasoncache.kernels import common_triton, decode_triton, plan_triton, select_triton
-from sglang_reasoncache.selection import page_bounds
+from sglang_reasoncache.kernels import common_triton, decode_triton, plan_triton
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -76,7 +73,7 @@ def test_entries_out_of_range_count_for_nothing(name: str, value: int) -> None:
     left = RowPlan(indptr, plan.kv_indices[kept], plan.shift[kept])
     getattr(plan, name)[~kept] = value
     out = decode(rig, "triton", plan)
-    assert_attention(out, rig.expected(left)[0])
+    assert_attention(out, rig.expected(left))
     assert not out[2].any()
     entries = placed(plan, "triton")
     for side in gather_kv(kv_of(rig, "triton"), entries.kv_indices, entries.shift, torch.float32):
@@ -153,76 +150,3 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         buffers = plan_triton.PlanBuffers.of(requests, 10, DEVICE)
         with pytest.raises(ValueError, match=message):
             plan_triton.plan_into(buffers, some, *ints, num_slots=99)
-
-
-# -- pages, and bounds of their keys ------------------------------------------------
-
-PAGE, HEADS, DIM = 4, 2, 6
-DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("slots_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("on_host", [True, pytest.param(False, marks=on_device)])
-def test_bounds_are_those_of_the_keys_written(
-    dtype: torch.dtype, slots_dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Token by token or a page and more at once; a page that is filled anew starts anew."""
-    if INTERPRETED:
-        monkeypatch.setattr(select_triton, "KEYS", 2)
-    world, pages = random.Random(4), 12
-    keys = (torch.randn(pages * PAGE, 2 * HEADS, DIM) * 3).to(dtype)
-    keys = (keys if on_host else there(keys))[:, ::2]
-    bounds = page_bounds.PageBounds(keys, PAGE)
-    filled = [0] * pages
-    for _ in range(12 if INTERPRETED else 100):
-        slots: list[int] = []
-        decodes = world.random() < 0.5
-        for page in world.sample(range(pages), 2):
-            if filled[page] == PAGE or world.random() < 0.1:
-                filled[page] = 0
-            count = 1 if decodes else world.randint(1, PAGE - filled[page])
-            slots += range(page * PAGE + filled[page], page * PAGE + filled[page] + count)
-            filled[page] += count
-        keys[slots] = (torch.randn(len(slots), HEADS, DIM) * 3).to(dtype).to(keys.device)
-        if on_host:
-            bounds.update(torch.tensor(slots, dtype=slots_dtype))
-        else:  # as SGLang pads a batch
-            padded = there(torch.tensor([*slots, 0, 0], dtype=slots_dtype))
-            select_triton.note_bounds(keys, padded, bounds.ends, PAGE)
-            filled[0] = max(filled[0], 1)
-    for page, count in enumerate(filled):
-        # The padding wrote to the first slot of page 0 alone.
-        count = min(count, 1) if page == 0 and not on_host else count
-        if count:
-            held = keys[page * PAGE : page * PAGE + count].float()
-            assert torch.equal(bounds.high[page].float(), held.amax(dim=0))
-            assert torch.equal(bounds.low[page].float(), held.amin(dim=0))
-
-
-@on_device
-def test_slots_out_of_range_are_left_out() -> None:
-    keys, ends = there(torch.ones(2 * PAGE, 1, DIM)), there(torch.zeros(2, 1, 2 * DIM))
-    select_triton.note_bounds(keys, there(torch.tensor([-1, -5, 2 * PAGE, 99])), ends, PAGE)
-    select_triton.note_bounds(keys, there(torch.tensor([], dtype=torch.int64)), ends, PAGE)
-    assert not ends.any()
-
-
-@on_device
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 12), (33, 1, 8), (2, 2, 130)])
-def test_shares_are_those_of_dense_logits(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In launches of two rows; a row without pages has no shares, and what is out of range none."""
-    monkeypatch.setattr(select_triton, "LOGITS_BYTES", 2 * 4 * heads * 19)
-    query, ends = torch.randn(3, heads, dim), torch.randn(30, kv_heads, dim)
-    query, ends = query.to(dtype), ends.to(dtype)
-    pages = torch.randint(-3, 34, (3, 19))
-    pages[1] = -1
-    found = select_triton.page_shares(there(query), there(ends), there(pages), 0.4).cpu()
-    read = (pages >= 0) & (pages < 30)
-    keys = ends[pages.clamp(0, 29)].repeat_interleave(heads // kv_heads, dim=2).double()
-    logits = torch.einsum("rhd,rphd->rhp", query.double(), keys) * 0.4
-    expected = logits.masked_fill(~read[:, None], -torch.inf).softmax(dim=2).sum(dim=1)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5, equal_nan=True)

@@ -68,7 +68,7 @@ int main() {
     const std::int32_t status = reasoncache_decode(
         &pool, query.data(), out.data(), kBatch, kHeads, kHeads * kDim, kDim, bounds, bounds + 1,
         indices.data(), nullptr, kSlots, tile_ptr.data(), by.data(), bits.data(), kTiles, nullptr,
-        0.2f, 0.0f, nullptr, REASONCACHE_FLOAT32, threads);
+        0.2f, 0.0f, REASONCACHE_FLOAT32, threads);
     if (status != REASONCACHE_OK) out.clear();
     return out;
   };

@@ -27,14 +27,12 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory", "cpu")
 
 
 @pytest.fixture
-def decode_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Output and weights, by so many threads."""
+def decode_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """Output, by so many threads."""
 
-    def decoded(count: int, rig: Rig, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def decoded(count: int, rig: Rig, **options: Any) -> torch.Tensor:
         monkeypatch.setattr(decode_module, "cpu_threads", lambda: count)
-        plan = options.pop("plan", rig.plan())
-        weights = torch.zeros(options.pop("entries", len(plan.kv_indices)))
-        return decode(rig, "native", plan, weights=weights, **options), weights
+        return decode(rig, "native", options.pop("plan", rig.plan()), **options)
 
     return decoded
 
@@ -42,21 +40,15 @@ def decode_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[torch.Tens
 @pytest.mark.parametrize("lengths", [(3000,), (700, 30, 5, 2000), (40,) * 30, (700, 1, 2600, 0)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (32, 8), (1, 1), (8, 1)])
 def test_bits_do_not_depend_on_threads(
-    decode_by: Any, lengths: tuple[int, ...], heads: int, kv_heads: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    decode_by: Any, lengths: tuple[int, ...], heads: int, kv_heads: int
+) -> None:
     """Of entries and of rotations."""
     rig = make(Case(lengths=lengths, heads=heads, kv_heads=kv_heads, k_dim=128, v_dim=128))
-    alone = decode_by(1, rig)
-    for count in (2, 2, 3, 8):
-        assert all(map(torch.equal, alone, decode_by(count, rig)))
     repeats = make(dataclasses.replace(rig.case, repeated=2.0))
-    plan = repeats.plan(merge=True)
-    monkeypatch.setattr(decode_module, "cpu_threads", lambda: 1)
-    alone = decode(repeats, "native", plan)
-    for count in (2, 3, 8):
-        monkeypatch.setattr(decode_module, "cpu_threads", lambda count=count: count)
-        assert torch.equal(decode(repeats, "native", plan), alone)
+    for each, plan in ((rig, rig.plan()), (repeats, repeats.plan(merge=True))):
+        alone = decode_by(1, each, plan=plan)
+        for count in (2, 2, 3, 8):
+            assert torch.equal(decode_by(count, each, plan=plan), alone)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -65,32 +57,31 @@ def test_bits_do_not_depend_on_the_rest_of_the_batch(decode_by: Any, count: int)
     lengths = (1100, 0, 15, 16, 17, 512, 513, 0, 1024, 1, 1500, 640)
     rig = make(Case(lengths=lengths, heads=8, kv_heads=2, k_dim=64, v_dim=64))
     plan = rig.plan()
-    together, all_weights = decode_by(count, rig, plan=plan)
+    together = decode_by(count, rig, plan=plan)
     begin, end = plan.kv_indptr[:-1], plan.kv_indptr[1:]
-    for row, (length, weights) in enumerate(zip(lengths, all_weights.split(lengths), strict=True)):
+    for row in range(len(lengths)):
         one = slice(row, row + 1)
-        options = dict(plan=plan, query=rig.query[one], spans=(begin[one], end[one]))
-        alone = decode_by(1, rig, entries=length, **options)
-        assert torch.equal(alone[0], together[one]) and torch.equal(alone[1], weights)
+        alone = decode_by(1, rig, plan=plan, query=rig.query[one], spans=(begin[one], end[one]))
+        assert torch.equal(alone, together[one])
 
 
 def test_calls_at_once(decode_by: Any) -> None:
     """Threads of the interpreter may call together; one of them gets the helpers."""
     rig = make(Case(lengths=(900, 1500), k_dim=128, v_dim=128, kv_heads=4, heads=8))
-    expected, _ = decode_by(1, rig)
+    expected = decode_by(1, rig)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda i: decode_by(1 + i % 3, rig)[0], range(40)))
+        found = list(pool.map(lambda i: decode_by(1 + i % 3, rig), range(40)))
     assert all(torch.equal(out, expected) for out in found)
 
 
 def test_a_forked_child_has_threads_of_its_own(decode_by: Any) -> None:
     rig = make(Case(lengths=(2000, 2000), k_dim=128, v_dim=128))
-    expected, _ = decode_by(2, rig)
+    expected = decode_by(2, rig)
     child = os.fork()
     if child == 0:
         same = False
         try:
-            same = torch.equal(decode_by(2, rig)[0], expected)
+            same = torch.equal(decode_by(2, rig), expected)
         finally:
             os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What responses of a server that evicts or selects should be, by a Hugging Face model whose
+"""What responses of a server that evicts should be, by a Hugging Face model whose
 attention is masked. Its fixture, ``reference``, is tokenizer and model."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ from eval.serving import ServerProcess
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.eviction.policies.rkv import redundancy
 from sglang_reasoncache.registry import parse
-from tests.server.problems import prompts, report, respond
-from tests.server.specs import QUEST_POLICY, RKV_POLICY
+from tests.server.problems import prompts, respond
+from tests.server.specs import RKV_POLICY
 
 
 @torch.no_grad()
@@ -103,66 +102,3 @@ def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
         total += len(gone)
     assert total > 6 * 20
     assert same / total > 0.95
-
-
-PAGE = 16
-QUEST: Any = parse(QUEST_POLICY).selector
-
-
-def pages_read(query: torch.Tensor, keys: torch.Tensor, scale: float) -> torch.Tensor:
-    """bool ``[positions]``, what the newest query ``[heads, dim]`` reads of its keys."""
-    ends = [(page.amin(dim=0), page.amax(dim=0)) for page in keys.split(PAGE)]
-    group = len(query) // keys.shape[1]
-    products = [[query * end.repeat_interleave(group, dim=0) for end in both] for both in ends]
-    logits = torch.stack([torch.maximum(*both).sum(1) for both in products])
-    shares = (logits * scale).softmax(dim=0).sum(dim=1)
-    shares[-1] = torch.inf
-    best = shares.topk(min(math.ceil(QUEST.budget / PAGE), len(shares))).indices
-    keep = torch.zeros(len(shares), dtype=torch.bool).scatter(0, best, True)
-    return keep.repeat_interleave(PAGE)[: len(keys)]
-
-
-def selecting(prompt: int) -> Any:
-    """Attention of a Hugging Face model in which tokens of the response select what they read."""
-
-    def attend(
-        module: Any, query: Any, key: Any, value: Any, _mask: Any, scaling: float, **_: Any
-    ) -> tuple[torch.Tensor, None]:
-        visible = torch.ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
-        if module.layer_idx >= QUEST.whole_layers:
-            for at in range(max(prompt, QUEST.budget), query.shape[2]):
-                keys = key[0, :, : at + 1].transpose(0, 1)
-                visible[at, : at + 1] = pages_read(query[0, :, at], keys, scaling)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous(), None
-
-    return attend
-
-
-def assert_quest_decides(server: ServerProcess, reference: Any) -> None:
-    """Log-probabilities are those of attention masked in every layer, but for rounding."""
-    from transformers import AttentionInterface
-
-    todo = prompts(4, seed=41)
-    right = dense = compared = 0.0
-    for text, found in zip(todo, respond(server, todo, 200), strict=True):
-        dense += float(differences(reference, text, found, None).sum())
-        AttentionInterface.register("selecting", selecting(found["prompt_tokens"]))
-        reference[1].set_attn_implementation("selecting")
-        right += float(differences(reference, text, found, None).sum())
-        reference[1].set_attn_implementation("eager")
-        compared += len(found["tokens"])
-    assert compared > 400
-    # A page is now and then another one: keys are rounded in the server.
-    assert right / compared < 0.02
-    assert right < dense / 5
-
-
-def assert_reads_less(server: ServerProcess, share: float) -> dict[str, Any]:
-    """Than ``share`` of what rows hold; returns what the endpoint tells."""
-    selection: dict[str, Any] = report(server)["selection"]
-    assert selection["name"] == "quest"
-    assert 0 < selection["positions_read"] < share * selection["positions_held"]
-    return selection

@@ -72,7 +72,6 @@ PAGE16 = "--page-size 16"
 POLICY = "--reasoncache-policy"
 #: Of servers whose decisions ``reference.py`` follows.
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
-QUEST_POLICY = "quest:budget=48:whole_layers=1"
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
@@ -138,8 +137,6 @@ SHARING_AND_EVICTING = SHARED.having(
 )
 #: Attention weights decide, in a pool with room, so that runs can be followed.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-#: Each step reads some pages, in a pool with room.
-QUEST = SHARED.having("quest", PAGED_READS, PAGE16, POLICY, QUEST_POLICY, "--enable-metrics")
 #: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
@@ -247,4 +244,4 @@ FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").
 
 SHARING = (EXACT, ACROSS, PAGED)
 EVICTORS = (EVICTING_PAGES, SHARING_AND_EVICTING)
-EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV, QUEST)
+EVERY_KIND = (*SHARING, *EVICTORS, EVICTING_PROMPTS, RKV)

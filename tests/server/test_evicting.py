@@ -9,15 +9,8 @@ import pytest
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import generate, wait_until_idle
-from tests.server.problems import TO_THE_END, problems, prompts, report, respond, series, solve
-from tests.server.reference import (
-    assert_masked,
-    assert_quest_decides,
-    assert_reads_less,
-    assert_rkv_decides,
-    differences,
-)
-from tests.server.specs import QUEST
+from tests.server.problems import TO_THE_END, problems, prompts, report, respond, solve
+from tests.server.reference import assert_masked, assert_rkv_decides, differences
 
 
 @pytest.mark.parametrize(
@@ -117,23 +110,3 @@ def test_block_wise_prefill_equals_masking(server: ServerProcess, reference: Any
         assert response["retractions"] == 0
         check_budget(response)
     assert_masked(reference, todo * 2, found, 2500, 10, rounding=(0.03, 1.0))
-
-
-@pytest.mark.parametrize("server", [QUEST], indirect=True)
-def test_selection_equals_masking_in_every_layer(server: ServerProcess, reference: Any) -> None:
-    assert_quest_decides(server, reference)
-
-
-@pytest.mark.parametrize("server", [QUEST], indirect=True)
-def test_reads_less_and_frees_nothing(server: ServerProcess) -> None:
-    """Prometheus tells what was read."""
-    solve(server, problems(8, seed=43))
-    wait_until_idle(server)
-    seen, selection = report(server), assert_reads_less(server, 0.8)
-    assert seen["evictors"] == []
-    assert seen["totals"]["positions_evicted"] == 0
-    published = series(server)
-    for field in ("positions_held", "positions_read"):
-        # The last steps may not have been published yet.
-        told = published[f"selection_{field}_total"]
-        assert 0.5 * selection[field] < told <= selection[field]

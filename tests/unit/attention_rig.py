@@ -44,9 +44,8 @@ BATCHES = {
 class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
-    ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``notes_shifted``: the allocator
-    has seen slots shared, even if no row holds one now. ``window``: positions that a query sees besides
-    its own; 0: all.
+    ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``window``: positions that a query
+    sees besides its own; 0: all.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Rig:
         dtype: torch.dtype = torch.float32,
         interleaved: bool = False,
         latent: bool = False,
-        notes_shifted: bool = False,
         window: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(23)
@@ -117,7 +115,7 @@ class Rig:
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
             token_to_kv_pool_allocator=SimpleNamespace(
-                page_size=1, has_shifted_slots=shifted > 0 or notes_shifted, has_evicted=False
+                page_size=1, has_shifted_slots=shifted > 0, has_evicted=False
             ),
             dtype=dtype,
             model=model,
@@ -156,13 +154,11 @@ class Rig:
         )
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
-        """Evict some whole pages before each row's ``new`` tokens; never the newest of those."""
+        """Evict some positions before each row's ``new`` tokens; never the newest of those."""
         allocator = self.runner.token_to_kv_pool_allocator
         allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
-            pages = max(end - count - 1, 0) // allocator.page_size
-            gone = torch.rand(pages, generator=self.generator) < share
-            gone = gone.repeat_interleave(allocator.page_size)
+            gone = torch.rand(max(end - count - 1, 0), generator=self.generator) < share
             self.rows.req_to_token[row, : len(gone)][gone] = -1
 
     def settle(self) -> None:

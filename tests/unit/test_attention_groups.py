@@ -48,7 +48,7 @@ def batch_of(kind: Any) -> Any:
 def backend_of() -> Any:
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
     allocator = SimpleNamespace(has_evicted=False, has_shifted_slots=False)
-    facts: Any = dict(cached=True, always_needed=False, queries=None, allocator=allocator)
+    facts: Any = dict(cached=True, queries=None, allocator=allocator)
     backend.paged = SimpleNamespace(**facts)
     return backend
 
@@ -87,14 +87,13 @@ def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
-@pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries", "selection"])
+@pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries"])
 def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> None:
     """Also for decode steps, which SGLang may turn into prefills."""
     backend, batch = backend_of(), batch_of((mode, cause == "shifted"))
     controller = batch.tree_cache.controller
     controller.eviction.evicts_prompts = cause == "evicts"
     backend.paged.queries = object() if cause == "queries" else None
-    backend.paged.always_needed = cause == "selection"
     vote = attention._after_prefill_vote(backend, True, local_batch=batch)
     assert vote is (False if cause else None)
     assert attention._after_prefill_vote(backend, False, local_batch=batch) is None

@@ -87,7 +87,6 @@ def _table(page: str, heading: str) -> str:
 
 def test_what_the_code_names_is_in_its_page() -> None:
     series = [*(field.removesuffix("_total") for field in report._COUNTERS)]
-    series += (f"selection_{field}" for field in report._SELECTION)
     kinds = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS, *served.WITHOUT_POSITIONS]
     kinds += served.WINDOWED
     refused, corrected = (
@@ -118,7 +117,7 @@ def test_every_family_is_told() -> None:
 
 
 def test_every_policy_and_option_is_in_the_tables() -> None:
-    text = TEXT["eviction"] + TEXT["selection"]
+    text = TEXT["eviction"]
     for name, target in registry.BUILT_IN.items():
         [row] = re.findall(rf"^\| `{name}` \|.*$", text, flags=re.MULTILINE)
         for field in dataclasses.fields(pkgutil.resolve_name(target)):

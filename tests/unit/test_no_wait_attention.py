@@ -11,9 +11,7 @@ import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_reasoncache.attention.paged_cuda import SHIFTED, SharedSlotReads
-from sglang_reasoncache.selection.quest import Quest
 from tests.property.world import in_host
-from tests.selection.test_device_selection import rig_of
 from tests.strict_device import no_wait, on_device, strict_device
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import under_interpreter
@@ -132,19 +130,3 @@ def test_latent_rows() -> None:
     backend = backend_of(rig)
     for runner in (None, Replayed(backend)):
         check(rig, backend, NEW["decode"], runner=runner)
-
-
-def test_pages_are_selected() -> None:
-    """Chosen, their bounds kept, and told about."""
-    rig = rig_of([70, 19, 41], shifted=(1, 4))
-    backend = backend_of(rig)
-    selection = backend.paged.select(Quest(budget=24, whole_layers=1))
-    batch, graph = batch_of(rig, backend, [1, 1, 1]), Replayed(backend)
-    with no_wait():
-        selection.update(1, on_device(torch.arange(len(rig.pool.k_buffer[1]))))
-        eager, replayed = (rig.forward(runner, batch) for runner in (backend, graph))
-        assert selection.recent()["positions_read"] == 0
-        # On its way, and there.
-        assert selection.recent()["positions_read"] == 0
-        assert 0 < selection.recent()["positions_read"] < 222
-    assert torch.equal(in_host(eager), in_host(replayed))

@@ -371,7 +371,6 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int
         ({"when": "always"}, True),
         ({"policy": "reasoncache+keydiff:budget=64"}, True),
         ({"policy": "reasoncache+keydiff:budget=9:when=short"}, False),
-        ({"policy": "reasoncache+quest"}, False),
         ({"preset": "memshare"}, True),
         ({"preset": "memshare", "when": "short"}, False),
     ],

@@ -10,7 +10,6 @@ from eval.methods import MethodError, find_method
 from sglang_reasoncache import registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
-from sglang_reasoncache.selection.quest import Quest
 
 
 @pytest.mark.parametrize(
@@ -21,7 +20,6 @@ from sglang_reasoncache.selection.quest import Quest
         ("streamingllm:budget=64", ["streamingllm"]),
         ("reasoncache+streamingllm:budget=64", ["streamingllm"]),
         ("l2norm:share=0.5+random:share=0.4", ["l2norm", "random"]),
-        ("reasoncache+quest:budget=64:whole_layers=0+h2o:budget=9", ["h2o"]),
         ("snapkv:budget=512,recent=64,window=16", ["snapkv"]),
         ("snapkv:budget=512:recent=64:window=16", ["snapkv"]),
     ],
@@ -31,12 +29,11 @@ def test_names_in_sequence(text: str, names: list[str]) -> None:
     choice = registry.parse(text)
     assert choice.shares is text.startswith("reasoncache")
     assert [name for name, _ in choice.evictors] == names
-    assert choice.selector == (Quest(budget=64, whole_layers=0) if "quest" in text else None)
     if names == ["snapkv"]:
         assert choice.evictors[0].policy == SnapKV(budget=512, recent=64, window=16)
 
 
-@pytest.mark.parametrize("name", [name for name in registry.BUILT_IN if name != "quest"])
+@pytest.mark.parametrize("name", registry.BUILT_IN)
 def test_every_built_in_evictor_can_be_made(name: str) -> None:
     text = f"{name}:share=0.25,slack=8,when=short"
     [(_, policy)] = registry.parse(text).evictors
@@ -68,9 +65,6 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("keydiff:budget=64+keydiff:budget=32", "with keydiff once"),
         ("reasoncache:block=8", "reasoncache without options"),
         ("none+streamingllm:budget=64", "none alone"),
-        ("quest:share=0.5", "options of quest among budget, whole_layers, not 'share'"),
-        ("quest:budget=0", "budget of quest between"),
-        ("quest:whole_layers=-1", "whole_layers of quest between"),
         ("tova:budget=64", "not 'tova'"),
         ("+", "every NAME one of none, reasoncache, "),
         ("streamingllm:budget=64+", ", not ''"),

@@ -158,13 +158,9 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
     world.assert_whole()
 
 
-def test_selection_beside_a_tier_and_pools_of_windows_are_refused() -> None:
+def test_pools_of_windows_are_refused() -> None:
     context: Any = SimpleNamespace(is_hybrid_swa=False, is_dsa=False)
-    context.enable_hierarchical_cache = False
-    served.check_kind(context, selects=True)
-    context.enable_hierarchical_cache = True
-    with pytest.raises(ValueError, match="selects pages .* --enable-hierarchical-cache"):
-        served.check_kind(context, selects=True)
+    served.check_kind(context)
     context.is_hybrid_swa = True
     with pytest.raises(ValueError, match="sliding window .*; --disable-hybrid-swa-memory"):
         served.check_kind(context)
