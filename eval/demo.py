@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from eval import command
 from eval.command import flags_of, option
-from eval.measures.figures import of_cells
+from eval.measures.figures import of_cell
 from eval.report.pictures import timeline
 from eval.report.tables import load
 from eval.runs.folder import Cell, Response, write_json
@@ -91,7 +91,7 @@ def arm_of(cell: Cell) -> dict[str, Any]:
 
     told = ("output_tokens", "seconds", "decode_steps")
     return {
-        **{"problems": len(results), **vars(of_cells([cell]))},
+        **{"problems": len(results), **vars(of_cell(cell))},
         **{"accuracy": share(), "accuracy_clean": share("clean"), "accuracy_error": share("error")},
         **{name: getattr(served, name) for name in told},
     }

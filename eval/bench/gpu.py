@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from eval import command
-from eval.bench import AIME
+from eval.bench import AIME, LOOPING, looping_pieces
 from eval.bench.turns import as_text
 from eval.command import commas, option
 from eval.jsonl import texts_of
@@ -71,7 +71,7 @@ class Options:
     rounds: int = option(1, "of each side", least=1)
     slots: int = option(60_000, "of the KV pool", least=1)
     piece: int = option(4000, "length of a looping request", least=1)
-    looping: int = option(20_000, "responses that are longer loop", least=1)
+    looping: int = option(LOOPING, "responses that are longer loop", least=1)
     whole: int = option(8000, "longest response that is sent whole", least=1)
     requests: int = option(48, "of a workload, at most", least=1)
 
@@ -80,10 +80,7 @@ class Options:
         ``together``: as many loops as run at once on either side. Raises ValueError: a workload has
         no request."""
         loops = [
-            ids[at : at + self.piece]
-            for ids in responses
-            if len(ids) > self.looping
-            for at in range(self.piece, self.looping - self.piece + 1, self.piece)
+            [*piece] for ids in responses for piece in looping_pieces(ids, self.piece, self.looping)
         ]
         finished = [ids for ids in responses if 0 < len(ids) <= self.whole] * 3
         fitting = self.slots * 8 // 10 // (self.piece + 64)

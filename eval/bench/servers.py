@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m eval.bench.servers BENCH``: runs of ``eval.run`` that belong together, and their report.
+
+Stock SGLang and ours take turns on the same problems. The same command and commit go on after a stop."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eval import command
+from eval.bench import AIME, MATH, looping_pieces
+from eval.command import flags_of, option
+from eval.jsonl import read_rows, text_of, texts_of
+from eval.replay.__main__ import MODELS
+from eval.replay.model import build
+from eval.report.__main__ import write
+from eval.report.tables import load
+from eval.runs.config import describe_versions, digest_of
+from eval.runs.folder import write_whole
+from eval.runs.options import parse
+from eval.runs.session import run
+from eval.small_reasoner import MODEL
+from eval.tokenizers import load_tokenizer
+
+#: Flags of the runs of a bench by name.
+Runs = dict[str, str]
+#: What differs is the memory: an admission that fills the pool. SGLang's documentation advises 0.3
+#: where requests wait beside free slots. Each server holds up to 3 GB.
+_ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
+_IN_TURNS = "--keep-servers 3 --methods"
+#: Tokens of a replayed piece: pieces are shorter than responses, but repeat themselves nearly as much.
+_PIECE = 3000
+
+
+def serve(traces: Path | None) -> Runs:
+    """Two workloads of the embedded model, of which ``noise`` has nothing to share, and two replays of
+    ``traces``, for which a model is made. Equal lengths run in waves: 8 pieces fill the last one."""
+    runs = {
+        "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
+        "--limit 32 --seeds 0,1 --kv-budget 4000",
+        # Short rounds: what else the machine does changes within seconds.
+        "noise": f"--tasks noise {_IN_TURNS} dense,newest --limit 32 "
+        "--seeds 0,1,2,3,4,5,6,7,8 --kv-budget 16384",
+    }
+    if traces is None:
+        return runs
+    model = build(MODELS, texts_of([traces / AIME, traces / MATH]))
+    pieces = model / "pieces.jsonl"
+    write_whole(pieces, "".join(_pieces(traces / AIME, load_tokenizer(str(model)))))
+    replay = (
+        f"--model {model} --temperature 0 --warm-up 2 --limit 8 {_IN_TURNS} dense,newest --tasks"
+    )
+    aime = f"aime24_replay --data aime24_replay={pieces} --seeds 0,1 --kv-budget 8000"
+    math = f"math500_replay --data math500_replay={traces / MATH} --kv-budget 4000"
+    return {**runs, "aime24_replay": f"{replay} {aime}", "math500_replay": f"{replay} {math}"}
+
+
+def _pieces(path: Path, tokenizer: Any) -> list[str]:
+    """Lines of JSON: a question, and a piece of a looping response to it."""
+    rows = read_rows(path, lambda row: (text_of(row, "question"), text_of(row, "response")))
+    found = []
+    for _, (question, response) in rows:
+        ids = tokenizer.encode(response, add_special_tokens=False, verbose=False)
+        for piece in looping_pieces(ids, _PIECE):
+            row = {"question": question, "response": tokenizer.decode(piece)}
+            found.append(json.dumps(row) + "\n")
+    return found
+
+
+def short(_: Path | None) -> Runs:
+    """Pools from room for all to two requests, for problems sent at once."""
+    workloads = {
+        "small_reasoner": (f"--model {MODEL} --limit 24", (30_000, 12_000, 6_000, 2_500)),
+        "tiny_reasoner": ("--limit 48", (30_000, 12_000, 6_000, 1_500)),
+    }
+    sides = f"{_IN_TURNS} dense,newest:when=always,newest --temperature 0 --seeds 0,1 --warm-up 4"
+    return {
+        f"{task}-{pool}": f"--tasks {task} {asked} {sides} --kv-budget {pool}"
+        for task, (asked, pools) in workloads.items()
+        for pool in pools
+    }
+
+
+def siblings(_: Path | None) -> Runs:
+    """1, 4 and 16 samples of each of 100 problems; sharing within responses, and across."""
+    sides = "--methods dense,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
+    return {
+        f"x{n}": f"--model {MODEL} --tasks small_reasoner_x{n} --limit {100 * n} {sides} "
+        "--kv-budget 12000"
+        for n in (1, 4, 16)
+    }
+
+
+#: Leave out 10, 20, 40 and 60% of the positions of a request that grows from 45 to 580, averaged
+#: over its steps.
+BUDGETS = (397, 321, 214, 132)
+_EVICTORS = ("streamingllm", "h2o", "keydiff", "rkv", "l2norm", "random", "reasoncache+rkv")
+
+
+def policies(_: Path | None) -> Runs:
+    """Evictors beside the papers' sharing at 10% and at 22%, the most that the embedded reasoner's steps
+    allow, and beside random sharing; SnapKV evicts nothing but prompt. There is room for all in flight, so
+    that memory does not decide what is answered."""
+    methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
+    methods += ["reasoncache:policy=snapkv:share=0.5"]
+    methods += [f"random:random_ratio={ratio}" for ratio in (0.12, 0.24, 0.48, 0.72)]
+    methods += [
+        f"reasoncache:policy={name}:budget={budget}:slack=8"
+        for budget in BUDGETS
+        for name in _EVICTORS
+    ]
+    return {
+        "tiny_reasoner": f"--tasks tiny_reasoner --methods {','.join(methods)} --limit 60 "
+        # Evicted positions need attention that skips them; stock gets the same.
+        "--server-flags '--attention-backend reasoncache_cpu' "
+        "--in-flight 48 --max-tokens 1000 --kv-budget 56000"
+    }
+
+
+def answers(_: Path | None) -> Runs:
+    """The small reasoner's answers under sharing and evicting."""
+    return {"small_reasoner": "@eval/small_reasoner/answers.flags"}
+
+
+BENCHES: dict[str, Callable[[Path | None], Runs]] = {
+    one.__name__: one for one in (serve, short, siblings, policies, answers)
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    bench: str = option(text=", ".join(BENCHES), choices=BENCHES, metavar="BENCH")
+    traces: Path | None = option(None, "folder of recorded responses, which serve replays")
+    only: tuple[str, ...] = option((), "some of its runs", metavar="RUN,...")
+    flags: tuple[str, ...] = option((), "of eval.run, for each run", read=flags_of)
+    out: Path = option(Path("build/bench"), "folder of results")
+
+
+def work(options: Options) -> None:
+    """Measure what is not there yet and report all. Raises ValueError: a run cannot be measured."""
+    asked, commit = BENCHES[options.bench](options.traces), describe_versions()["commit"]
+    if unknown := set(options.only) - asked.keys():
+        raise ValueError(f"--only must be of {', '.join(asked)}, got {', '.join(unknown)}")
+    home = options.out / options.bench / digest_of([commit, options.flags])
+    folders, is_whole = [], True
+    for name in options.only or asked:
+        words = [*flags_of(_ALL + asked[name]), *options.flags]
+        folders.append(home / name)
+        is_whole &= run(parse(words)[0], folders[-1])
+        write(load(folders), home)
+        print(f"{home}/REPORT.md", flush=True)
+    if not is_whole:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    command.run(Options, work)
