@@ -74,7 +74,7 @@ bench-kernels: setup
 	$(PYTHON_ENV) -m eval.bench.attention $(BENCH_ARGS)
 
 bench-gpu: with-traces setup
-	$(PYTHON_ENV) -m eval.bench.gpu $(TRACES) $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.servers gpu --traces $(TRACES) $(BENCH_ARGS)
 
 bench-policies: setup
 	$(PYTHON_ENV) -m eval.bench.servers policies $(BENCH_ARGS)

@@ -5,17 +5,18 @@ Stock SGLang and ours take turns on the same problems. The same command and comm
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eval import command
-from eval.bench import AIME, MATH, looping_pieces
 from eval.command import flags_of, option
-from eval.jsonl import read_rows, text_of, texts_of
+from eval.jsonl import texts_of
 from eval.replay.__main__ import MODELS
-from eval.replay.model import build
+from eval.replay.model import build, replay_config
 from eval.report.__main__ import write
 from eval.report.tables import load
 from eval.runs.config import describe_versions, digest_of
@@ -31,8 +32,11 @@ Runs = dict[str, str]
 #: where requests wait beside free slots. Each server holds up to 3 GB.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
-#: Tokens of a replayed piece: pieces are shorter than responses, but repeat themselves nearly as much.
-_PIECE = 3000
+#: Recorded responses to AIME 2024 and to MATH-500, of the folder of traces.
+AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
+#: AIME responses with more tokens go round in circles up to the limit of the model that wrote them;
+#: the next shorter one has 14,406.
+LOOPING = 20_000
 
 
 def serve(traces: Path | None) -> Runs:
@@ -48,8 +52,8 @@ def serve(traces: Path | None) -> Runs:
     if traces is None:
         return runs
     model = build(MODELS, texts_of([traces / AIME, traces / MATH]))
-    pieces = model / "pieces.jsonl"
-    write_whole(pieces, "".join(_pieces(traces / AIME, load_tokenizer(str(model)))))
+    responses, tokenizer = _tokens(traces / AIME, model)
+    pieces = _records(model / "pieces.jsonl", looping_pieces(responses, 3000), tokenizer)
     replay = (
         f"--model {model} --temperature 0 --warm-up 2 --limit 8 {_IN_TURNS} dense,newest --tasks"
     )
@@ -58,16 +62,68 @@ def serve(traces: Path | None) -> Runs:
     return {**runs, "aime24_replay": f"{replay} {aime}", "math500_replay": f"{replay} {math}"}
 
 
-def _pieces(path: Path, tokenizer: Any) -> list[str]:
-    """Lines of JSON: a question, and a piece of a looping response to it."""
-    rows = read_rows(path, lambda row: (text_of(row, "question"), text_of(row, "response")))
-    found = []
-    for _, (question, response) in rows:
-        ids = tokenizer.encode(response, add_special_tokens=False, verbose=False)
-        for piece in looping_pieces(ids, _PIECE):
-            row = {"question": question, "response": tokenizer.decode(piece)}
-            found.append(json.dumps(row) + "\n")
-    return found
+def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: int = 8000) -> Runs:
+    """Replays of ``traces`` on a model with the shape of Qwen3-8B, or without a GPU with its heads in four
+    narrow layers, and dummy weights: they decide nothing but K and V; memory, step times and scheduling
+    are real. Pieces of looping responses and whole ones, three times each, while requests wait; and as
+    many pieces as run at once on either side. Each with SGLang's choice of attention, and FlashInfer's."""
+    if traces is None:
+        raise ValueError("--traces FOLDER is needed, got none")
+    sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
+    if not torch.cuda.is_available():
+        sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
+    sizes |= dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, dtype="bfloat16")
+    sizes |= dict(max_position_embeddings=40_960, tie_word_embeddings=False)
+    shape = replay_config(**sizes, architectures=["Qwen3ForCausalLM"])
+    model = build(MODELS, texts_of([traces / AIME]), shape=shape)
+    responses, tokenizer = _tokens(traces / AIME, model)
+    finished = [ids for ids in responses if len(ids) <= whole] * 3
+    files = {
+        "loops": _records(
+            model / "loops.jsonl", looping_pieces(responses, piece, longest), tokenizer
+        ),
+        "finished": _records(model / "finished.jsonl", finished, tokenizer),
+    }
+    server = "--max-running-requests 96 --schedule-conservativeness 0.3 --load-format dummy"
+    # Decode graphs alone: those of prefills take minutes to capture, and these loads hardly prefill.
+    cuda = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
+    server += f" {cuda}" if torch.cuda.is_available() else ""
+    runs = {}
+    for name, tasks, limit in (("waiting", files, 48), ("together", ["loops"], 11)):
+        data = " ".join(f"--data {task}_replay={files[task]}" for task in tasks)
+        asked = f"--tasks {','.join(f'{task}_replay' for task in tasks)} {data} --limit {limit}"
+        for suffix, more in (("", ""), ("-flashinfer", " --attention-backend flashinfer")):
+            runs[name + suffix] = (
+                f"--model {model} --device auto {asked} --methods dense,newest,newest:percentile=0 "
+                f"--kv-budget 60000 --decode-log-interval 20 --server-flags '{server}{more}'"
+            )
+    return runs
+
+
+def _tokens(path: Path, model: Path) -> tuple[list[list[int]], Any]:
+    """Tokens of the responses of a file, and the tokenizer."""
+    tokenizer = load_tokenizer(str(model))
+    encode: dict[str, Any] = dict(add_special_tokens=False, verbose=False)
+    return [tokenizer.encode(text, **encode) for text in texts_of([path])], tokenizer
+
+
+def looping_pieces(
+    responses: Sequence[list[int]], size: int, longest: int = LOOPING
+) -> list[list[int]]:
+    """Pieces of the responses of more than ``longest`` tokens, up to there but for the first piece: they
+    are shorter, but repeat themselves nearly as much."""
+    starts = range(size, longest - size + 1, size)
+    return [ids[at : at + size] for ids in responses if len(ids) > longest for at in starts]
+
+
+def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path:
+    """A file of responses to replay; no prompt is the beginning of another."""
+    rows = [
+        {"question": f"{number}. {tokenizer.decode(ids[:60])}", "response": tokenizer.decode(ids)}
+        for number, ids in enumerate(responses)
+    ]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def short(_: Path | None) -> Runs:
@@ -126,14 +182,14 @@ def answers(_: Path | None) -> Runs:
 
 
 BENCHES: dict[str, Callable[[Path | None], Runs]] = {
-    one.__name__: one for one in (serve, short, siblings, policies, answers)
+    one.__name__: one for one in (serve, gpu, short, siblings, policies, answers)
 }
 
 
 @dataclass(frozen=True)
 class Options:
     bench: str = option(text=", ".join(BENCHES), choices=BENCHES, metavar="BENCH")
-    traces: Path | None = option(None, "folder of recorded responses, which serve replays")
+    traces: Path | None = option(None, "folder of recorded responses, which serve and gpu replay")
     only: tuple[str, ...] = option((), "some of its runs", metavar="RUN,...")
     flags: tuple[str, ...] = option((), "of eval.run, for each run", read=flags_of)
     out: Path = option(Path("build/bench"), "folder of results")
@@ -151,7 +207,7 @@ def work(options: Options) -> None:
         folders.append(home / name)
         is_whole &= run(parse(words)[0], folders[-1])
         write(load(folders), home)
-        print(f"{home}/REPORT.md", flush=True)
+    print((home / "REPORT.md").read_text(), home / "REPORT.md", sep="\n")
     if not is_whole:
         sys.exit(1)
 

@@ -2,17 +2,13 @@
 """Speed and KV memory of a cell."""
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
 from eval.runs.folder import Cell, Moment, Response, Served
 
-#: Log lines at a batch size, of either server, below which it is not compared.
-_LEAST_LINES = 5
 #: Ratio of a server's totals -> what it is an average over.
 _WEIGHTS = {
     "memory_saving_ratio": "polls",
@@ -75,30 +71,6 @@ def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Mo
     )  # fmt: skip
 
 
-def speeds_of(cells: Sequence[Cell], stock: Sequence[Cell]) -> dict[str, Any]:
-    """Throughput and load of one method: medians over rounds, of ratios round by round. ``step_ms``
-    and ``dense_step_ms`` are of decode steps at equal running requests, None if too few were."""
-    mine, theirs = ([of_cell(cell) for cell in side] for side in (cells, stock))
-    rates = [
-        (one.tokens_per_s, other.tokens_per_s) for one, other in zip(mine, theirs, strict=True)
-    ]
-    ratios = [rate / other for rate, other in rates if rate and other]
-    timelines = ([m for cell in side for m in cell.timeline()] for side in (cells, stock))
-    step_ms, dense_step_ms = matched_step_ms(*timelines) or (None, None)
-    running, dense_running = (
-        _median([one.mean_running for one in side if one.mean_running]) for side in (mine, theirs)
-    )
-    return {
-        "tokens_per_s": [rate for rate, _ in rates],
-        "throughput_ratio": _median(ratios),
-        "throughput_ratios": ratios,
-        "running": running,
-        "dense_running": dense_running,
-        "step_ms": step_ms,
-        "dense_step_ms": dense_step_ms,
-    }
-
-
 def ratio(served: Served, name: str) -> float | None:
     """Weighted mean of a ratio over all schedulers that share; 0 where none does, None where they do
     not tell."""
@@ -110,26 +82,5 @@ def ratio(served: Served, name: str) -> float | None:
     return sum(value * heavy for value, heavy in known) / weight if weight else None
 
 
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
 def _known(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
-
-
-def matched_step_ms(mine: Sequence[Moment], theirs: Sequence[Moment]) -> tuple[float, float] | None:
-    """Milliseconds of a decode step of two servers, over the batch sizes that both ran: medians at
-    each size (a batch may change between two log lines), weighed by the lines that both have."""
-    sides = []
-    for side in (mine, theirs):
-        seen = [(m.running, 1e3 * m.running / m.tokens_per_s) for m in side if m.tokens_per_s]
-        frame = pd.DataFrame([row for row in seen if row[0]], columns=["running", "ms"])
-        sides.append(frame.groupby("running")["ms"].agg(ms="median", lines="size"))
-    both = sides[0].join(sides[1], how="inner", rsuffix="_other")
-    both = both.assign(weight=both[["lines", "lines_other"]].min(axis=1))
-    both = both[both["weight"] >= _LEAST_LINES]
-    if both.empty:
-        return None
-    means = both[["ms", "ms_other"]].mul(both["weight"], axis=0).sum() / both["weight"].sum()
-    return float(means["ms"]), float(means["ms_other"])

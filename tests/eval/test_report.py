@@ -20,7 +20,7 @@ from scipy import stats
 
 from eval import command
 from eval.measures.accuracy import Estimate, Key, compare, differ, keyed, mean
-from eval.measures.figures import figures, matched_step_ms, speeds_of
+from eval.measures.figures import figures
 from eval.report.__main__ import Options, work
 from eval.report.tables import load, majority
 from eval.runs.folder import CONFIG, Cell, read_config, write_json
@@ -283,20 +283,3 @@ def test_a_majority_is_of_one_problem_and_its_answer() -> None:
     answers |= {"s.0": None, "s.1": None, "s.2": "4"}
     found = [dataclasses.replace(result(at, x == "4"), extracted=x) for at, x in answers.items()]
     assert majority(found) == pytest.approx(2 / 4)
-
-
-def test_a_side_is_compared_with_stock_round_by_round(tmp_path: Path) -> None:
-    rounds = {"a": ((5.0, 1.0), (8.0, 3.0)), "b": ((10.0, 2.0), (10.0, 2.0))}
-    cells = {}
-    for name, sides in rounds.items():
-        cells[name] = [Cell(tmp_path, "t", name, number) for number in range(2)]
-        running = 4 if name == "a" else 8
-        for cell, (seconds, cpu) in zip(cells[name], sides, strict=True):
-            timeline = [moment(i, running if i < 10 else 2, rate=100.0) for i in range(20)]
-            cell.write([response("p")], timeline, served(seconds=seconds, cpu_seconds=cpu))
-    found = speeds_of(cells["a"], cells["b"])
-    assert found["throughput_ratios"] == [2.0, 1.25] and found["throughput_ratio"] == 1.625
-    assert (found["running"], found["dense_running"]) == (3, 5)
-    # At the one batch size that both ran.
-    assert (found["step_ms"], found["dense_step_ms"]) == (20.0, 20.0)
-    assert matched_step_ms([moment(0)] * 4, [moment(0)] * 9) is None
