@@ -39,7 +39,7 @@ def measure(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dic
     endless = [itertools.cycle(tokens) for tokens in streams]
     requests = array("q", [step_filter.open(0, True) for _ in range(_REQUESTS)])
     counts = array("q", [_INTERVAL] * _REQUESTS)
-    polls, steps = [], []
+    polls, steps = list[float](), list[float]()
     for _ in range(_POLLS):
         tokens = array("q")
         for i in range(_REQUESTS):
@@ -53,7 +53,7 @@ def measure(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dic
     figures = ["median", "mean", p99, "max"]
     return {
         "steps": len(steps),
-        **pd.Series(steps, dtype=float).agg(figures).add_prefix("step_ms_"),
+        **pd.Series(steps).agg(figures).add_prefix("step_ms_"),
         **pd.Series(polls).agg(figures).add_prefix("scheduler_us_"),
         "steps_shed": step_filter.steps_shed,
         "process_mb": psutil.Process(step_filter.pid).memory_info().rss / 1e6,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from eval.runs.config import describe_versions, digest_of
 from eval.runs.folder import write_whole
 from eval.runs.options import parse
 from eval.runs.session import run
-from eval.small_reasoner import MODEL
+from eval.small_reasoner import ADAPTER, MODEL
 from eval.tokenizers import load_tokenizer
 
 #: Flags of the runs of a bench by name.
@@ -58,7 +59,7 @@ def serve(traces: Path | None) -> Runs:
         f"--model {model} --temperature 0 --warm-up 2 --limit 8 {_IN_TURNS} dense,newest --tasks"
     )
     aime = f"aime24_replay --data aime24_replay={pieces} --seeds 0,1 --kv-budget 8000"
-    math = f"math500_replay --data math500_replay={traces / MATH} --kv-budget 4000"
+    math = f"math500_replay --data math500_replay={quote(str(traces / MATH))} --kv-budget 4000"
     return {**runs, "aime24_replay": f"{replay} {aime}", "math500_replay": f"{replay} {math}"}
 
 
@@ -89,6 +90,7 @@ def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: i
     cuda = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
     server += f" {cuda}" if torch.cuda.is_available() else ""
     runs = {}
+    # 11 pieces fill four fifths of the slots.
     for name, tasks, limit in (("waiting", files, 48), ("together", ["loops"], 11)):
         data = " ".join(f"--data {task}_replay={files[task]}" for task in tasks)
         asked = f"--tasks {','.join(f'{task}_replay' for task in tasks)} {data} --limit {limit}"
@@ -178,7 +180,7 @@ def policies(_: Path | None) -> Runs:
 
 def answers(_: Path | None) -> Runs:
     """The small reasoner's answers under sharing and evicting."""
-    return {"small_reasoner": "@eval/small_reasoner/answers.flags"}
+    return {"small_reasoner": f"@{quote(str(ADAPTER.with_name('answers.flags')))}"}
 
 
 BENCHES: dict[str, Callable[[Path | None], Runs]] = {
@@ -196,7 +198,8 @@ class Options:
 
 
 def work(options: Options) -> None:
-    """Measure what is not there yet and report all. Raises ValueError: a run cannot be measured."""
+    """Measure what is not there yet and report all. Raises ValueError: wrong options, or nothing could be
+    measured."""
     asked, commit = BENCHES[options.bench](options.traces), describe_versions()["commit"]
     if unknown := set(options.only) - asked.keys():
         raise ValueError(f"--only must be of {', '.join(asked)}, got {', '.join(unknown)}")
@@ -206,7 +209,10 @@ def work(options: Options) -> None:
         words = [*flags_of(_ALL + asked[name]), *options.flags]
         folders.append(home / name)
         is_whole &= run(parse(words)[0], folders[-1])
-        write(load(folders), home)
+        data = load(folders)
+        if data.cells.empty:
+            raise ValueError(f"{folders[-1]}: nothing could be measured")
+        write(data, home)
     print((home / "REPORT.md").read_text(), home / "REPORT.md", sep="\n")
     if not is_whole:
         sys.exit(1)
