@@ -68,30 +68,29 @@ bench-filter: with-traces setup
 	$(PYTHON_ENV) -m eval.bench.filter $(TRACES) $(BENCH_ARGS)
 
 bench-serve: with-traces setup
-	$(PYTHON_ENV) -m eval.bench.serve $(TRACES) $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.servers serve --traces $(TRACES) $(BENCH_ARGS)
 
 bench-kernels: setup
 	$(PYTHON_ENV) -m eval.bench.attention $(BENCH_ARGS)
 
 bench-gpu: with-traces setup
-	$(PYTHON_ENV) -m eval.bench.gpu $(TRACES) $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.servers gpu --traces $(TRACES) $(BENCH_ARGS)
 
 bench-policies: setup
-	$(PYTHON_ENV) -m eval.bench.policies $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.servers policies $(BENCH_ARGS)
 
 bench-siblings: real-model
-	$(PYTHON_ENV) -m eval.bench.siblings $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.servers siblings $(BENCH_ARGS)
 
 bench-short: real-model
-	$(PYTHON_ENV) -m eval.bench.short $(BENCH_ARGS)
+	$(PYTHON_ENV) -m eval.bench.servers short $(BENCH_ARGS)
 
 real-model: setup
 	$(PYTHON_ENV) -m eval.fidelity.smollm2 build/models/smollm2
 	$(PYTHON_ENV) -m eval.small_reasoner
 
 bench-answers: real-model
-	$(PYTHON_ENV) -m eval.run @eval/small_reasoner/answers.flags --out build/bench/answers
-	$(PYTHON_ENV) -m eval.report build/bench/answers
+	$(PYTHON_ENV) -m eval.bench.servers answers $(BENCH_ARGS)
 
 bench-fidelity: with-traces real-model
 	$(PYTHON_ENV) -m eval.fidelity build/models/smollm2 $(TRACES) --limit 20 $(BENCH_ARGS)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from eval import command
 from eval.command import flags_of, option
-from eval.measures.figures import of_cells
+from eval.measures.figures import of_cell
 from eval.report.pictures import timeline
 from eval.report.tables import load
 from eval.runs.folder import Cell, Response, write_json
@@ -31,8 +31,6 @@ _SHOWS_TEXTS = ("--reasoncache-set", "keep_responses=8")
 #: Row of the table -> field and format.
 _ROWS = {
     "accuracy": ("accuracy", "{:.3f}"),
-    "accuracy, clean": ("accuracy_clean", "{:.3f}"),
-    "accuracy, wrong draft": ("accuracy_error", "{:.3f}"),
     "output tokens/s": ("tokens_per_s", "{:.0f}"),
     "mean running requests": ("mean_running", "{:.2f}"),
     "decode steps": ("decode_steps", "{}"),
@@ -83,18 +81,10 @@ def draw(options: Options) -> Path:
 
 
 def arm_of(cell: Cell) -> dict[str, Any]:
-    results, served = cell.results(), cell.served()
-
-    def share(group: str = "") -> float:
-        chosen = [row.correct for row in results if group in ("", row.group)]
-        return sum(chosen) / len(chosen) if chosen else 0.0
-
-    told = ("output_tokens", "seconds", "decode_steps")
-    return {
-        **{"problems": len(results), **vars(of_cells([cell]))},
-        **{"accuracy": share(), "accuracy_clean": share("clean"), "accuracy_error": share("error")},
-        **{name: getattr(served, name) for name in told},
-    }
+    right, served = [row.correct for row in cell.results()], cell.served()
+    told = {name: getattr(served, name) for name in ("output_tokens", "seconds", "decode_steps")}
+    accuracy = sum(right) / len(right)
+    return {"problems": len(right), **vars(of_cell(cell)), "accuracy": accuracy, **told}
 
 
 def table_of(result: dict[str, dict[str, Any]]) -> str:

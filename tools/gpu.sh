@@ -11,7 +11,7 @@
 #                       for which the device is cuda
 #   memcheck racecheck  the kernels under compute-sanitizer, an hour each at most
 #   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, likewise;
-#                       LOAD_ARGS go to eval.bench.gpu: LOAD_ARGS="--reference stock:flashinfer"
+#                       LOAD_ARGS go to eval.bench.servers: LOAD_ARGS="--only waiting,together"
 #
 # Failed tests are shown at once. A part that fails, or that its time limit (SECONDS_A_PART) ends,
 # keeps no other from running. Logs and a summary go to build/bench/gpu. Exit status 0 if all passed,
@@ -133,7 +133,7 @@ for name; do
     # shellcheck disable=SC2086 # BENCH_ARGS and LOAD_ARGS hold several
     bench) part bench 80 "$python" -m eval.bench.attention --device cuda ${BENCH_ARGS:-} ;;
     # shellcheck disable=SC2086
-    load) part load 3600 "$python" -m eval.bench.gpu "$TRACES" ${LOAD_ARGS:-} ;;
+    load) part load 3600 "$python" -m eval.bench.servers gpu --traces "$TRACES" ${LOAD_ARGS:-} ;;
     *) sanitized "$name" ;;
     esac
 done

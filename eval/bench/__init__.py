@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks; each is a program and writes JSON."""
-
-#: Recorded responses to AIME 2024, of the folder that a benchmark is given.
-AIME = "aime24_sky_t1_32b.jsonl"
+"""Benchmarks; each is a program and writes what it measured under ``build/bench``."""

@@ -5,15 +5,14 @@ On one pool, in turn, beside the memory bandwidth. Writes ``build/bench/kernels.
 device."""
 
 import argparse
-import contextlib
 import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pandas as pd
 import torch
@@ -26,39 +25,41 @@ from eval.runs.config import describe_machine, describe_versions
 from eval.runs.folder import write_json
 from sglang_reasoncache.platform import PLATFORM_NAME
 
-if TYPE_CHECKING:
-    from eval.bench.attention_cpu import CpuBatch
-    from eval.bench.attention_cuda import CudaBatch
-
 #: What one setting's samples come to: JSON, times as :func:`eval.bench.turns.spread`.
 Row = dict[str, Any]
 
 _HEADS = ((4, 2, 64), (32, 8, 128), (128, 1, 512, 64))
-#: Results are named after 32x1000 and 64x16000.
-SHAPES = {
-    "cpu": tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for heads in _HEADS),
-    "cuda": (Shape(64, 16_000),),
-}
+#: On the CPU; results are named after 32x1000.
+SHAPES = tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for heads in _HEADS)
 
 
-def measure(
-    kind: "type[CpuBatch] | type[CudaBatch]", shapes: Sequence[Shape], rounds: int
-) -> list[Row]:
-    """Rows of all shapes, with all shares; prints a table."""
-    yardstick, found = Yardstick(torch.device(kind.device_type)), []
-    for shape in shapes:
-        batch = kind(shape)
-        for percent, run in SHARES:
-            print(f"{shape}, {percent}%", file=sys.stderr)
-            batch.share(percent, run)
-            samples = take_turns(batch.sides(), rounds, yardstick.rates)
-            row: Row = {"shape": str(shape), "shared_percent": percent, "run": run}
-            row |= batch.row(samples.rename(columns={kind.bandwidth: "bandwidth"}))
-            found.append({**row, f"{kind.bandwidth}_gb_per_s": spread(samples[kind.bandwidth])})
-        del batch
-    table = pd.DataFrame([{name: as_text(one) for name, one in row.items()} for row in found])
-    print("\n" + table.to_markdown(index=False, disable_numparse=True), flush=True)
-    return found
+def on_cpu(shapes: Sequence[Shape], rounds: int) -> Iterator[Row]:
+    """A row for each shape and share."""
+    # Before SGLang is imported: the platform our backend serves on.
+    os.environ |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
+    from eval.bench.attention_cpu import CpuBatch, outside_a_server
+
+    yardstick = Yardstick(torch.device("cpu"))
+    with outside_a_server():
+        for shape in shapes:
+            batch = CpuBatch(shape)
+            for percent, run in SHARES:
+                batch.share(percent, run)
+                samples = take_turns(batch.sides(), rounds, yardstick.rates)
+                row: Row = {"shape": str(shape), "shared_percent": percent, "run": run}
+                yield {**row, **batch.row(samples), "read_gb_per_s": spread(samples["read"])}
+            del batch
+
+
+def on_gpu(rounds: int) -> Iterator[Row]:
+    """A row for each share, of one shape."""
+    from eval.bench.attention_cuda import CudaBatch, measured
+
+    batch = CudaBatch(Shape(64, 16_000))
+    rates = Yardstick(batch.device).rates()
+    for row in measured(batch, rates["copy"], rounds):
+        times = {f"{name}_ms": found for name, found in row.pop("ms").items()}
+        yield {"shape": str(batch.shape), **row, **times, "copy_gb_per_s": rates["copy"]}
 
 
 def _shape(name: str) -> Shape:
@@ -72,31 +73,24 @@ def _shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Options:
-    shapes: tuple[Shape, ...] = option(SHAPES["cpu"], "on the CPU", read=commas(_shape))
+    shapes: tuple[Shape, ...] = option(SHAPES, "on the CPU", read=commas(_shape))
     rounds: int = option(7, "of a setting", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=SHAPES)
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     output: Path = option(Path("build/bench/kernels.json"), "file of the figures")
 
 
 def work(options: Options) -> None:
-    found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
-    prepared: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if options.device == "cpu":
-        # Before SGLang is imported: the platform our backend serves on.
-        os.environ |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
-        from eval.bench.attention_cpu import CpuBatch as kind
-        from eval.bench.attention_cpu import outside_a_server
-
-        prepared = outside_a_server()
-        found |= {"device": f"CPU, {torch.get_num_threads()} threads"}
-    else:
-        from eval.bench.attention_cuda import CudaBatch as kind  # type: ignore[assignment]
-
-        found |= {"device": torch.cuda.get_device_name()}
     torch.manual_seed(5)
-    with prepared, torch.inference_mode():
-        shapes = options.shapes if options.device == "cpu" else SHAPES["cuda"]
-        rows = measure(kind, shapes, options.rounds)
+    is_cpu, rows = options.device == "cpu", []
+    with torch.inference_mode():
+        for row in on_cpu(options.shapes, options.rounds) if is_cpu else on_gpu(options.rounds):
+            print("{shape}, {shared_percent}%".format(**row), file=sys.stderr, flush=True)
+            rows.append(row)
+    table = pd.DataFrame([{name: as_text(one) for name, one in row.items()} for row in rows])
+    print("\n" + table.to_markdown(index=False, disable_numparse=True), flush=True)
+    threads = f"CPU, {torch.get_num_threads()} threads"
+    found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
+    found["device"] = threads if is_cpu else torch.cuda.get_device_name()
     # What was measured on another device stays.
     known = json.loads(options.output.read_text()) if options.output.is_file() else {}
     known[options.device] = {**found, "rounds": options.rounds, "rows": rows}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on a GPU: our decode and FlashInfer's on one layer's pool, which
-reads pages of one token and plans outside of the timing.
+"""Decode attention on a GPU: our decode and, where it is installed, FlashInfer's on one layer's pool,
+which reads pages of one token and plans outside of the timing.
 
     python -m eval.bench.attention_cuda
 
-times ours alone, a line of JSON for each kind of heads and pool and each part that is shared, every
-result compared with fp32 attention. Needs PyTorch and Triton and nothing else; three minutes."""
+prints a line of JSON for each kind of heads and pool and each part that is shared, every result
+compared with fp32 attention. Needs PyTorch and Triton and nothing else; three minutes."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from eval.bench.attention_batch import RUN, SHARES, Batch, Shape
-from eval.bench.turns import Side, Yardstick, spread
+from eval.bench.turns import Call, Yardstick, spread
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.row_plan import RowPlan
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 #: Layers of the model whose step the planner is compared with; it runs once for all.
 _LAYERS = 32
-#: What is timed alone: heads and pool.
-ALONE = {
+#: Heads and pool.
+KINDS = {
     "bf16 32/8x128": (Shape(64, 16_000), torch.bfloat16),
     "bf16 64/8x128": (Shape(64, 16_000, 64), torch.bfloat16),
     "bf16 28/4x128": (Shape(64, 16_000, 28, 4), torch.bfloat16),
@@ -42,8 +40,6 @@ ALONE = {
 class CudaBatch(Batch):
     """Decode attention of one layer; with a pool on a CPU Triton has to run interpreted."""
 
-    device_type = "cuda"
-    bandwidth = "copy"
     # bf16 has 8 bits, and a kernel may round weights and result.
     tolerance = 2 * 2.0**-8
 
@@ -72,7 +68,7 @@ class CudaBatch(Batch):
         """By the plan as for a step."""
         return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
 
-    def planning(self) -> Callable[[], object]:
+    def planning(self) -> Call:
         """A plan as a decode graph makes it; without CUDA launch by launch."""
         if self.device.type != "cuda":
             return self.plan
@@ -83,9 +79,12 @@ class CudaBatch(Batch):
             self.plan()
         return graph.replay
 
-    def alone(self) -> dict[str, Callable[[], object]]:
-        """What is timed without FlashInfer."""
-        return {"ours": self.decode, "plan": self.planning()}
+    def calls(self) -> dict[str, Call]:
+        """What is timed; FlashInfer reads 16-bit pools here."""
+        found: dict[str, Call] = {"ours": self.decode, "plan": self.planning()}
+        if self.device.type == "cuda" and self.pool[0].itemsize == 2 and find_spec("flashinfer"):
+            found["flashinfer"] = self.flashinfer()
+        return found
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
         """Planned; of each request's own slots."""
@@ -109,46 +108,36 @@ class CudaBatch(Batch):
         self.check("FlashInfer", run(), rows)
         return run
 
-    def sides(self) -> dict[str, Side]:
-        calls = self.alone() | {"flashinfer": self.flashinfer()}
-        return {name: functools.partial(_bench, call) for name, call in calls.items()}
 
-    def row(self, samples: pd.DataFrame) -> dict[str, Any]:
-        """Times in ms; GB/s counts every entry's K and V once. ``flashinfer`` reads each request's own
-        slots."""
-        ms = {str(side): spread(group["ms"]) for side, group in samples.groupby("side")}
-        ours, plan = (ms[side]["median"] for side in ("ours", "plan"))
-        size = self.shape.layer_bytes / 1e6
-        return {
-            "ours": ms["ours"],
-            "flashinfer": ms["flashinfer"],
-            "decode_gb_per_s": size / ours,
-            "decode_of_copy": size / ours / float(samples["bandwidth"].median()),
-            "plan": ms["plan"],
-            "plan_us": plan * 1e3,
-            "plan_of_step": plan / (plan + _LAYERS * ours),
-        }
-
-
-def _bench(call: Callable[[], object]) -> list[dict[str, float]]:
+def _bench(call: Call) -> list[float]:
     from triton.testing import do_bench
 
     # Empties the L2 cache before each call, which also hides the launch.
-    return [{"ms": ms} for ms in do_bench(call, rep=100.0, return_mode="all")]
+    return list(do_bench(call, rep=100.0, return_mode="all"))
 
 
-def measured_alone(
-    batch: CudaBatch, copy_gb_per_s: float, bench: Callable[..., Any] = _bench
+def measured(
+    batch: CudaBatch,
+    copy_gb_per_s: float,
+    rounds: int,
+    bench: Callable[[Call], list[float]] = _bench,
 ) -> Iterator[dict[str, Any]]:
-    """For each of :data:`SHARES`: times in ms, and the part of the copy rate at which K and V of all
-    positions were read. Raises RuntimeError where a result is wrong."""
+    """For each of :data:`SHARES`: times in ms of calls that take turns, FlashInfer's over each request's
+    own slots; the part of the copy rate at which K and V of all positions were read, and that of a
+    step of 32 layers that planning takes. Raises RuntimeError where a result is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
     for percent, run in SHARES:
         batch.share(percent, run)
-        calls = batch.alone().items()
-        ms = {name: spread(sample["ms"] for sample in bench(call)) for name, call in calls}
-        of_copy = {"ours": size / ms["ours"]["median"] / copy_gb_per_s}
-        yield {"shared_percent": percent, "run": run, "ms": ms, "of_copy": of_copy}
+        calls = batch.calls()
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(rounds):
+            for name, call in calls.items():
+                times[name] += bench(call)
+        ms = {name: spread(found) for name, found in times.items()}
+        ours, plan = (ms[name]["median"] for name in ("ours", "plan"))
+        of_copy, of_step = size / ours / copy_gb_per_s, plan / (plan + _LAYERS * ours)
+        row = {"shared_percent": percent, "run": run, "ms": ms}
+        yield {**row, "of_copy": of_copy, "plan_of_step": of_step}
 
 
 def main() -> int:
@@ -161,10 +150,10 @@ def main() -> int:
     about = {"device": torch.cuda.get_device_name(), **versions, "gb_per_s": rates}
     print(json.dumps(about), flush=True)
     status = 0
-    for name, (shape, dtype) in ALONE.items():
+    for name, (shape, dtype) in KINDS.items():
         torch.cuda.empty_cache()
         try:
-            for figures in measured_alone(CudaBatch(shape, dtype=dtype), rates["copy"]):
+            for figures in measured(CudaBatch(shape, dtype=dtype), rates["copy"], 1):
                 print(json.dumps({"kind": name, **figures}), flush=True)
         except Exception as error:  # the next kind may tell more
             status = 1

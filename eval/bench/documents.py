@@ -28,8 +28,8 @@ from eval.serving import ServerProcess
 from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
-#: Documents of the server, tokens of each, documents of a prompt, and questions of a part.
-DOCUMENTS, TOKENS, IN_PROMPT, PART = 50, 400, 8, 100
+#: Documents of the server, tokens of each, and documents of a prompt.
+DOCUMENTS, TOKENS, IN_PROMPT = 50, 400, 8
 REPAIRS = ("none", "query:.15")
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
@@ -195,7 +195,7 @@ def _ask(server: ServerProcess, prompt: Sequence[int], **more: Any) -> dict[str,
 
 
 def live(options: Options) -> list[dict[str, Any]]:
-    """Rows of the task ``server``: times over stock's, those of the first and the last questions apart."""
+    """Rows of the task ``server``."""
     prompts = Live(load_tokenizer(str(MODEL)))
     flags = (*_FLAGS, "--max-total-tokens", str(_SLOTS))
     with Servers(options.out / "documents", MODEL, "cpu", keep=2) as servers:
@@ -209,20 +209,13 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
+    """Times, alone and over stock's, and the part of the documents' tokens that was computed."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
-
-    def ratio(part: slice) -> float:
-        return float(mine["seconds"][part].median() / stock["seconds"][part].median())
-
     return {
         "task": "server",
         "method": side,
-        "accuracy": None,
-        "kl": None,
         "recomputed": float(mine["computed"].mean() / (IN_PROMPT * TOKENS)),
-        "ttft_ratio": ratio(slice(None)),
-        "ttft_ratio_first": ratio(slice(PART)),
-        "ttft_ratio_last": ratio(slice(-PART, None)),
+        "ttft_ratio": float(mine["seconds"].median() / stock["seconds"].median()),
         "ttft_s": spread(mine["seconds"]),
         "of_stock": spread(mine["seconds"] / stock["seconds"]),
         "questions": len(mine),
@@ -236,10 +229,7 @@ def work(options: Options) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     told = through_the_gate(Gate(MODEL, documents=path, out=path.with_name("gate.json")))
-    found = [
-        {"task": row.pop("group"), "method": row.pop("arm"), **row, "ttft_ratio": None}
-        for row in map(dict, told)
-    ]
+    found = [{"task": row.pop("group"), "method": row.pop("arm"), **row} for row in told]
     write_json(options.out / "documents.json", {"rows": found})
     found += live(options) if options.live else []
     write_json(options.out / "documents.json", {"rows": found})

@@ -30,11 +30,6 @@ class Estimate:
     high: float | None
     n: int
 
-    @property
-    def half_width(self) -> float | None:
-        """Half of the interval's width."""
-        return None if self.low is None or self.high is None else (self.high - self.low) / 2
-
     def scaled(self, factor: float, shift: float = 0.0) -> "Estimate":
         """``factor * x + shift`` of a positive factor."""
         low, high = (None if e is None else factor * e + shift for e in (self.low, self.high))

@@ -6,17 +6,21 @@ from typing import Any
 
 import pandas as pd
 import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from eval.jsonl import one_line
 from eval.measures.accuracy import accuracy
-from eval.report.style import LABEL_SIZE, figure, light_grid, save, text
 from eval.report.tables import Data, groups
 
-_SIDE = {"fontsize": LABEL_SIZE, "frameon": False, "loc": "upper left", "bbox_to_anchor": (1, 1)}
+sns.set_palette("colorblind")
+_SIDE = {"fontsize": 8.5, "frameon": False, "loc": "upper left", "bbox_to_anchor": (1, 1)}
 
 
 def draw(data: Data, folder: Path) -> dict[str, str]:
     """Draw what there is to draw; captions by file name."""
     captions: dict[str, str] = {}
+    folder.mkdir(parents=True, exist_ok=True)
     for task in data.cells["task"].unique():
         for name, caption, drawer in (
             ("accuracy", "Accuracy against slots saved", _accuracy),
@@ -24,7 +28,7 @@ def draw(data: Data, folder: Path) -> dict[str, str]:
         ):
             file = f"{name}_{task}.png"
             if drawer(data, task, folder / file):
-                captions[file] = f"{caption}, {text(task)}"
+                captions[file] = f"{caption}, {_text(task)}"
     return captions
 
 
@@ -34,22 +38,21 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
         found, saving = accuracy(data.results[key]), group["saving"].astype(float).median()
         if key[1] == task and found is not None and not pd.isna(saving):
             low, high = found.low or found.value, found.high or found.value
-            row = {"method": text(key[2]), "saved": 100 * saving, "accuracy": found.value}
+            row = {"method": _text(key[2]), "saved": 100 * saving, "accuracy": found.value}
             # Rounding puts a bound past the share itself where all or no answers are right.
             bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}
             rows.append({**row, **bars})
     shown = pd.DataFrame(rows, columns=["method", "saved", "accuracy", "down", "up"])
     if shown["method"].nunique() < 2:
         return False
-    made, axes = figure(7.6, 4.4)
-    one, error = axes[0, 0], shown[["down", "up"]].T
+    made, (one,) = _figure(7.6, 4.4)
+    error = shown[["down", "up"]].T
     one.errorbar(shown["saved"], shown["accuracy"], yerr=error, fmt="none", ecolor="#999999")
     sns.scatterplot(shown, x="saved", y="accuracy", hue="method", style="method", s=60, ax=one)
     at = "KV slots saved, % of positions held, over decode steps"
     one.set(xlabel=at, ylabel="accuracy (95% interval)", ylim=(-0.03, 1.06))
-    light_grid(one, "both")
     one.legend(**_SIDE)
-    save(made, path)
+    made.savefig(path, dpi=150)
     return True
 
 
@@ -65,18 +68,34 @@ def timeline(data: Data, task: str, path: Path) -> bool:
     for method, found in rows.groupby("method", sort=False):
         found = found[found["seed"] == found["seed"].min()].reset_index(drop=True)
         means = found[["used", "saved", "running"]].rolling(1 + len(found) // 300).mean()
-        lines.append(means.assign(method=text(str(method)), step=every * found.index))
+        lines.append(means.assign(method=_text(str(method)), step=every * found.index))
     shown = pd.concat(lines, ignore_index=True)
-    made, axes = figure(8.5, 5.6, 2, 1)
+    made, (slots, requests) = _figure(8.5, 5.6, 2)
     looks: dict[str, Any] = {"x": "step", "hue": "method", "errorbar": None}
-    sns.lineplot(shown, y="used", ax=axes[0, 0], **looks)
-    sns.lineplot(shown, y="saved", ax=axes[0, 0], linestyle=":", legend=False, **looks)
-    sns.lineplot(shown, y="running", ax=axes[1, 0], **looks)
-    axes[0, 0].set(ylabel="KV slots (tokens); dotted: saved", xlabel="")
-    axes[1, 0].set(ylabel="running requests", xlabel="decode step")
-    for one in axes.flat:
+    sns.lineplot(shown, y="used", ax=slots, **looks)
+    sns.lineplot(shown, y="saved", ax=slots, linestyle=":", legend=False, **looks)
+    sns.lineplot(shown, y="running", ax=requests, **looks)
+    slots.set(ylabel="KV slots (tokens); dotted: saved", xlabel="")
+    requests.set(ylabel="running requests", xlabel="decode step")
+    for one in (slots, requests):
         one.set_ylim(bottom=0)
-        light_grid(one)
         one.legend(**_SIDE)
-    save(made, path)
+    made.savefig(path, dpi=150)
     return True
+
+
+def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of so many inches, and its axes from top to bottom."""
+    made = Figure(figsize=(width, height), layout="constrained")
+    axes = [*made.subplots(rows, 1, squeeze=False).flat]
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+        one.tick_params(labelsize=9)
+        one.grid(color="#EBEBEB", linewidth=0.8)
+        one.set_axisbelow(True)
+    return made, axes
+
+
+def _text(name: str) -> str:
+    """A name of any content in a figure: one short line, no formula."""
+    return one_line(name, 34).replace("$", r"\$")

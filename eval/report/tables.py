@@ -2,7 +2,9 @@
 """What methods cost and save, and how that differs from dense, as tables in Markdown."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pandas as pd
 
 from eval.jsonl import one_line
 from eval.measures.accuracy import Estimate, Key, accuracy, compare, differ, keyed, mean
-from eval.measures.figures import of_cells
+from eval.measures.figures import of_cell
 from eval.methods import DENSE
 from eval.runs.folder import Result, cells, read_config
 
@@ -21,12 +23,13 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """Everything that a report needs of some runs; ``results`` are by run, task and method, over all
-    seeds."""
+    """Everything that a report needs of some runs; ``results`` and ``texts`` are by run, task and
+    method, over all seeds."""
 
     cells: pd.DataFrame  # a row a cell: run, task, method, seed, Figures, answered, graded, cut
     timeline: pd.DataFrame  # rows of cells' logs: run, task, method, seed, and Moment
     results: Mapping[Place, Mapping[Key, Result]]
+    texts: Mapping[Place, Mapping[Key, str]]  # complete responses
     configs: Mapping[str, Mapping[str, Any]]  # by run
 
 
@@ -34,7 +37,8 @@ def load(folders: Sequence[Path]) -> Data:
     """Read run folders. Raises RunError: one is no run folder, or has a broken file."""
     rows: list[dict[str, Any]] = []
     moments: list[dict[str, Any]] = []
-    results: dict[Place, dict[Key, Result]] = {}
+    results: dict[Place, dict[Key, Result]] = defaultdict(dict)
+    texts: dict[Place, dict[Key, str]] = defaultdict(dict)
     configs = {str(folder): read_config(folder) for folder in folders}
     for run, folder in zip(configs, folders, strict=True):
         for cell in cells(folder):
@@ -44,11 +48,12 @@ def load(folders: Sequence[Path]) -> Data:
             whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
             cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
             counts = dict(answered=len(answered), graded=len(graded), cut=len(cut))
-            rows.append({**where, **vars(of_cells([cell])), **counts})
+            rows.append({**where, **vars(of_cell(cell)), **counts})
             moments += [{**where, **vars(moment)} for moment in cell.timeline()]
             key = (run, cell.task, cell.method)
-            results.setdefault(key, {}).update(keyed({cell.seed: graded}))
-    return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, configs)
+            results[key] |= keyed({cell.seed: graded})
+            texts[key] |= {(name, cell.seed): row.text for name, row in answered.items()}
+    return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, texts, configs)
 
 
 # An underscore inside a word is none of emphasis.
@@ -106,6 +111,7 @@ def methods(data: Data) -> Table:
             "tokens/s": spread(group["tokens_per_s"]),
             "TTFT p50 / p99, s": _two(group["ttft_p50"], group["ttft_p99"], "{:.2f}"),
             "TPOT p50 / p99, ms": _two(1e3 * group["tpot_p50"], 1e3 * group["tpot_p99"]),
+            "CPU, ms a token": spread(1e3 * group["cpu_per_token"], "{:.2f}"),
             "running": spread(group["mean_running"]),
             "slots mean / peak": _two(group["mean_slots"], group["peak_slots"], "{:.0f}"),
             "response tokens": interval(mean(_lengths(data, key)), "{:.0f}"),
@@ -133,6 +139,7 @@ def against_dense(data: Data) -> Table | None:
         row = {
             **_names(key),
             "pairs": str(found.pairs),
+            "as dense": _same_texts(data.texts[key], data.texts[dense]),
             "difference, points": interval(found.difference.scaled(100), "{:+.1f}"),
             "accuracy kept": interval(found.kept),
             "b: only dense right": str(found.only_dense),
@@ -143,34 +150,55 @@ def against_dense(data: Data) -> Table | None:
         }
         rows.append(row)
     note = (
-        "Pairs: problem and seed. Difference: Wilson limits combined with the pairs' correlation. "
-        "Accuracy kept and length ratio: over dense's mean, taken as known. McNemar: exact, "
-        "two-sided; it takes pairs as independent. Tokens/s ratio: seed by seed, median and range."
+        "Pairs: problem and seed. As dense: responses word for word. Difference: Wilson limits combined "
+        "with the pairs' correlation. Accuracy kept and length ratio: over dense's mean, taken as known. "
+        "McNemar: exact, two-sided; it takes pairs as independent. Tokens/s ratio: seed by seed, median "
+        "and range."
     )
     return Table("against_dense", "Against dense", rows, note) if rows else None
 
 
-def classes(data: Data) -> Table | None:
-    rows = []
-    for key, _ in groups(data):
-        results = data.results[key]
-        for name in sorted({row.group for row in results.values() if row.group}):
-            chosen = {at: row for at, row in results.items() if row.group == name}
-            counts = {"class": words(name), "answers": str(len(chosen))}
-            rows.append({**_names(key), **counts, "accuracy": interval(accuracy(chosen))})
-    return Table("classes", "Accuracy by class of problem", rows) if rows else None
+def samples(data: Data) -> Table | None:
+    """Tasks that ask each problem several times."""
+    rows = [
+        {
+            **_names(key),
+            "majorities right": f"{majority(data.results[key].values()):.3f}",
+            "of the saving across": spread(group["across"], "{:.1%}"),
+        }
+        for key, group in groups(data)
+        if re.search(r"_x\d+$", key[1]) and data.results[key]
+    ]
+    note = "Across: slots that another response to the same prompt lends, over decode steps."
+    return Table("samples", "Samples of one prompt", rows, note) if rows else None
+
+
+def majority(results: Iterable[Result]) -> float:
+    """Share of the problems, each asked several times, whose most frequent answer is right; of
+    answers as frequent the first."""
+    answers: defaultdict[str, Counter[str | None]] = defaultdict(Counter)
+    right: dict[tuple[str, str | None], bool] = {}
+    for row in results:
+        problem = row.problem_id.rpartition(".")[0]
+        answers[problem][row.extracted] += 1
+        right[problem, row.extracted] = row.correct
+    return statistics.mean(
+        right[problem, given.most_common(1)[0][0]] for problem, given in answers.items()
+    )
 
 
 def requests(data: Data) -> Table:
     counts = {"answered": "answered", "graded": "graded", "failed attempts": "failed"}
     counts |= {"cut by length": "cut", "retractions": "retractions", "leaked slots": "leaked_slots"}
+    counts |= {"missed blocks": "missed"}
     rows = [
         {**_names(key), **{name: f"{group[of].sum():.0f}" for name, of in counts.items()}}
         for key, group in groups(data)
     ]
     note = (
-        "Over all seeds. Cut by length: ended at max_tokens, at the model's context or where the "
-        "KV slots ended; of a replay, those short of the record."
+        "Over all seeds. Cut by length: ended at max_tokens, at the model's context or where the KV slots "
+        "ended; of a replay, those short of the record. Missed: known to repeat, but not free to share "
+        "when SGLang was short."
     )
     return Table("requests", "Requests", rows, note)
 
@@ -203,6 +231,11 @@ def _lengths(data: Data, key: Place) -> dict[Key, float]:
     return {at: row.output_tokens for at, row in data.results[key].items() if row.output_tokens}
 
 
+def _same_texts(ours: Mapping[Key, str], dense: Mapping[Key, str]) -> str:
+    same = [ours[at] == dense[at] for at in ours.keys() & dense.keys()]
+    return f"{statistics.mean(same):.3f}" if same else "-"
+
+
 def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
     ours, base = _lengths(data, key), _lengths(data, dense)
     both = ours.keys() & base.keys()
@@ -212,4 +245,4 @@ def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
 
 
 #: Tables of a report in their order; each is None where there is nothing to say.
-ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, classes, requests)
+ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, samples, requests)

@@ -33,10 +33,6 @@ class Server:
         """KV slots that it really has, of one data-parallel scheduler."""
         return int(self._json("/server_info")["max_total_num_tokens"])
 
-    def attention(self) -> str:
-        """The name of its attention backend."""
-        return str(self._json("/server_info")["attention_backend"])
-
     def cpu_seconds(self) -> float:
         """CPU time that its schedulers and the processes they started have used."""
         children = psutil.Process(self.process.pid).children(recursive=True)

@@ -140,7 +140,8 @@ def served(totals: dict[str, Any] | None = None, **changes: Any) -> Served:
     row: dict[str, Any] = {"seconds": 10.0, "output_tokens": 100, "responses": 4, "decode_steps": 9}
     row |= {"retractions": 1, "leaked_slots": 0, "command": ["serve"], "kv_slots": 4000}
     row |= {"cut_prompts": 0, "cpu_seconds": 2.0}
-    return Served(reports=[{"totals": totals}] if totals else [], **{**row, **changes})
+    row |= {"reports": [{"totals": totals}] if totals else []}
+    return Served(**{**row, **changes})
 
 
 def moment(

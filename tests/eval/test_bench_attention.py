@@ -55,15 +55,15 @@ for name in ("sglang", "flashinfer", "pandas", "transformers", "scipy", "matplot
     sys.modules[name] = None
 import torch
 from eval.bench.attention_batch import Shape
-from eval.bench.attention_cuda import CudaBatch, measured_alone
+from eval.bench.attention_cuda import CudaBatch, measured
 
 def once(call):
     call()
-    return [{"ms": 1.0}]
+    return [1.0]
 
 with torch.inference_mode():
     batch = CudaBatch(Shape(1, 70, 4, 1, 16), "cpu")
-    for figures in measured_alone(batch, 10.0, once):
+    for figures in measured(batch, 10.0, 1, once):
         print(json.dumps(figures))
     batch = CudaBatch(Shape(2, 70, 2, 2, 16), "cpu", torch.float8_e4m3fn)
     batch.share(22, 16)

@@ -70,7 +70,7 @@ DEFAULT = {"kernels", "servers", "bench"}
 def test_every_part_runs(checkout: Path) -> None:
     program(checkout / "path" / "compute-sanitizer", '#!/bin/sh\nshift 6\nexec "$@"\n')
     parts = [*DEFAULT, "memcheck", "racecheck", "load"]
-    arguments = {"BENCH_ARGS": "--rounds 2", "LOAD_ARGS": "--reference stock:flashinfer"}
+    arguments = {"BENCH_ARGS": "--rounds 2", "LOAD_ARGS": "--only waiting"}
     done = run(checkout, *parts, **arguments, TRACES="some")
     assert done.returncode == 0, done.stderr
     found = results(checkout)
@@ -81,7 +81,7 @@ def test_every_part_runs(checkout: Path) -> None:
     assert "-m pytest tests/server/test_cuda.py" in calls
     assert "-m pytest tests/kernels tests/unit/test_no_wait.py" in calls
     assert "-m eval.bench.attention --device cuda --rounds 2" in calls
-    assert "-m eval.bench.gpu some --reference stock:flashinfer" in calls
+    assert "-m eval.bench.servers gpu --traces some --only waiting" in calls
 
 
 @pytest.mark.parametrize(

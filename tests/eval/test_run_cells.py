@@ -167,11 +167,11 @@ def test_schedulers_weigh_by_what_they_counted() -> None:
             one.request_finished(30 + 10 * number, 100)
     for stats in (whole, parts[1]):
         stats.request_finished(0, 500)
-    both = [served(part.to_dict()) for part in parts]
+    both = served(reports=[{"totals": part.to_dict()} for part in parts])
     for name in ("memory_saving_ratio", "final_saving_ratio", "affected_ratio"):
         assert ratio(both, name) == pytest.approx(whole.to_dict()[name])
-    assert ratio([served()], "affected_ratio") == 0.0
-    assert ratio([served({"polls": 1})], "affected_ratio") is None
+    assert ratio(served(), "affected_ratio") == 0.0
+    assert ratio(served({"polls": 1}), "affected_ratio") is None
 
 
 HALF = HEAD + event({"content": "half"})

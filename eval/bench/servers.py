@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m eval.bench.servers BENCH``: runs of ``eval.run`` that belong together, and their report.
+
+Stock SGLang and ours take turns on the same problems. The same command and commit go on after a stop."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+
+from eval import command
+from eval.command import flags_of, option
+from eval.jsonl import texts_of
+from eval.replay.__main__ import MODELS
+from eval.replay.model import build, replay_config
+from eval.report.__main__ import write
+from eval.report.tables import load
+from eval.runs.config import describe_versions, digest_of
+from eval.runs.folder import write_whole
+from eval.runs.options import parse
+from eval.runs.session import run
+from eval.small_reasoner import ADAPTER, MODEL
+from eval.tokenizers import load_tokenizer
+
+#: Flags of the runs of a bench by name.
+Runs = dict[str, str]
+#: What differs is the memory: an admission that fills the pool. SGLang's documentation advises 0.3
+#: where requests wait beside free slots. Each server holds up to 3 GB.
+_ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
+_IN_TURNS = "--keep-servers 3 --methods"
+#: Recorded responses to AIME 2024 and to MATH-500, of the folder of traces.
+AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
+#: AIME responses with more tokens go round in circles up to the limit of the model that wrote them;
+#: the next shorter one has 14,406.
+LOOPING = 20_000
+
+
+def serve(traces: Path | None) -> Runs:
+    """Two workloads of the embedded model, of which ``noise`` has nothing to share, and two replays of
+    ``traces``, for which a model is made. Equal lengths run in waves: 8 pieces fill the last one."""
+    runs = {
+        "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
+        "--limit 32 --seeds 0,1 --kv-budget 4000",
+        # Short rounds: what else the machine does changes within seconds.
+        "noise": f"--tasks noise {_IN_TURNS} dense,newest --limit 32 "
+        "--seeds 0,1,2,3,4,5,6,7,8 --kv-budget 16384",
+    }
+    if traces is None:
+        return runs
+    model = build(MODELS, texts_of([traces / AIME, traces / MATH]))
+    responses, tokenizer = _tokens(traces / AIME, model)
+    pieces = _records(model / "pieces.jsonl", looping_pieces(responses, 3000), tokenizer)
+    replay = (
+        f"--model {model} --temperature 0 --warm-up 2 --limit 8 {_IN_TURNS} dense,newest --tasks"
+    )
+    aime = f"aime24_replay --data aime24_replay={pieces} --seeds 0,1 --kv-budget 8000"
+    math = f"math500_replay --data math500_replay={quote(str(traces / MATH))} --kv-budget 4000"
+    return {**runs, "aime24_replay": f"{replay} {aime}", "math500_replay": f"{replay} {math}"}
+
+
+def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: int = 8000) -> Runs:
+    """Replays of ``traces`` on a model with the shape of Qwen3-8B, or without a GPU with its heads in four
+    narrow layers, and dummy weights: they decide nothing but K and V; memory, step times and scheduling
+    are real. Pieces of looping responses and whole ones, three times each, while requests wait; and as
+    many pieces as run at once on either side. Each with SGLang's choice of attention, and FlashInfer's."""
+    if traces is None:
+        raise ValueError("--traces FOLDER is needed, got none")
+    sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
+    if not torch.cuda.is_available():
+        sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=4)
+    sizes |= dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128, dtype="bfloat16")
+    sizes |= dict(max_position_embeddings=40_960, tie_word_embeddings=False)
+    shape = replay_config(**sizes, architectures=["Qwen3ForCausalLM"])
+    model = build(MODELS, texts_of([traces / AIME]), shape=shape)
+    responses, tokenizer = _tokens(traces / AIME, model)
+    finished = [ids for ids in responses if len(ids) <= whole] * 3
+    files = {
+        "loops": _records(
+            model / "loops.jsonl", looping_pieces(responses, piece, longest), tokenizer
+        ),
+        "finished": _records(model / "finished.jsonl", finished, tokenizer),
+    }
+    server = "--max-running-requests 96 --schedule-conservativeness 0.3 --load-format dummy"
+    # Decode graphs alone: those of prefills take minutes to capture, and these loads hardly prefill.
+    cuda = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
+    server += f" {cuda}" if torch.cuda.is_available() else ""
+    runs = {}
+    # 11 pieces fill four fifths of the slots.
+    for name, tasks, limit in (("waiting", files, 48), ("together", ["loops"], 11)):
+        data = " ".join(f"--data {task}_replay={files[task]}" for task in tasks)
+        asked = f"--tasks {','.join(f'{task}_replay' for task in tasks)} {data} --limit {limit}"
+        for suffix, more in (("", ""), ("-flashinfer", " --attention-backend flashinfer")):
+            runs[name + suffix] = (
+                f"--model {model} --device auto {asked} --methods dense,newest,newest:percentile=0 "
+                f"--kv-budget 60000 --decode-log-interval 20 --server-flags '{server}{more}'"
+            )
+    return runs
+
+
+def _tokens(path: Path, model: Path) -> tuple[list[list[int]], Any]:
+    """Tokens of the responses of a file, and the tokenizer."""
+    tokenizer = load_tokenizer(str(model))
+    encode: dict[str, Any] = dict(add_special_tokens=False, verbose=False)
+    return [tokenizer.encode(text, **encode) for text in texts_of([path])], tokenizer
+
+
+def looping_pieces(
+    responses: Sequence[list[int]], size: int, longest: int = LOOPING
+) -> list[list[int]]:
+    """Pieces of the responses of more than ``longest`` tokens, up to there but for the first piece: they
+    are shorter, but repeat themselves nearly as much."""
+    starts = range(size, longest - size + 1, size)
+    return [ids[at : at + size] for ids in responses if len(ids) > longest for at in starts]
+
+
+def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path:
+    """A file of responses to replay; no prompt is the beginning of another."""
+    rows = [
+        {"question": f"{number}. {tokenizer.decode(ids[:60])}", "response": tokenizer.decode(ids)}
+        for number, ids in enumerate(responses)
+    ]
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def short(_: Path | None) -> Runs:
+    """Pools from room for all to two requests, for problems sent at once."""
+    workloads = {
+        "small_reasoner": (f"--model {MODEL} --limit 24", (30_000, 12_000, 6_000, 2_500)),
+        "tiny_reasoner": ("--limit 48", (30_000, 12_000, 6_000, 1_500)),
+    }
+    sides = f"{_IN_TURNS} dense,newest:when=always,newest --temperature 0 --seeds 0,1 --warm-up 4"
+    return {
+        f"{task}-{pool}": f"--tasks {task} {asked} {sides} --kv-budget {pool}"
+        for task, (asked, pools) in workloads.items()
+        for pool in pools
+    }
+
+
+def siblings(_: Path | None) -> Runs:
+    """1, 4 and 16 samples of each of 100 problems; sharing within responses, and across."""
+    sides = "--methods dense,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
+    return {
+        f"x{n}": f"--model {MODEL} --tasks small_reasoner_x{n} --limit {100 * n} {sides} "
+        "--kv-budget 12000"
+        for n in (1, 4, 16)
+    }
+
+
+#: Leave out 10, 20, 40 and 60% of the positions of a request that grows from 45 to 580, averaged
+#: over its steps.
+BUDGETS = (397, 321, 214, 132)
+_EVICTORS = ("streamingllm", "h2o", "keydiff", "rkv", "l2norm", "random", "reasoncache+rkv")
+
+
+def policies(_: Path | None) -> Runs:
+    """Evictors beside the papers' sharing at 10% and at 22%, the most that the embedded reasoner's steps
+    allow, and beside random sharing; SnapKV evicts nothing but prompt. There is room for all in flight, so
+    that memory does not decide what is answered."""
+    methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
+    methods += ["reasoncache:policy=snapkv:share=0.5"]
+    methods += [f"random:random_ratio={ratio}" for ratio in (0.12, 0.24, 0.48, 0.72)]
+    methods += [
+        f"reasoncache:policy={name}:budget={budget}:slack=8"
+        for budget in BUDGETS
+        for name in _EVICTORS
+    ]
+    return {
+        "tiny_reasoner": f"--tasks tiny_reasoner --methods {','.join(methods)} --limit 60 "
+        # Evicted positions need attention that skips them; stock gets the same.
+        "--server-flags '--attention-backend reasoncache_cpu' "
+        "--in-flight 48 --max-tokens 1000 --kv-budget 56000"
+    }
+
+
+def answers(_: Path | None) -> Runs:
+    """The small reasoner's answers under sharing and evicting."""
+    return {"small_reasoner": f"@{quote(str(ADAPTER.with_name('answers.flags')))}"}
+
+
+BENCHES: dict[str, Callable[[Path | None], Runs]] = {
+    one.__name__: one for one in (serve, gpu, short, siblings, policies, answers)
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    bench: str = option(text=", ".join(BENCHES), choices=BENCHES, metavar="BENCH")
+    traces: Path | None = option(None, "folder of recorded responses, which serve and gpu replay")
+    only: tuple[str, ...] = option((), "some of its runs", metavar="RUN,...")
+    flags: tuple[str, ...] = option((), "of eval.run, for each run", read=flags_of)
+    out: Path = option(Path("build/bench"), "folder of results")
+
+
+def work(options: Options) -> None:
+    """Measure what is not there yet and report all. Raises ValueError: wrong options, or nothing could be
+    measured."""
+    asked, commit = BENCHES[options.bench](options.traces), describe_versions()["commit"]
+    if unknown := set(options.only) - asked.keys():
+        raise ValueError(f"--only must be of {', '.join(asked)}, got {', '.join(unknown)}")
+    home = options.out / options.bench / digest_of([commit, options.flags])
+    folders, is_whole = [], True
+    for name in options.only or asked:
+        words = [*flags_of(_ALL + asked[name]), *options.flags]
+        folders.append(home / name)
+        is_whole &= run(parse(words)[0], folders[-1])
+        data = load(folders)
+        if data.cells.empty:
+            raise ValueError(f"{folders[-1]}: nothing could be measured")
+        write(data, home)
+    print((home / "REPORT.md").read_text(), home / "REPORT.md", sep="\n")
+    if not is_whole:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    command.run(Options, work)
