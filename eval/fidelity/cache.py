@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV caches whose entries can be edited, under transformers' own model code."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,9 @@ from transformers import AttentionInterface, Cache
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _NAME = "editable_cache"
+#: Sees a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and fp32 attention
+#: ``[KV heads, queries of one, tokens, positions]``.
+Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class EditableCache(Cache):
@@ -99,7 +102,7 @@ class Reader:
         self, cache: EditableCache, tokens: Sequence[int], first: int = 0, **options: Any
     ) -> torch.Tensor:
         """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry, ``options``
-        are the model's and, as ``received``, those of :func:`_attention`."""
+        are the model's and, as ``watch``, those of :func:`_attention`."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
@@ -160,19 +163,20 @@ def _attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float | None = None,
-    received: torch.Tensor | None = None,
+    watch: Watch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask. The weights
-    that the first positions get in row 0 are added to ``received``, fp32 ``[positions]``."""
+    """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask. ``watch`` sees
+    row 0."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")
-    if received is not None:
+    if watch is not None:
         groups = query[0].float().unflatten(0, (key.shape[1], -1))
         logits = groups @ key[0].float().mT[:, None] * (scaling or key.shape[-1] ** -0.5)
         weights = logits.masked_fill(~attention_mask[0], -torch.inf).softmax(-1)
-        received += weights.sum((0, 1, 2))[: len(received)]
+        layer: Any = module.layer_idx
+        watch(layer, query[0], weights)
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from jinja2 import TemplateError
 
+from eval.fidelity import samkv
 from eval.fidelity.cache import EditableCache, Reader
 from eval.fidelity.replay import compare
+from eval.fidelity.samkv import SamKV
 from eval.jsonl import read_rows, text_of
 from sglang_reasoncache.custom_params import Repair, repair_of
 
-ARMS = ("none", "first:16", "query:.15", "deviation:.15")
+ARMS = ("none", "first:16", "query:.15", "deviation:.15", *samkv.UPDATES)
 _CHUNK = 256  # tokens of one forward
 
 
@@ -91,12 +93,14 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
     return tokens, [*map(len, begins)]
 
 
-def parse(name: str) -> tuple[str, Repair]:
+def parse(name: str) -> tuple[str, Repair | SamKV]:
     """Kind and amount of a repair; the share of ``deviation`` is like that of ``query``. Raises ValueError."""
+    if arm := samkv.parse(name):
+        return "samkv", arm
     try:
         return name.partition(":")[0], repair_of(name.replace("deviation:", "query:", 1))
     except ValueError as error:
-        known = "none, first:TOKENS, query:SHARE, deviation:SHARE"
+        known = "none, first:TOKENS, query:SHARE, deviation:SHARE, samkv[-fusion|-select][:BLOCK]"
         raise ValueError(f"--arms must be of {known}, got {name!r}") from error
 
 
@@ -112,7 +116,10 @@ class Documents:
     """Reads ``prompts`` through the caches of all repairs; those of the newest documents are kept."""
 
     def __init__(
-        self, reader: Reader, repairs: Mapping[str, tuple[str, Repair]], prompts: Sequence[Prompt]
+        self,
+        reader: Reader,
+        repairs: Mapping[str, tuple[str, Repair | SamKV]],
+        prompts: Sequence[Prompt],
     ) -> None:
         self._reader, self._repairs = reader, repairs
         self._room = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
@@ -120,23 +127,26 @@ class Documents:
         #: By repair, of the newest prompt.
         self.caches: dict[str, EditableCache] = {}
         self._again: dict[str, int] = {}
+        self._profiles: dict[int, list[samkv.Profile]] = {}  # by block
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
         """By repair and of ``full``: ``accuracy``, 1 if each token of the answer is the likeliest; means
-        of its tokens' ``nll`` and ``kl`` (full || repair) in nats; ``recomputed``, the share of the
-        documents' tokens."""
+        of its tokens' ``nll`` and ``kl`` (full || repair) in nats; of the documents' tokens the shares
+        ``recomputed`` and ``read``, what the row has."""
         end = prompt.ends[-1]
         documents = prompt.tokens[:end], prompt.start, prompt.ends
         if documents != self._of:
             self._of, self._again = documents, {"full": end - prompt.start, "none": 0}
-            self.caches = self._prefilled(prompt)
-        for name, (kind, _) in self._repairs.items():
-            if kind == "query" or name not in self.caches:
-                positions = self.chosen(name, prompt)
+            self.caches, self._profiles = self._prefilled(prompt), {}
+        for name, (kind, repair) in self._repairs.items():
+            if kind in ("query", "samkv") or name not in self.caches:
                 self.caches[name] = cache = copy.deepcopy(self.caches["none"])
+                positions = self.chosen(name, prompt)
                 self._again[name] = len(positions)
                 if positions:
                     self._reader.again(cache, [prompt.tokens[at] for at in positions], positions)
+                    if isinstance(repair, SamKV) and repair.update == "fusion":
+                        samkv.fuse(cache, self.caches["none"], positions)
         names = ("full", *self._repairs)
         asked, at = prompt.tokens[end:-1], prompt.answer - 1 - end
         logits = torch.cat([self._ask(self.caches[name], asked)[:, at:] for name in names])
@@ -150,18 +160,30 @@ class Documents:
                 kl=float(means[row, 1]),
                 nll=float(means[row, 0]),
                 recomputed=self._again[name] / (end - prompt.start),
+                read=float(self.caches[name].visible[0, prompt.start : end].float().mean()),
             )
             for row, name in enumerate(names)
         }
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
-        """The positions that a repair computes again. The caches are those of the prompt's documents."""
+        """The positions that a repair computes again. The caches are those of the prompt's documents; that
+        of ``samkv`` reads no more than what was selected."""
         kind, repair = self._repairs[name]
+        if isinstance(repair, SamKV):
+            seen = self._profiles.get(repair.block)
+            seen = seen or samkv.profiles(self._reader, prompt, repair.block)
+            self._profiles[repair.block] = seen
+            positions = samkv.select(self._reader, self.caches[name], prompt, seen)
+            return positions if repair.update else []
         cache = self.caches["none"]
         if kind == "query":
             received = torch.zeros(prompt.ends[-1], device=self._reader.device)
             asked = prompt.tokens[prompt.ends[-1] : prompt.answer]
-            self._ask(cache, asked, received=received)
+
+            def watch(_: int, __: torch.Tensor, weights: torch.Tensor) -> None:
+                received.add_(weights.sum((0, 1, 2))[: len(received)])
+
+            self._ask(cache, asked, watch=watch)
             return most(received, prompt, repair.share)
         if kind == "deviation":
             # CacheBlend (arXiv 2405.16444) looks at the layer behind the first, whose KV knows no others.

@@ -23,6 +23,7 @@ DOCUMENTS: Figures = {
     "kl": RESPONSES["kl"],
     "nll": ("{:.3f}", lambda arm, _: arm["nll"]),
     "recomputed": ("{:.1%}", lambda arm, _: arm["recomputed"]),
+    "read": ("{:.1%}", lambda arm, _: arm["read"]),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from eval import command
-from eval.fidelity import documents, summary
+from eval.fidelity import documents, samkv, summary
 from eval.fidelity.__main__ import Options, loops, read, work
 from eval.fidelity.arms import default_name, parse, parse_all
 from eval.fidelity.cache import Reader
@@ -255,6 +255,81 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     for name, scores in zip(CHOOSING, (received, deviation), strict=True):
         wanted = sorted((scores.argsort()[-8:] + 18).tolist())
         assert measured.chosen(name, prompt) == wanted
+
+
+def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader: Reader) -> None:
+    prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (18, 30, 44), 54)
+    names = ["none", "samkv-select:99", *(f"{name}:2" for name in samkv.UPDATES)]
+    measured = documents.Documents(reader, {one: documents.parse(one) for one in names}, [prompt])
+    found = measured.scores(prompt)
+    # Blocks that hold whole documents leave nothing out.
+    assert found["samkv-select:99"] == found["none"] and found["none"]["read"] == 1
+    selected = measured.caches["samkv-select:2"].visible[0, :44]
+    ends = [at for a, b in ((6, 18), (18, 30), (30, 44)) for at in (a, a + 1, *range(b - 4, b))]
+    assert selected[:6].all() and selected[ends].all()
+    # Of 3 + 3 + 4 blocks at most as many as a document has on average.
+    assert len(ends) <= int(selected[6:].sum()) <= len(ends) + 2 * 4
+    for name in names[2:]:
+        assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)
+    assert found["samkv-select:2"]["recomputed"] == 0
+    again, asked = measured.chosen("samkv:2", prompt), prompt.tokens[44:53]
+    assert set(ends[6:]) <= set(again) and selected[again].all()
+    assert found["samkv:2"]["recomputed"] == len(again) / 38
+    new, old, mixed = (measured.caches[one] for one in ("samkv:2", "none", "samkv-fusion:2"))
+    one, two = new.values[1, 0, 1, again[0]], old.values[1, 0, 1, again[0]]
+    theta = torch.cosine_similarity(one, two, dim=0)
+    wanted = theta * one + (1 - theta) * two
+    torch.testing.assert_close(mixed.values[1, 0, 1, again[0]], wanted)
+    # What was dropped is read by no one.
+    for name in names[2:]:
+        cache = measured.caches[name]
+        before = reader.forward(cache, asked)
+        cache.keys[:, 0, :, :44][:, :, ~selected] = 1e3
+        cache.length = 44
+        torch.testing.assert_close(reader.forward(cache, asked), before)
+
+
+def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -> None:
+    prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (30, 44), 54)
+    measured = documents.Documents(reader, {"none": documents.parse("none")}, [prompt])
+    measured.scores(prompt)
+    cache, (first, second) = measured.caches["none"], samkv.profiles(reader, prompt, 2)
+    towards = second.query[1].unflatten(0, (2, 2)).sum(1)
+    for sign, block in ((1e3, first.middle[4]), (-1e3, first.middle[1])):
+        place = torch.tensor(block.start)
+        cache.keys[1, 0, :, block.start] = reader.rotation.rotate(sign * towards, place)
+    for sign, most, least in ((1e3, 4, 1), (-1e3, 1, 4)):
+        # Whatever the sign of the cosine with the question's query, what others ask for counts as it is.
+        asked = [one._replace(query=0 * one.query) for one in (first, second)]
+        asked[0] = asked[0]._replace(most=[most], least=[least])
+        asked[1] = asked[1]._replace(query=sign * second.query)
+        samkv.select(reader, cache, prompt, asked)
+        assert cache.visible[0, first.middle[most]].all()
+        assert not cache.visible[0, first.middle[least]].any()
+
+
+def test_samkv_where_nothing_can_be_selected(reader: Reader) -> None:
+    same = torch.tensor([0.5, 0.5])
+    assert samkv.top_p(same, same, same) == 0
+    assert samkv.top_p(same, same + 3, same - 1) == 0.75
+    assert samkv.top_p(same, torch.tensor([3.5, 0.0]), same - 1) == 0.375
+    # One document, in blocks of 4 and of 64; documents of one, two and three blocks.
+    for ends in ((44,), (8, 12, 19, 30, 44)):
+        prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, ends, 54)
+        repairs = {name: documents.parse(name) for name in ("none", *samkv.UPDATES, "samkv:4")}
+        found = documents.Documents(reader, repairs, [prompt]).scores(prompt)
+        assert found["samkv-select"] == found["none"]
+        assert 0 < found["samkv:4"]["read"] <= 1 and found["samkv:4"]["kl"] < 10
+    with pytest.raises(ValueError, match="got 'samkv:0'"):
+        documents.parse("samkv:0")
+
+
+def test_attention_that_falls_with_distance() -> None:
+    distance = (torch.arange(60)[:, None] - torch.arange(60)).clamp(min=1)
+    exponents = torch.linspace(0.2, 3, 60)
+    alpha, mean = samkv.decay((0.3 * distance**-exponents).tril())
+    torch.testing.assert_close(alpha[:50], exponents[:50], atol=1e-3, rtol=1e-3)
+    assert float(mean[57]) == pytest.approx(0.15 * (1 + 2 ** -float(exponents[57])))
 
 
 def test_the_program_with_documents(
