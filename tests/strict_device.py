@@ -74,9 +74,7 @@ class DeviceTensor(Tensor):
 
 def on_device(value: Any) -> Any:
     """The same memory as a device tensor; in lists too. Others stay as they are."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor):
-        return type(value)(map(on_device, value))
-    return _on_device(value)
+    return tree_map(_on_device, value)
 
 
 def _is_cuda(device: Any) -> bool:
@@ -87,31 +85,27 @@ class _Event:
     """Like those of CUDA: what is queued before it is done when it says so, the second time."""
 
     def __init__(self, device: "StrictDevice") -> None:
-        self._device, self._asked = device, 0
+        self._device, self._asked = device, False
 
     def record(self, _stream: Any = None) -> None:
-        self._asked = 0
+        self._asked = False
 
     def query(self) -> bool:
-        self._asked += 1
-        if self._asked <= self._device.delay:
-            return False
-        self._device.finish()
-        return True
+        asked, self._asked = self._asked, True
+        if asked:
+            self._device.finish()
+        return asked
 
     def synchronize(self) -> None:
         self._device.waits("event.synchronize")
 
 
 class StrictDevice(TorchFunctionMode):
-    """``delay``: how often an event is not there yet when it is asked.
+    """Copies to the host arrive when the device is :meth:`finish`'ed; before, the host reads rubbish."""
 
-    Copies to the host arrive when the device is :meth:`finish`'ed; before, the host reads rubbish.
-    """
-
-    def __init__(self, delay: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.delay, self.strict = delay, 0
+        self.strict = 0
         # Storages stay, so that no other one gets the address.
         self._pinned: dict[int, Any] = {}
         self._queued: list[Callable[[], object]] = []
@@ -272,9 +266,9 @@ def _on_device(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def strict_device(delay: int = 1) -> Iterator[StrictDevice]:
+def strict_device() -> Iterator[StrictDevice]:
     """``cuda`` means the stand-in in here."""
-    device = StrictDevice(delay)
+    device = StrictDevice()
     stream = SimpleNamespace(
         wait_stream=lambda _: None,
         wait_event=lambda _: None,

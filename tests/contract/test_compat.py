@@ -18,7 +18,7 @@ import pytest
 import sglang_reasoncache
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
-from sglang_reasoncache.plugin import attention, refusals
+from sglang_reasoncache.plugin import attention
 
 #: Of a class Python parses the whole file each time.
 _source = functools.cache(inspect.getsource)
@@ -159,16 +159,13 @@ def test_source_has_steps_in_order(case: str) -> None:
 _FIELDS = "rids seq_lens_cpu extend_seq_lens_cpu extend_prefix_lens_cpu out_cache_loc"
 
 
-def test_fields_and_refused_flags_exist() -> None:
+def test_fields_exist() -> None:
     for protocol, fields in {
         types.ScheduleBatch: "batch_is_full tree_cache",
         types.ForwardBatch: f"{_FIELDS} out_cache_loc_is_physical positions req_pool_indices",
     }.items():
         found = dataclasses.fields(pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}"))
         assert {field.name for field in found} >= set(fields.split())
-    args = compat.ServerArgs(model_path="none", device="cpu")
-    for field in (*refusals.CONFLICTS, *refusals.CORRECTED_CONFLICTS):
-        assert hasattr(args, field), field
 
 
 def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:

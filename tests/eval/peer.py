@@ -144,10 +144,8 @@ def served(totals: dict[str, Any] | None = None, **changes: Any) -> Served:
     return Served(**{**row, **changes})
 
 
-def moment(
-    step: int, running: int = 1, used: int = 10, saved: int = 3, rate: float = 100.0
-) -> Moment:
-    return Moment(step, running, 0, used, saved, rate)
+def moment(step: int, running: int = 1, used: int = 10, saved: int = 3) -> Moment:
+    return Moment(step, running, 0, used, saved, 100.0)
 
 
 def write_rows(path: Path, *rows: Any) -> Path:

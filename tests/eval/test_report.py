@@ -264,18 +264,6 @@ def test_speed_and_memory_of_a_cell() -> None:
     assert nothing.tokens_per_s is nothing.ttft_p50 is nothing.mean_running is None
 
 
-def test_saving_weighs_schedulers_by_what_they_counted() -> None:
-    names = ["memory_saving_ratio", "polls", "final_saving_ratio", "requests_finished"]
-    names += ["affected_ratio", "finished_positions"]
-    counts = ((0.1, 10, 0.2, 1, 0.5, 100), (0.3, 30, 0.4, 3, 0.1, 300))
-    both = served(reports=[{"totals": dict(zip(names, row, strict=True))} for row in counts])
-    found = figures([], both, [])
-    shares = (found.saving, found.final_saving, found.affected)
-    assert shares == pytest.approx((0.25, 0.35, 0.2))
-    # Stock saves nothing.
-    assert figures([], served(), []).saving == 0.0
-
-
 def test_a_majority_is_of_one_problem_and_its_answer() -> None:
     answers: dict[str, str | None] = {
         "p.0": "4", "p.1": "3", "p.2": "3", "q.0": "4", "q.1": "5", "r.0": "4",

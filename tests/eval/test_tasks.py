@@ -22,11 +22,6 @@ from tests.eval.peer import write_rows
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def scores(task: EvalTask, texts: Sequence[str]) -> list[float]:
-    found = task.evaluate(texts, False)
-    return [found[problem.id].score for problem in task.problems]
-
-
 def test_the_embedded_reasoners_problems() -> None:
     problems = EvalTask("tiny_reasoner", Source(seed=3, limit=40)).problems
     assert len(EvalTask("tiny_reasoner", Source(seed=3)).problems) == 500
@@ -69,7 +64,8 @@ def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path
         prompts = [problem.messages[0]["content"] for problem in task.problems]
         right, other = (f"({prompt[prompt.index(') r') - 1]})" for prompt in prompts)
         wrong = "(A)" if other != "(A)" else "(B)"
-    assert scores(task, [right, wrong]) == [1.0, 0.0]
+    found = task.evaluate([right, wrong], False)
+    assert [found[problem.id].score for problem in task.problems] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -163,16 +159,10 @@ def _grade(reference: str, response: str) -> bool:
     return found == 1.0
 
 
-#: Right and wrong answers by reference.
+#: Right and wrong answers by reference. What else is equal is for math-verify to test.
 ANSWERS: dict[str, tuple[list[str], list[str]]] = {
-    "204": (["204", " 204 ", "204.", "\\text{204}", "n = 204"], ["205", "-204", "204x"]),
-    "25": (["025"], []), "1002": (["1,002"], []), "18": (["\\$18.00"], []),
-    "\\frac{14}{3}": (["\\dfrac{14}{3}", "14/3"], ["\\frac{3}{14}"]), "\\frac{1}{2}": (["0.5"], []),
-    "\\frac{1}{3}": ([], ["0.33"]), "p - q": (["-q+p"], ["q - p"]),
-    "\\left( 3, \\frac{\\pi}{2} \\right)": (["(3, \\pi/2)"], ["(\\frac{\\pi}{2}, 3)"]),
-    "\\text{Evelyn}": (["Evelyn"], ["Evan"]), "\\text{(C)}": (["(C)"], []),
-    "2\\sqrt{3}": (["\\sqrt{12}"], []), "\\{1, 2\\}": (["\\{2, 1\\}"], []),
-    "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}": (["\\begin{pmatrix}1\\\\2\\end{pmatrix}"], []),
+    "204": ([" 204 ", "204.", "n = 204"], ["205", "-204", "204x"]),
+    "1002": (["1,002"], []), "\\frac{1}{3}": ([], ["0.33"]), "\\text{Evelyn}": (["Evelyn"], ["Evan"]),
     "5": (["x \\in \\{5\\}"], []), "(1,2)": ([], ["[1,2]"]),
     "3": ([], ["\\frac{1}{", "3, 4", "\\infty", "__import__('os')"]),
 }  # fmt: skip

@@ -49,11 +49,12 @@ def begun(setup: Setup, *policies: Any, **options: Any) -> tuple[World, Req]:
     return world, world.start()
 
 
-def steps(world: World, req: Req, count: int, first: int = 0) -> None:
+def steps(world: World, *reqs: Req, count: int = 1, first: int = 0) -> None:
     """Decode steps, each followed by a poll; ``first``: token of the first one."""
     for token in range(first, first + count):
-        world.step(req, token)
-        world.controller.after_decode([req])
+        for req in reqs:
+            world.step(req, token)
+        world.controller.after_decode([*reqs])
 
 
 def evicted(world: World, req: Req) -> list[int]:

@@ -40,7 +40,7 @@ class Failing(StreamingLLM):
 def test_a_policy_that_fails_ends_evicting_and_no_server() -> None:
     world, req = begun(SINGLE, Failing(budget=16, slack=0, recent=1))
     assert world.controller.report.disabled == "KeyError: 'oops'"
-    steps(world, req, 3)
+    steps(world, req, count=3)
     assert evicted(world, req) == []
 
 
@@ -59,7 +59,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
     assert world.controller.after_decode([req]) == 4
     before = []
     for i in range(40):
-        steps(world, req, 1, first=i)
+        steps(world, req, first=i)
         row = world.row(req)
         slots = len(set(row[row >= 0].tolist()))
         assert slots <= budget + 1
@@ -86,7 +86,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> No
     req = world.start()
     world.propose(req, Pair(24, 8), Pair(20, 12))
     world.controller.after_decode([req])
-    steps(world, req, 8)
+    steps(world, req, count=8)
     gone = evicted(world, req)
     assert world.controller.pipeline.saved == 8
     world.retract(req)
@@ -98,7 +98,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> No
         assert evicted(world, req) == gone
     assert world.controller.pipeline.saved == 8
     # Later it runs as before.
-    steps(world, req, 20)
+    steps(world, req, count=20)
     assert len(evicted(world, req)) > len(gone)
 
 
@@ -121,7 +121,7 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
 
 def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
     world, req = begun(SINGLE, StreamingLLM(budget=2, slack=8, recent=1))
-    steps(world, req, 16)
+    steps(world, req, count=16)
     assert world.controller.stats.eviction_decisions <= 1 + 16 // 8
     assert evicted(world, req)[0] == len(PROMPT)
 
@@ -197,11 +197,11 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
         after = world.row(req)[: len(before)]
         assert ((after == before) | (after == -1)).all()
         before = world.row(req).copy()
-    peak = world.total - world.lowest_free()
+    peak = world.total - world.lowest_free
     assert BUDGET < peak <= BUDGET + CHUNK + setup.page
     assert len(held(world, req)) <= BUDGET
     for i in range(20):
-        steps(world, req, 1, first=100 + i)
+        steps(world, req, first=100 + i)
         assert used(world) <= BUDGET + 2 * setup.page
 
 
@@ -212,7 +212,7 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     policy = StreamingLLM(budget=8, slack=0, recent=1)
     world = world_of(setup, policy, no_tree=no_tree)
     req = prefilled(world)
-    steps(world, req, 16, first=32)
+    steps(world, req, count=16, first=32)
     assert held(world, req)[:32] == list(range(32))
     assert len(held(world, req)) <= 32 + 2 * setup.page
 
@@ -279,10 +279,7 @@ def test_more_goes_than_is_missing_where_the_slack_is_more() -> None:
 def test_no_request_is_retracted_while_another_one_has_to_give(policy: Evictor) -> None:
     """Two responses grow until either alone would fill the pool."""
     world, reqs = several(SINGLE, policy, 60, 70)
-    for i in range(60):
-        for req in reqs:
-            world.step(req, i)
-        world.controller.after_decode(reqs)
+    steps(world, *reqs, count=60)
     assert used(world) <= world.total < sum(len(world.row(req)) for req in reqs)
     assert world.controller.stats.shortages > 0
 

@@ -26,7 +26,7 @@ from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.kernels.pools import dense
 from tests.two_ranks import in_two_threads
-from tests.unit.attention_rig import Rig
+from tests.unit.attention_rig import SHORT, Rig
 
 WINDOW, ROWS = 4, 3
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
@@ -134,9 +134,9 @@ ROW = [3, 9, -1, 14, 9, -1, -1, 30, 1, 22]
 HELD = np.array([0, 1, 3, 4, 7, 8, 9])
 
 
-def rotation_of(is_neox: bool = True) -> KeyRotation:
+def rotation_of() -> KeyRotation:
     angles = torch.arange(64.0)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03])
-    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=1), DIM, is_neox)
+    return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=1), DIM, True)
 
 
 def source(
@@ -252,9 +252,6 @@ def test_ranks_give_up_the_same_as_one_with_all_heads() -> None:
 # -- attention backends ----------------------------------------------------------------
 
 
-LENGTHS = [1, 19, 70]
-
-
 def assert_kept(rig: Rig, found: RecentQueries, new: list[int]) -> None:
     """Queries of the rig's last forward, of the layer that it ran."""
     for row, end, own in zip(rig.row_of.tolist(), rig.lengths, rig.query.split(new), strict=True):
@@ -266,7 +263,7 @@ def assert_kept(rig: Rig, found: RecentQueries, new: list[int]) -> None:
 @pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 19, 30]], ids=["decode", "extend"])
 def test_the_cpu_backend_keeps_queries_and_computes_the_same(new: list[int]) -> None:
-    rig = Rig(shifted=0.4, lengths=LENGTHS)
+    rig = Rig(shifted=0.4, lengths=SHORT)
     backend = PagedCpuBackend(rig.runner, rig.cached_at)
     expected = rig.forward(backend, rig.batch(new))
     found = backend.paged.keep_queries(3)

@@ -4,30 +4,26 @@
 import functools
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
-_ROOT = Path(__file__).parents[2]
 _VOCAB_SIZE = 6000
 _SPECIAL = ["<unk>", "<eos>"]
 _REASONING = ["<think>", "</think>", "<\uff5ctool\u2581call\uff5c>"]
 
-# Pre-tokenizers of byte-level BPE. Those of cl100k_base and o200k_base, the latter without its cases
-# of letters, merge newlines with the punctuation before them (``)\n\n\n``), in o200k_base with slashes
-# behind them as well. gpt2: white space never merges with anything visible behind it but one space.
-# no_split: tokens with text on both sides of a blank line.
-_TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+# Pre-tokenizers of byte-level BPE. That of o200k_base, without its cases of letters, merges newlines with
+# the punctuation before them (``)\n\n\n``), as cl100k_base does, and with slashes behind them. gpt2: white
+# space never merges with anything visible behind it but one space. no_split: tokens with text on both
+# sides of a blank line.
 _BYTE_LEVEL = {
     "gpt2": "",
-    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _TAIL,
     "o200k": r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _TAIL,
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "no_split": r".{1,12}?\n\n\p{L}+|\s|\S+",
 }
 
@@ -116,9 +112,7 @@ _MAKERS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(_byte_level, pattern) for name, pattern in _BYTE_LEVEL.items()},
     "llama2": llama2,
     # The word-level tokenizer of the embedded reasoner; it knows some 130 words.
-    "embedded": lambda: AutoTokenizer.from_pretrained(
-        _ROOT / "eval" / "tiny_reasoner" / "checkpoint"
-    ),
+    "embedded": lambda: AutoTokenizer.from_pretrained(CHECKPOINT),
 }
 NAMES = list(_MAKERS)
 

@@ -3,8 +3,6 @@
 """Structure signatures: which formal steps are equal, which differ, what is prose."""
 
 import random
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -210,16 +208,3 @@ def test_trees_over_the_edit_bound_match_only_if_equal() -> None:
     for bound, is_near in ((44, True), (43, False)):
         assert same_structure(first, other, 1, Limits(max_edit_nodes=bound)) is is_near
         assert same_structure(first, signature(text), 1, Limits(max_edit_nodes=bound))
-
-
-def test_only_a_step_that_is_read_loads_sympy() -> None:
-    """Neither the scheduler's process nor a filter that matches runs pays for the import."""
-    script = """
-import sys
-import sglang_reasoncache.filter.process, sglang_reasoncache.filter.worker
-import sglang_reasoncache.filter.structure.signature as structure
-assert not {"sympy", "zss"} & set(sys.modules)
-structure.signature("x = 1")
-assert "sympy" in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", script], check=True)

@@ -260,10 +260,8 @@ def make(case: Case, seed: int = 3) -> Rig:
     for buffer in (keys, values):
         poison(buffer, ~used)
     query = torch.randn((len(case.lengths), case.heads, case.query_dim), generator=generator)
-    lengths, rotation = (
-        torch.tensor(case.lengths).long(),
-        make_rotation(case.rotary_dim, case.is_neox),
-    )
+    lengths = torch.tensor(case.lengths).long()
+    rotation = make_rotation(case.rotary_dim, case.is_neox)
     sides = keys, values, rows.int(), requests, lengths, cached_at.int()
     return Rig(case, *sides, rotation, query.to(case.query_dtype))
 

@@ -48,7 +48,5 @@ def test_resources(name: str, gpu: int) -> None:
         # Both blocks of V and of K.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
         assert not re.findall(NARROW, ptx)
-    elif name.startswith("logits"):
-        assert "mma" in ptx and not re.findall(NARROW, ptx)
     elif name == "gather":
         assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)

@@ -13,6 +13,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
 from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
+from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.attention_cases import (
     CASES,
     FEW,
@@ -234,6 +235,24 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
         stays = slots >= 0 if plan.shift is None else plan.shift == 0
         cached = rig.with_values(rig.keys.float()[slots], slots).transpose(0, 1)
         assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
+
+
+#: The interpreter would take a minute for the codes of 16 bits.
+CODES = [dtype for dtype in DTYPES if dtype.itemsize < (2 if INTERPRETED else 4)]
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+def test_reads_every_code_exactly(backend: str, dtype: torch.dtype) -> None:
+    """Each bit pattern at each place of a vector, subnormals and NaN included."""
+    bits = torch.int8 if dtype.itemsize == 1 else torch.int16
+    count, dim = 1 << (8 * dtype.itemsize), 67
+    slots = torch.arange(count, dtype=torch.int32)
+    keys = torch.zeros(count, 1, dim).to(dtype)
+    keys.view(bits)[slots, 0, slots % dim] = slots.to(bits)
+    own, entries = placed((keys, slots), backend)
+    found, _ = gather_kv(PagedKv(own, own, backend=backend), entries, None, torch.float32)
+    expected = keys[:, 0].float()
+    torch.testing.assert_close(found[0].cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 # -- plans -----------------------------------------------------------------------

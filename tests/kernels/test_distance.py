@@ -219,10 +219,6 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
 # -- by hand ---------------------------------------------------------------------
 
 
-def random_layers(heads: int, dim: int, dtype: torch.dtype = torch.bfloat16) -> Layers:
-    return make_layers(Case(heads=heads, k_dim=dim, v_dim=dim, dtype=dtype))
-
-
 #: Two tokens, two heads, one dim.
 _ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
 
@@ -271,7 +267,7 @@ _LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()
 def test_refused_entries(
     host_of_distances: str, dst: Any, src: Any, shift: Any, words: str
 ) -> None:
-    layers = random_layers(2, 8)
+    layers = make_layers(Case(k_dim=8, v_dim=8))
     kernel = DistanceKernel(layers, make_rotation(8, True), backend=host_of_distances)
     with pytest.raises(ValueError, match=words):
         kernel.squares(dst, src, shift)
@@ -291,7 +287,7 @@ def test_layers_of_two_layouts_are_refused(host_of_distances: str) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
 def test_which_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """C++ in host memory; without the library PyTorch."""
-    layers = random_layers(1, 2, torch.float8_e4m3fn)
+    layers = make_layers(Case(heads=1, k_dim=2, v_dim=2, dtype=torch.float8_e4m3fn))
     try:
         native.library()
     except native.NativeUnavailable as error:

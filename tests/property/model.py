@@ -103,19 +103,12 @@ class Memory:
         """The empty sequence of a namespace."""
         return self._roots.setdefault(salt, Path(salt))
 
-    def is_exact_at(self, content: int, path: Path) -> bool:
-        """Whether ``content`` is what an unshared run computes for the last token of ``path``."""
-        return self._exact_for[content] is path
-
     def matched(self, track: Track) -> None:
         """The row starts with what the tree holds for its tokens."""
-        track.shows = self.held(track.paths[: track.req.prefix_len])
-        track.gone = {}
-
-    def held(self, paths: list[Path]) -> list[int]:
-        """What the tree holds for whole pages of a sequence."""
         page = self.world.page
-        return [content for path in paths[page - 1 :: page] for content in self.tree[path]]
+        paths = track.paths[page - 1 : track.req.prefix_len : page]
+        track.shows = [content for path in paths for content in self.tree[path]]
+        track.gone = {}
 
     def _pages(self, track: Track, up_to: int) -> Iterator[tuple[Path, Page]]:
         """Whole pages of ``[0, up_to)`` of the row."""
@@ -269,7 +262,7 @@ class Memory:
             for end in range(page, len(slots) + 1, page):
                 found[paths[end - 1]] = tuple(contents[end - page : end])
             for at, content in zip(paths, contents, strict=True):
-                assert self.is_exact_at(content, at), "an approximation in the tree"
+                assert self._exact_for[content] is at, "an approximation in the tree"
             named.append(self._page_ids(slots))
             assert data.lock_ref == locks[id(node)], "a lock count is wrong"
             protected += len(slots) * (data.lock_ref > 0)

@@ -37,7 +37,7 @@ class Composing(RuleBasedStateMachine):
         self.world = World(Setup(page=1, block=4, slots=110))
         self.world.tree.composes = True
         self.running: list[tuple[Req, list[int]]] = []
-        self._contents = 0
+        self._contents = itertools.count(1)
         #: Salt and document -> contents of the path that was last computed for it.
         self.documents: dict[tuple[str | None, int], list[int]] = {}
 
@@ -73,17 +73,13 @@ class Composing(RuleBasedStateMachine):
         assert batch.prefill_input_ids_cpu.tolist() == [text[at] for at in positions]
         row = world.row(req)
         assert row[positions].tolist() == slots.tolist(), "written where the row names it"
-        world.write(slots, [self._content() for _ in slots])
+        world.write(slots, [next(self._contents) for _ in slots])
         world.written_at[slots] = positions
         for repaired in repairs.of([req.rid], [len(slots)]):
             if repaired.received is not None:
                 repaired.received.add_(torch.rand(len(repaired.received)))
         checkpoint_kv_cache(req, world.tree)
         return world.contents()[world.row(req)].tolist()
-
-    def _content(self) -> int:
-        self._contents += 1
-        return self._contents
 
     @rule(
         order=st.permutations(range(4)).map(lambda order: order[:3]),
@@ -129,7 +125,7 @@ class Composing(RuleBasedStateMachine):
     def decode(self, data: st.DataObject) -> None:
         req, shown = data.draw(st.sampled_from(self.running))
         if self.world.can_decode([req]):
-            content = self._content()
+            content = next(self._contents)
             self.world.write(self.world.decode([req]), [content])
             shown.append(content)
             req.output_ids.append(7)

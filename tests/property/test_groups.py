@@ -7,7 +7,6 @@ tree, must read its token with its salt, whichever requests ended meanwhile. Fre
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from array import array
@@ -16,8 +15,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import HealthCheck, settings, stateful
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
@@ -30,6 +27,7 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.sharing.measure import Measurement
 from sglang_reasoncache.sharing.state import state_of
 from tests.filter.words import Words
+from tests.property.test_memory import explore
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, SlowMeter, World
 from tests.server.faulty.waiting_reasoncache import wait_for
 
@@ -63,7 +61,7 @@ class RandomMeter(SlowMeter):
 class GroupMachine(RuleBasedStateMachine):
     """One scheduler's memory; see the module."""
 
-    rules_run = across = reapplied = 0
+    operations = across = reapplied = 0
     refusals: ClassVar[Counter[str]]
 
     def __init__(self, setup: Setup, engine: FilterProcess) -> None:
@@ -138,12 +136,9 @@ class GroupMachine(RuleBasedStateMachine):
                 said = PHRASES[phrases[i] // 2 % len(PHRASES)]
                 req.output_ids.append(said[(step + phrases[i] // 16) % len(said)])
             if step % 4 == 3:
-                self._poll(batch)
-
-    def _poll(self, batch: list[Req]) -> None:
-        before = self.world.to_have()
-        freed = self.world.controller.after_decode(batch)
-        assert self.world.to_have() - before == freed
+                before = self.world.to_have()
+                freed = self.world.controller.after_decode(batch)
+                assert self.world.to_have() - before == freed
 
     def _make_room(self) -> None:
         while self.running and not self.world.can_decode(self.running):
@@ -203,7 +198,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @invariant()
     def everybody_reads_what_is_theirs(self) -> None:
-        type(self).rules_run += 1
+        type(self).operations += 1
         assert self.world.controller.report.disabled is None
         world, page = self.world, self.world.page
         stored = world.contents()
@@ -284,8 +279,6 @@ def contents(tokens: Any, salt: str | None) -> list[int]:
 def test_siblings_share_and_lose_nothing(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
-    requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
-    wanted = (requested or QUICK_RULES) // len(SETUPS)
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
     knobs: Any = {"block": setup.block, "page_size": setup.page, "min_run": setup.block}
     config = FilterConfig(
@@ -301,22 +294,11 @@ def test_siblings_share_and_lose_nothing(
         def __init__(self) -> None:
             super().__init__(setup, engine)
 
-    torch.set_num_threads(1)
     try:
-        while Machine.rules_run < wanted:
-            stateful.run_state_machine_as_test(
-                Machine,
-                settings=settings(
-                    max_examples=max(1, min(200, (wanted - Machine.rules_run) // 60)),
-                    stateful_step_count=60,
-                    deadline=None,
-                    derandomize=not requested,
-                    suppress_health_check=list(HealthCheck),
-                ),
-            )
+        explore(Machine, QUICK_RULES, len(SETUPS), rate=1)
     finally:
         engine.shut_down()
-    record_property("rules", Machine.rules_run)
-    print(setup, Machine.rules_run, Machine.across, Machine.reapplied, Machine.refusals)
+    record_property("operations", Machine.operations)
+    print(setup, Machine.operations, Machine.across, Machine.reapplied, Machine.refusals)
     # The run would prove little if hardly anything had been shared.
-    assert Machine.across > Machine.rules_run // 30 and Machine.reapplied > 0
+    assert Machine.across > Machine.operations // 30 and Machine.reapplied > 0

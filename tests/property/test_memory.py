@@ -513,18 +513,15 @@ class MemoryMachine(RuleBasedStateMachine):
         """Requests that wait are matched, which splits nodes, and go away again."""
         paths = list(self.memory.tree)
         for at, beyond in requests:
-            path = paths[at % len(paths)]
-            self._look_up([*path.tokens, *tokens_of(at, beyond)], path.salt)
-
-    def _look_up(self, tokens: list[int], salt: str | None) -> None:
-        self._count()
-        req = self.world.request("probe", tokens, salt=salt)
-        key = RadixKey(array("q", tokens), cache_salt=salt)
-        result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))
-        paths = self.memory.root(salt).along(tokens)
-        page = self.setup.page
-        held = sum(path in self.memory.tree for path in paths[page - 1 :: page])
-        assert result.device_prefix_len == held * page
+            self._count()
+            path, page = paths[at % len(paths)], self.setup.page
+            tokens, salt = [*path.tokens, *tokens_of(at, beyond)], path.salt
+            req = self.world.request("probe", tokens, salt=salt)
+            key = RadixKey(array("q", tokens), cache_salt=salt)
+            result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))
+            along = self.memory.root(salt).along(tokens)[page - 1 :: page]
+            held = sum(one in self.memory.tree for one in along)
+            assert result.device_prefix_len == held * page
 
     @precondition(lambda self: len(self.memory.tree) > 40 and not self.running)
     @rule(flush=st.booleans())
@@ -566,36 +563,39 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.world.controller.saved_positions == 0
 
 
-@pytest.mark.property
-@pytest.mark.usefixtures("published_config")
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -> None:
+def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
+    """Examples until ``machine.operations`` is a setup's part of what is asked for, else of ``quick``; a
+    rule adds about ``rate``."""
     requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
-    wanted = (requested or QUICK_OPERATIONS) // len(SETUPS)
+    wanted = (requested or quick) // setups
     steps, most = (150, 200) if requested else (60, 10)
-
-    class Machine(MemoryMachine):
-        """Counts for this setup alone."""
-
-        def __init__(self) -> None:
-            super().__init__(setup)
-
     torch.set_num_threads(1)
-    while Machine.operations < wanted:
+    while (done := machine.operations) < wanted:
         # The quick run is the same every time, the long one never is. Examples of a seed resemble
         # each other, so each gets few.
-        made = Machine if requested else seed(Machine.operations)(Machine)
         stateful.run_state_machine_as_test(
-            made,
+            machine if requested else seed(done)(machine),
             settings=settings(
-                # A rule is two operations or three.
-                max_examples=max(1, min(most, (wanted - Machine.operations) // (2 * steps))),
+                max_examples=max(1, min(most, (wanted - done) // (rate * steps))),
                 stateful_step_count=steps,
                 deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
             ),
         )
+
+
+@pytest.mark.property
+@pytest.mark.usefixtures("published_config")
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -> None:
+    class Machine(MemoryMachine):
+        """Counts for this setup alone."""
+
+        def __init__(self) -> None:
+            super().__init__(setup)
+
+    explore(Machine, QUICK_OPERATIONS, len(SETUPS), rate=2)
     record_property("operations", Machine.operations)
     if Machine.operations < 2000:
         return

@@ -76,11 +76,8 @@ class Setup:
     core: str = "python"
 
     def __str__(self) -> str:
-        parts = [f"page{self.page}", f"block{self.block}"]
-        parts += ["sorted"] * self.need_sort + ["prompts"] * self.prompts
-        parts += ["short"] * (self.when == "short")
-        parts += [self.core] * (self.core != "python")
-        return "-".join(parts)
+        flags = ["sorted"] * self.need_sort + ["prompts"] * self.prompts
+        return "-".join([f"page{self.page}", f"block{self.block}", *flags, self.when, self.core])
 
 
 class Pair(NamedTuple):
@@ -240,7 +237,8 @@ class World:
         ``queries``: a ``RecentQueries`` of policies that read some.
         ``engine``: instead of the scripted one; requests with one prompt are a group then."""
         self.setup, self.page = setup, setup.page
-        self.total = self._lowest_free = setup.slots
+        #: ``lowest_free``: the fewest free slots right after an allocation for a prefill.
+        self.total = self.lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
             **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device=self.device),
             **dict(head_num=1, head_dim=4, layer_num=LAYERS, enable_memory_saver=False),
@@ -345,7 +343,7 @@ class World:
         self.rows.write((row, slice(req.prefix_len, req.extend_end)), out.to(torch.int32))
         req.kv.kv_allocated_len = req.kv.kv_committed_len = req.extend_end
         req.is_retracted = False
-        self._lowest_free = min(self._lowest_free, self.allocator.available_size())
+        self.lowest_free = min(self.lowest_free, self.allocator.available_size())
         slots = in_host(out).numpy()
         self.written_at[slots] = np.arange(req.prefix_len, req.extend_end)
         return slots
@@ -400,10 +398,6 @@ class World:
     def free_pages(self) -> np.ndarray:
         return in_host(self.allocator.get_all_free_pages()).numpy()
 
-    def lowest_free(self) -> int:
-        """The fewest free slots right after an allocation for a prefill; see :meth:`extend`."""
-        return self._lowest_free
-
     def row(self, req: Req) -> np.ndarray:
         return self.row_table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
 
@@ -429,10 +423,10 @@ class World:
         for token in others:
             self.step(req, token)
 
-    def prefill(self, req: Req, up_to: int | None = None) -> None:
-        """Compute the prompt, and what was generated before a retraction; or a first chunk of it."""
+    def prefill(self, req: Req) -> None:
+        """Compute the prompt, and what was generated before a retraction."""
         req.init_next_round_input(self.tree)
-        req.extend_end = up_to or len(req.full_untruncated_fill_ids)
+        req.extend_end = len(req.full_untruncated_fill_ids)
         req.lock = self.tree.lock(req.last_node)
         slots = self.extend(req)
         self.write(slots, [1] * len(slots))

@@ -24,7 +24,7 @@ DIM = 16
 RANK, ROTATED = 256, 32
 BASE = 10_000
 CONTEXT = 1024
-LENGTHS = [1, 19, 989]
+LENGTHS, SHORT = [1, 19, 989], [1, 19, 70]
 
 #: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; bf16: keys,
 #: weights and the result are each rounded to 8 bits, for values of about 1.
@@ -195,11 +195,8 @@ class Rig:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
-        return torch.cat([out for out, _ in self.dense(batch, logit_cap)])
-
-    def dense(self, batch: Any, cap: float = 0.0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """By row, in fp64: attention ``[tokens, heads, dim]`` to keys rotated to where they are
-        used, evicted ones masked, and its weights ``[heads, tokens, positions]``."""
+        """In fp64: attention ``[tokens, heads, dim]`` to keys rotated to where they are used, evicted
+        ones masked."""
         keys, values = (side.double() for side in compat.kv_of(self.pool, 1))
         found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
@@ -216,8 +213,9 @@ class Rig:
             if self.window:
                 decode = batch.forward_mode.is_decode()
                 hidden |= at < own - self.window + (self.unread if decode else 0)
-            found.append(dense(q, k, values[slots], self.scale, hidden=hidden, cap=cap))
-        return found
+            out, _ = dense(q, k, values[slots], self.scale, hidden=hidden, cap=logit_cap)
+            found.append(out)
+        return torch.cat(found)
 
 
 def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
@@ -236,16 +234,22 @@ def announced(
 ) -> ForwardBatch:
     """The batch, of which the backend knows by the hook that sees a new one; ``shifted``, ``evicted``:
     what our tree says of its requests."""
+    runner: Any = SimpleNamespace(attn_backend=backend)
+    attention._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
+    return batch
+
+
+def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
+    """A batch as SGLang's scheduler has it, and what our tree says of its requests."""
     reqs: list[Any] = [object()]
+    eviction = SimpleNamespace(evicts_prompts=False)
+    own = dict(containment=contextlib.nullcontext(), holds=False, eviction=eviction)
     tree = SimpleNamespace(
-        controller=SimpleNamespace(containment=contextlib.nullcontext()),
+        controller=SimpleNamespace(**own),
         reads_shifted=lambda of: shifted and of is reqs,
         evicted_of=lambda of: evicted if of is reqs else [],
     )
-    requests = SimpleNamespace(tree_cache=tree, reqs=reqs)
-    runner: Any = SimpleNamespace(attn_backend=backend)
-    attention._after_forward_batch(batch, type(batch), requests, runner)
-    return batch
+    return SimpleNamespace(tree_cache=tree, reqs=reqs, **more)
 
 
 def mark(batch: ForwardBatch, needs_ours: bool) -> None:

@@ -17,16 +17,12 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY
 from sglang_reasoncache.filter.align import AcrossPair
-from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Pair, ScriptedEngine, Setup, World
-from tests.unit.test_pipeline import assert_judged
+from tests.unit.test_pipeline import assert_judged, state
 
-SETUPS = [
-    Setup(page=1, block=4, slots=200),
-    Setup(page=4, block=4, slots=240, need_sort=True),
-]
+SETUPS = [Setup(page=1, block=4, slots=200), Setup(page=4, block=4, slots=240, need_sort=True)]
 ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
@@ -54,15 +50,10 @@ def world_of(setup: Setup, **options: Any) -> World:
     return World(setup, engine=GroupEngine(), **options)
 
 
-def number(world: World, req: Req) -> int:
-    state: Any = state_of(req)
-    return state.followed.id
-
-
 def lend(world: World, source: Req, reader: Req, *pairs: Pair) -> int:
     """``reader`` is offered blocks of ``source``; how many slots that brings back."""
-    lent = [AcrossPair(*pair, number(world, source)) for pair in pairs]
-    world.engine.lent[number(world, reader)] = lent
+    lent = [AcrossPair(*pair, state(source).followed.id) for pair in pairs]
+    world.engine.lent[state(reader).followed.id] = lent
     world.step(reader)
     reqs = running(world)
     assert world.controller.after_decode(reqs) == 0
@@ -150,8 +141,7 @@ def test_a_reader_waits_for_a_source_that_was_retracted_too(setup: Setup, again:
     assert sum(freed) == 4 and freed[-1] == 0
     assert (world.row(reader)[12:16] == world.row(source)[20:24]).all()
     balance(world)
-    state: Any = state_of(reader)
-    assert not state.pending and len(state.redirected) == 1
+    assert not state(reader).pending and len(state(reader).redirected) == 1
 
 
 def test_nothing_waits_for_a_source_that_has_left() -> None:
@@ -161,11 +151,10 @@ def test_nothing_waits_for_a_source_that_has_left() -> None:
         world.retract(req)
     world.come_back(reader)
     world.controller.after_decode([reader])
-    state: Any = state_of(reader)
-    assert len(state.pending) == 1
+    assert len(state(reader).pending) == 1
     source.finished_reason = FINISH_ABORT("client left")
     world.controller.after_decode([reader])
-    assert not state.pending and world.controller.pipeline.ledger.slots == 0
+    assert not state(reader).pending and world.controller.pipeline.ledger.slots == 0
 
 
 @pytest.mark.parametrize(

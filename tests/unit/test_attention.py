@@ -33,7 +33,14 @@ DECODE_AND_EXTEND = pytest.mark.parametrize(
 KINDS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
-class Backend(SharedSlotReads, TorchNativeAttnBackend):
+class Stock(TorchNativeAttnBackend):
+    """It has no graphs, so it needs no memory for them."""
+
+    def init_cuda_graph_state(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Backend(SharedSlotReads, Stock):
     """As ``attention.backend_class`` makes them."""
 
 

@@ -30,12 +30,11 @@ from sglang_reasoncache.plugin import attention
 from tests.eviction.test_recent_queries import assert_kept
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import TOLERANCE, Rig, announced, mark
+from tests.unit.attention_rig import SHORT, TOLERANCE, Rig, announced, mark
 from tests.unit.test_attention import REQUESTED_BY
 
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
-LENGTHS = [1, 19, 70]
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
@@ -158,12 +157,7 @@ class Graphs:
 
 @pytest.fixture
 def rig() -> Rig:
-    return Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
-
-
-@pytest.fixture
-def latent() -> Rig:
-    return Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1, interleaved=True, latent=True)
+    return Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)
 
 
 @pytest.fixture
@@ -214,10 +208,9 @@ def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int],
 
 @under_interpreter
 @pytest.mark.usefixtures("few_programs", "ranks")
-def test_latent_rows_are_read_by_one_or_the_other(
-    latent: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_latent_rows_are_read_by_one_or_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode step; a prefill is SGLang's."""
+    latent = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, interleaved=True, latent=True)
     backend = triton_backend(latent, monkeypatch)
     graphs, batch = Graphs(latent, backend), latent.batch([1, 1, 1])
     for runner in (backend, graphs):
@@ -236,18 +229,15 @@ def test_latent_rows_are_read_by_one_or_the_other(
 @pytest.mark.parametrize("window", [17, 500])
 def test_windows_are_those_of_sglangs_kernels(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     """In which a decode step leaves out the oldest position of a window and a prefill does not."""
-    rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1, window=window)
+    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, window=window)
     backend = triton_backend(rig, monkeypatch)
     graphs = Graphs(rig, backend)
-    for runner, new in ((backend, [1, 1, 1]), (graphs, [1, 1, 1]), (backend, [1, 3, 30])):
-        batch = rig.batch(new)
-        mark(batch, True)
-        assert close(rig, rig.forward(runner, batch), batch)
-    rig.settle()
-    for runner, new in ((backend, [1, 1, 1]), (graphs, [1, 1, 1]), (backend, [1, 3, 30])):
-        batch = rig.batch(new)
-        mark(batch, False)
-        assert close(rig, rig.forward(runner, batch), batch)
+    for shifts in (True, False):
+        for runner, new in ((backend, [1, 1, 1]), (graphs, [1, 1, 1]), (backend, [1, 3, 30])):
+            batch = rig.batch(new)
+            mark(batch, shifts)
+            assert close(rig, rig.forward(runner, batch), batch)
+        rig.settle()
     assert graphs.replayed == [SHIFTED, PLAIN]
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups of DP attention agree in SGLang's vote which decode graph they run, and on prefill graphs."""
 
-import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from sglang_reasoncache.attention.batch_mark import GraphVote
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, SharedSlotReads
 from sglang_reasoncache.plugin import attention
 from tests.two_ranks import on_two_ranks
+from tests.unit.attention_rig import requests_of
 
 #: What a group has to run: nothing, or a batch in this mode whose rows have shifted slots, or have not.
 IDLE, EXTEND = None, ForwardMode.EXTEND
@@ -33,16 +33,7 @@ def batch_of(kind: Any) -> Any:
     if kind is None:
         return None
     mode, shifted = kind
-    tree = SimpleNamespace(
-        controller=SimpleNamespace(
-            containment=contextlib.nullcontext(),
-            holds=False,
-            eviction=SimpleNamespace(evicts_prompts=False),
-        ),
-        reads_shifted=lambda reqs: shifted,
-        evicted_of=lambda reqs: [0],
-    )
-    return SimpleNamespace(forward_mode=mode, reqs=[object()], tree_cache=tree)
+    return requests_of(shifted, [0], forward_mode=mode)
 
 
 def backend_of() -> Any:

@@ -13,6 +13,7 @@ import pytest
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.attention import served
+from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
 from sglang_reasoncache.sharing.decision import Refusal
@@ -100,6 +101,7 @@ def test_what_the_code_names_is_in_its_page() -> None:
     assert totals == SharingStats().to_dict().keys()
     names = re.findall(r"^`(\w+)`$", _table("architecture", "reason"), re.MULTILINE)
     assert names == [each.value for each in Refusal]
+    assert re.findall(r"`([^`]+)`", _table("filter", "preset")) == [*PRESETS]
     table = TEXT["kernels"].partition("\n| layer | served |")[2].partition("\n\n")[0]
     layers = re.findall(r"^\| (.*?) \| `(.*?)`", table, re.MULTILINE)
     assert dict(layers) == {name: str(values[0]) for name, _, values in served.LAYER_ATTRIBUTES}

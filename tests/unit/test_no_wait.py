@@ -8,7 +8,7 @@ so when an allocation for a part of a batch fails."""
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from sglang_reasoncache.eviction.policies.l2norm import L2Norm
 from sglang_reasoncache.eviction.policies.rkv import RKV
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels import distance
-from tests.eviction.rows import world_of
+from tests.eviction.rows import steps, world_of
 from tests.property.world import LAYERS, MAX_ROWS, PROMPT, Eviction, Pair, Setup, World
 from tests.strict_device import WouldWait, guarded, no_wait, strict_device
 from tests.triton_runs import INTERPRETED
@@ -75,18 +75,11 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
             assert world.allocator.available_size() == SLOTS and not world.allocator.references
 
 
-def steps(world: World, *reqs: Any, count: int = 4) -> None:
-    for _ in range(count):
-        for req in reqs:
-            world.step(req)
-        world.controller.after_decode(list(reqs))
-
-
 def shared(world: World, name: str = "r", first: int = 100) -> Any:
     """A request that shares two blocks, whose distances have arrived."""
     req = world.start(name, first)
     world.propose(req, Pair(20, 8), Pair(16, 12))
-    steps(world, req)
+    steps(world, req, count=4)
     assert world.allocator.row_of(req.kv.req_pool_idx).saved == 8
     return req
 
@@ -112,7 +105,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
     after = world.request("after", text)
     world.prefill(after)
     after.output_ids.append(9)
-    steps(world, after)
+    steps(world, after, count=4)
     assert world.controller.pipeline.saved == 0
     world.abort(after)
     assert world.tree.evict(EvictParams(num_tokens=20)).num_tokens_evicted >= 20
@@ -124,7 +117,7 @@ def test_evicting(setup: Setup) -> None:
     req = shared(world)
     # A block that shares its slots, one whose slots others read, one that shares nothing.
     world.evictor.waiting["r"] = [Eviction(at, 4) for at in (20, 12, 24)]
-    steps(world, req)
+    steps(world, req, count=4)
     assert world.controller.report.slots_saved == 8 + 4
     world.retract(req)
     world.prefill(req)
@@ -133,16 +126,11 @@ def test_evicting(setup: Setup) -> None:
     world.finish(req)
 
 
-POLICIES: dict[str, Callable[..., Any]] = {
-    "l2norm": L2Norm, "keydiff": KeyDiff, "h2o": H2O, "rkv": RKV
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("page", [1, 4])
-@pytest.mark.parametrize("name", POLICIES)
-def test_policies_that_read_keys_and_queries(name: str, page: int) -> None:
+@pytest.mark.parametrize("kind", [L2Norm, KeyDiff, H2O, RKV])
+def test_policies_that_read_keys_and_queries(kind: Any, page: int) -> None:
     """Their scores arrive at a later poll, and what goes is what goes on the CPU."""
-    policy = POLICIES[name](budget=16, slack=4, recent=4)
+    policy = kind(budget=16, slack=4, recent=4)
 
     def evicted() -> list[int]:
         shapes = {layer: LayerShape(2, 4, 0.5, 0.0) for layer in range(LAYERS)}

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from sglang_reasoncache.attention.paged_cuda import SHIFTED, SharedSlotReads
+from sglang_reasoncache.attention.paged_cuda import SHIFTED
 from tests.property.world import in_host
 from tests.strict_device import no_wait, on_device, strict_device
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import under_interpreter
-from tests.unit.attention_rig import TOLERANCE, Rig, announced
-from tests.unit.test_attention import REQUESTED_BY
+from tests.unit.attention_rig import SHORT, TOLERANCE, Rig, announced
+from tests.unit.test_attention import REQUESTED_BY, Backend
 
-LENGTHS = [1, 19, 70]
 NEW = {"decode": [1, 1, 1], "with-prefix": [1, 7, 30], "few": [1, 3, 4]}
 ON_DEVICE = ["input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc"]
 ON_DEVICE += ["extend_seq_lens", "extend_prefix_lens"]
@@ -33,17 +31,6 @@ pytestmark = [
 def device() -> Iterator[None]:
     with strict_device():
         yield
-
-
-class Stock(TorchNativeAttnBackend):
-    """It has no graphs, so it needs no memory for them."""
-
-    def init_cuda_graph_state(self, max_bs: int, *_: Any, **__: Any) -> None:
-        pass
-
-
-class Backend(SharedSlotReads, Stock):
-    """As ``attention.backend_class`` makes them."""
 
 
 class Replayed:
@@ -109,7 +96,7 @@ def test_plans_and_layers(new: list[int], corrected: bool) -> None:
     """With shifted slots, then with evicted positions too; every batch and either correction with
     kept queries and without."""
     keeps = corrected != (new == NEW["with-prefix"])
-    rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1)
+    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)
     backend = backend_of(rig, corrected)
     if keeps:
         backend.paged.keep_queries(3)
@@ -119,14 +106,14 @@ def test_plans_and_layers(new: list[int], corrected: bool) -> None:
         check(rig, backend, new)
     rig.evict(new)
     rows = rig.rows.req_to_token[rig.row_of]
-    gone = [int((row[:end] < 0).sum()) for row, end in zip(rows, LENGTHS, strict=True)]
+    gone = [int((row[:end] < 0).sum()) for row, end in zip(rows, SHORT, strict=True)]
     check(rig, backend, new, gone)
     if new == NEW["decode"]:
         check(rig, backend, new, gone, Replayed(backend))
 
 
 def test_latent_rows() -> None:
-    rig = Rig(shifted=0.4, lengths=LENGTHS, heads=2, kv_heads=1, interleaved=True, latent=True)
+    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, interleaved=True, latent=True)
     backend = backend_of(rig)
     for runner in (None, Replayed(backend)):
         check(rig, backend, NEW["decode"], runner=runner)

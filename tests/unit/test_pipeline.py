@@ -19,6 +19,7 @@ from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
+from tests.eviction.rows import steps
 from tests.property.world import Pair, Setup, SlowMeter, World
 
 SETUP = Setup(page=1, block=4, slots=120)
@@ -35,13 +36,13 @@ def arrive(world: World, yes: bool) -> None:
     world.meter.arrived = yes
 
 
-def state(world: World, req: Req) -> Any:
-    return state_of(req)
+#: Of a request.
+state: Any = state_of
 
 
-def pairs_of(world: World, req: Req) -> list[tuple[int, int]]:
+def pairs_of(req: Req) -> list[tuple[int, int]]:
     """Blocks that share."""
-    return [(block.dst_start, block.src_start) for block in state(world, req).redirected]
+    return [(block.dst_start, block.src_start) for block in state(req).redirected]
 
 
 def used(world: World) -> int:
@@ -115,7 +116,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
     """Aborted while it waited to be scheduled again, it is never released."""
     world = World(SETUP)
     req = world.start()
-    followed = state(world, req).followed.id
+    followed = state(req).followed.id
     world.engine.waiting[followed] += (Pair(20, 8),)
     world.engine.feed([followed], [1], [7])  # type: ignore[arg-type]
     world.retract(req)
@@ -184,13 +185,13 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
         ranks.allowed = -1
     assert world.controller.after_decode([req]) == 0
     ranks.allowed = None
-    engine, stats, left = world.engine, world.controller.stats, state(world, req)
+    engine, stats, left = world.engine, world.controller.stats, state(req)
     assert (engine.restarts, engine.outstanding) == (1, 0)
     assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
-    assert left.followed is None and pairs_of(world, req) == [(20, 8)]
+    assert left.followed is None and pairs_of(req) == [(20, 8)]
     assert world.controller.pipeline.saved == 4
     other = world.start("other", first=200)
-    assert (state(world, other).followed is None) == given_up
+    assert (state(other).followed is None) == given_up
     world.step(req)
     assert world.controller.after_decode([req, other]) == 0
     assert world.engine.closed == set()
@@ -205,10 +206,10 @@ def test_polls_the_requests_now_and_then() -> None:
     assert (stats.requests_seen, stats.requests_finished) == (1, 1)
     world.step(req)
     world.controller.after_decode([req])
-    assert state(world, req) is None
+    assert state(req) is None
     world.step(req)
     world.controller.after_decode([req])
-    assert state(world, req).fed == len(req.output_ids) - 1
+    assert state(req).fed == len(req.output_ids) - 1
     assert (stats.decode_steps, stats.polls, stats.requests_seen) == (4, 1, 2)
 
 
@@ -242,11 +243,8 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 def find(world: World, req: Req, *pairs: Pair) -> None:
     """The engine proposes blocks, and the next poll takes them."""
-    state: Any = state_of(req)
-    world.engine.waiting[state.followed.id] += pairs
-    for _ in range(2):
-        world.step(req)
-        world.controller.after_decode([req])
+    world.propose(req, *pairs)
+    steps(world, req)
 
 
 def lack(world: World, slots: int) -> int:
@@ -277,7 +275,7 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
     assert ledger(world).slots == 12 and len(ledger(world)) == 3
     assert (world.row(req)[: len(before)] == before).all() and lack(world, 0) == 0
     assert [lack(world, 3), lack(world, 5), lack(world, 9)] == [4, 8, 0]
-    assert pairs_of(world, req) == [(16, 20), (12, 24), (8, 28)]
+    assert pairs_of(req) == [(16, 20), (12, 24), (8, 28)]
     assert ledger(world).slots == world.controller.stats.blocks_missed == 0
 
 

@@ -5,7 +5,6 @@ SGLang's own parsers name them."""
 import logging
 import re
 from array import array
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 from transformers import AutoTokenizer
 
+from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache import compat
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows
 from sglang_reasoncache.plugin import hooks
@@ -59,16 +59,13 @@ def test_a_request_that_says_nothing_shares(params: object) -> None:
     assert allows(Req("r", "", array("q", [1]), given))
 
 
-_MODEL = Path(__file__).parents[2] / "eval" / "tiny_reasoner" / "checkpoint"
-
-
 @pytest.mark.parametrize(
     ("parser", "force"), [("deepseek-r1", True), ("qwen3", False), ("qwen3-thinking", True)]
 )
 @pytest.mark.parametrize("added", [[], ["<tool_call>"]], ids=["", "tools"])
 def test_single_tokens(parser: str, force: bool, added: list[str]) -> None:
     """A tool call that ends reasoning is an end marker."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(_MODEL)
+    tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.add_tokens(added, special_tokens=True)
     start, *ends = tokenizer.convert_tokens_to_ids(["<think>", "</think>", *added])
     if parser == "deepseek-r1":
@@ -79,7 +76,7 @@ def test_single_tokens(parser: str, force: bool, added: list[str]) -> None:
 @pytest.mark.parametrize("parser", ["gpt-oss", "mistral", "no-such-parser", "k2_horizon"])
 def test_what_cannot_be_followed_is_said(parser: str, caplog: pytest.LogCaptureFixture) -> None:
     """Without parser or tokenizer there is nothing to say: all is reasoning."""
-    tokenizer = AutoTokenizer.from_pretrained(_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     for known in ((None, tokenizer), ("", tokenizer), ("qwen3", None)):
         assert reasoning_markers(*known) is None
     assert not caplog.text
