@@ -29,14 +29,12 @@ from eval.tokenizers import load_tokenizer
 
 #: Flags of the runs of a bench by name.
 Runs = dict[str, str]
-#: What differs is the memory: an admission that fills the pool. SGLang's documentation advises 0.3
-#: where requests wait beside free slots. Each server holds up to 3 GB.
+#: An admission that fills the pool, as SGLang's documentation advises where requests wait beside free slots.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
 #: Recorded responses to AIME 2024 and to MATH-500, of the folder of traces.
 AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
-#: AIME responses with more tokens go round in circles up to the limit of the model that wrote them;
-#: the next shorter one has 14,406.
+#: AIME responses with more tokens go round in circles; the next shorter one has 14,406.
 LOOPING = 20_000
 
 
@@ -206,8 +204,8 @@ def work(options: Options) -> None:
     home = options.out / options.bench / digest_of([commit, options.flags])
     folders, is_whole = [], True
     for name in options.only or asked:
-        words = [*flags_of(_ALL + asked[name]), *options.flags]
         folders.append(home / name)
+        words = [*flags_of(_ALL + asked[name]), *options.flags]
         is_whole &= run(parse(words)[0], folders[-1])
         data = load(folders)
         if data.cells.empty:

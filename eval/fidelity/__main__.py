@@ -141,6 +141,9 @@ def measure(
     """A record for each item, also of an earlier run with the same settings: each is appended
     to a JSONL file at once, so that a run that is cut goes on where it stopped."""
     path, known, scores = options.out.with_suffix(".jsonl"), {}, None
+    given = options.documents or options.responses
+    if given is not None and path.resolve() in (given.resolve(), given.resolve() / path.name):
+        raise ValueError(f"--out {options.out}: its records go to {path}, which is what is read")
     cut_unfinished(path)
     if path.exists():
         known = {record["key"]: record for record in map(json.loads, path.open())}
@@ -178,8 +181,7 @@ def _prompts(options: Options, tokenizer: Any) -> Job:
 def work(options: Options) -> list[dict[str, Any]]:
     """The rows of the table."""
     torch.set_num_threads(options.threads)
-    records: list[Mapping[str, Any]] = []
-    summed: list[dict[str, Any]] = []
+    records, summed = list[Mapping[str, Any]](), list[dict[str, Any]]()
     settings = {name: str(value) for name, value in vars(options).items()}
     tokenizer = load_tokenizer(str(options.model), local=True)
     figures = summary.DOCUMENTS if options.documents else summary.RESPONSES

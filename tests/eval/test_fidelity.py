@@ -339,6 +339,12 @@ def test_the_program_with_documents(
     rows = [{**row, "lead": "It is", "answer": f" {i}."} for i in range(3)]
     path, out = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "out.json"
     arguments = [str(folder), f"--out={out}", "--threads=1", "--cap=1000", f"--documents={path}"]
+    before = path.read_bytes()
+    with pytest.raises(
+        SystemExit, match=r"--out .*rows.json: its records go to .*rows.jsonl, which"
+    ):
+        main([*arguments, f"--out={path.with_suffix('.json')}"])
+    assert path.read_bytes() == before
     main([*arguments, "--limit=2"])
     assert "| all     | deviation:.15 | 2 " in capsys.readouterr().out
     found = json.loads(out.read_text())["rows"]
