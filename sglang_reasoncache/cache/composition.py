@@ -58,8 +58,10 @@ class Composition(int):
     def slots(self, path_slots: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """The cached slots of all positions, int64 ``[length]``. ``path_slots``: of the path that ends in
         a node."""
-        first, *others = map(path_slots, self.nodes)
-        return torch.cat([first, *(path[self.documents.start :] for path in others)])
+        # Clones: a slice would keep its whole path in memory.
+        starts = 0, *[self.documents.start] * (len(self.nodes) - 1)
+        parts = zip(self.nodes, starts, strict=True)
+        return torch.cat([path_slots(node)[start:].clone() for node, start in parts])
 
 
 class CompositionLock(list[Any]):

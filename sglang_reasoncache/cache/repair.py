@@ -24,7 +24,7 @@ from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 
 #: Most prompts whose scores are kept, and most choices.
-_MOST_SCORED = 64
+_MOST_SCORED = 256
 
 
 class Repaired(NamedTuple):
@@ -89,11 +89,15 @@ class Repairs:
         self._scoring: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
         self._chosen: OrderedDict[Any, np.ndarray] = OrderedDict()
+        # Placing failed; nothing is placed until the server is started again.
+        self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
         """The positions to compute again, int64 ``[n]`` ascending. For a share of what the query attends
         to: none until a request that only scores has been prefilled."""
         documents, end, repair = prefix.documents, prefix.length, prefix.documents.repair
+        if self._failed:
+            return NO_POSITIONS
         if repair.first:
             moved = pairwise(documents.ends[: len(prefix.nodes)])
             heads = [np.arange(a, min(a + repair.first, b)) for a, b in moved]
@@ -124,6 +128,10 @@ class Repairs:
         """Before a prefill: place what is computed again, and choose whose attention is scored. All ranks
         do, or none: they compute one sequence of tokens."""
         self._prepared, token = {}, 0
+        if self._failed:
+            return
+        # A row of which a part was not placed is SGLang's from there on.
+        self._failed = True
         prepared, work = dict[str, Repaired](), list[Callable[[], None]]()
         for number, (req, count) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
             prefix = req.last_node
@@ -138,7 +146,7 @@ class Repairs:
         ranks.agree()
         for place in work:
             place()
-        self._prepared = prepared
+        self._prepared, self._failed = prepared, False
 
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
         """For a forward of requests ``rids`` with so many new tokens each: what it does for some of them.

@@ -56,7 +56,9 @@ async def _behind_documents(
     if ranks > 1 and obj.routed_dp_rank is None:
         # Each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
-    if len(documents.ends) > 1 and asks_to_share(custom) and await _composes(manager):
+    # What SGLang refuses for its length prefills nothing.
+    fits = len(prompt) < manager.context_len
+    if fits and len(documents.ends) > 1 and asks_to_share(custom) and await _composes(manager):
         base = prompt[: documents.start]
         alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
         # First one alone: the base is computed once, not once a document.
