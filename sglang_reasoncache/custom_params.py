@@ -22,6 +22,8 @@ _SPELLINGS = {
 KEY, REPAIR_KEY = "documents", "documents_repair"
 #: Most documents of a prompt. Each is matched anew while the request waits.
 MOST = 256
+#: The tokens before the documents are looked up with each of them, at each match.
+_MOST_BEFORE = 1 << 21
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
         if length is not None and end >= length:
             raise ValueError(f"{wrong} end before the last of {length} tokens, got {end}")
         ends.append(end)
+    if spans[0][0] * len(ends) > _MOST_BEFORE:
+        got = f"{spans[0][0]} x {len(ends)}"
+        told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
+        raise ValueError(f"custom_params: {KEY} {told}, got {got}")
     try:
         return Documents(spans[0][0], tuple(ends), repair_of(repair))
     except ValueError as error:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache import compat
-from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 
@@ -84,3 +84,10 @@ def test_what_cannot_be_followed_is_said(parser: str, caplog: pytest.LogCaptureF
         assert reasoning_markers(parser, tokenizer) is None
     assert f"--reasoning-parser {parser}" in caplog.text
     assert "the whole response counts as reasoning" in caplog.text
+
+
+def test_a_long_base_before_many_documents_is_refused() -> None:
+    spans = [[10_000 + at, 10_001 + at] for at in range(256)]
+    with pytest.raises(ValueError, match="number of documents, got 10000 x 256"):
+        documents_of({"documents": spans})
+    assert documents_of({"documents": spans[:200]})
