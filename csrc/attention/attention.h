@@ -50,19 +50,19 @@ extern "C" {
 
 // Rows of req_to_token to be read by one forward, one pass. Rows are [num_rows][row_stride], the
 // slot of each of `width` positions, below 0: evicted; requests, indices of rows, and lengths,
-// positions in use, are [batch]; of a row the newest `reach` positions are read, 0: all. cached_at is [num_slots], null: no slot is shifted. Writes
-// kv_indptr [batch + 1], kv_indices and shift [capacity] (null exactly if cached_at is), and
-// whether any shift is not 0. With tile_ptr [capacity / 64 + batch + 1], a position whose slot is
-// at its cached position in the row as well has no entry: writes rotations (see DecodeCall), by and
-// bits [capacity + capacity / 64 + batch], and their number; shift is then of no use. On a status
-// other than OK the plan is unspecified.
+// positions in use, are [batch]; of a row the newest `reach` positions are read, 0: all. cached_at is
+// [num_slots], null: no slot is shifted. Writes kv_indptr [batch + 1], kv_indices and shift
+// [capacity] (null exactly if cached_at is), and whether any shift is not 0. With tile_ptr
+// [capacity / 64 + batch + 1], a position whose slot is at its cached position in the row as well
+// has no entry: writes rotations (see DecodeCall), by and bits [capacity + capacity / 64 + batch],
+// and their number; shift is then of no use. On a status other than OK the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,
     std::int64_t reach, const std::int32_t* cached_at, std::int64_t num_slots,
-    std::int32_t* kv_indptr, std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity, std::int32_t* tile_ptr,
-    std::int32_t* by, std::uint64_t* bits, std::int32_t* is_shifted,
-    std::int32_t* rotations) noexcept;
+    std::int32_t* kv_indptr, std::int32_t* kv_indices, std::int32_t* shift,
+    std::int64_t capacity, std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits,
+    std::int32_t* is_shifted, std::int32_t* rotations) noexcept;
 
 // out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]), keys rotated by their
 // shift. No entries: zeros. Reads no slot when a status is BAD. The result does not depend on the

@@ -227,9 +227,9 @@ extern "C" std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,
     std::int64_t reach, const std::int32_t* cached_at, std::int64_t num_slots,
-    std::int32_t* kv_indptr, std::int32_t* kv_indices, std::int32_t* shift, std::int64_t capacity, std::int32_t* tile_ptr,
-    std::int32_t* by, std::uint64_t* bits, std::int32_t* is_shifted,
-    std::int32_t* rotations) noexcept {
+    std::int32_t* kv_indptr, std::int32_t* kv_indices, std::int32_t* shift,
+    std::int64_t capacity, std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits,
+    std::int32_t* is_shifted, std::int32_t* rotations) noexcept {
   using namespace reasoncache::attention;
   if (capacity > INT32_MAX) return REASONCACHE_BAD_LEN;
   try {

@@ -18,6 +18,7 @@ from eval.fidelity.cache import EditableCache, Reader
 from eval.fidelity.replay import compare
 from eval.fidelity.samkv import SamKV
 from eval.jsonl import read_rows, text_of
+from sglang_reasoncache.cache.repair import heads_of, highest_of
 from sglang_reasoncache.custom_params import Repair, repair_of
 
 ARMS = ("none", "first:16", "query:.15", "deviation:.15", *samkv.UPDATES)
@@ -108,8 +109,8 @@ def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
     """Positions of the highest ``scores``, fp32 ``[positions]``, in documents that moved, as many as the
     ``share`` of the tokens of all documents; ascending."""
     first, end = prompt.ends[0], prompt.ends[-1]
-    count = min(round(share * (end - prompt.start)), end - first)
-    return sorted((scores[first:end].topk(count).indices + first).tolist())
+    count = round(share * (end - prompt.start))
+    return (highest_of(scores[first:end].cpu(), count) + first).tolist()
 
 
 class Documents:
@@ -193,8 +194,7 @@ class Documents:
                 far = (one[1, 0, :, part] - other[1, 0, :, part]).float().norm(dim=(0, 2))
                 apart[part] += far / far.mean()
             return most(apart, prompt, repair.share)
-        moved = pairwise(prompt.ends)
-        return [at for a, b in moved for at in range(a, min(a + repair.first, b))]
+        return heads_of(prompt.ends, repair.first).tolist()
 
     def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
         """All documents in full context; each behind the base, its keys rotated to its place."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +77,18 @@ class RepairedRow:
         row[start : start + len(own)] = own
 
 
+def heads_of(ends: Sequence[int], count: int) -> np.ndarray:
+    """The first ``count`` positions of each document but the first, int64 ``[n]``. ``ends``: the position
+    behind each."""
+    heads = (range(a, min(a + count, b)) for a, b in pairwise(ends))
+    return np.fromiter(chain.from_iterable(heads), dtype=np.int64)
+
+
+def highest_of(scores: torch.Tensor, count: int) -> np.ndarray:
+    """Where the ``count`` highest of ``scores``, fp32 ``[n]`` in host memory, are, or all; int64, ascending."""
+    return np.sort(scores.topk(min(count, len(scores))).indices.numpy())
+
+
 class Repairs:
     """The repairs of a scheduler process."""
 
@@ -89,7 +101,7 @@ class Repairs:
         self._scoring: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
         self._chosen: OrderedDict[Any, np.ndarray] = OrderedDict()
-        # Placing failed; nothing is placed until the server is started again.
+        # Placing failed; nothing is placed until the cache is flushed.
         self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
@@ -99,11 +111,11 @@ class Repairs:
         if self._failed:
             return NO_POSITIONS
         if repair.first:
-            moved = pairwise(documents.ends[: len(prefix.nodes)])
-            heads = [np.arange(a, min(a + repair.first, b)) for a, b in moved]
-            return np.concatenate(heads).astype(np.int64)
+            return heads_of(documents.ends[: len(prefix.nodes)], repair.first)
+        if not repair.share or _only_scores(req):
+            return NO_POSITIONS
         key = _key(req, prefix)
-        scores = None if not repair.share or _only_scores(req) else self._scores.get(key)
+        scores = self._scores.get(key)
         if scores is None or len(scores) < end:
             return NO_POSITIONS
         # A request is matched again at every step that it waits.
@@ -115,8 +127,8 @@ class Repairs:
                 ranks.add(seen)
             except RankFailed:  # on every rank alike
                 return NO_POSITIONS
-            count = min(round(repair.share * (end - documents.start)), len(seen))
-            _keep(self._chosen, (key, end), np.sort(seen.topk(count).indices.numpy()) + first)
+            count = round(repair.share * (end - documents.start))
+            _keep(self._chosen, (key, end), highest_of(seen, count) + first)
         return self._chosen[key, end]
 
     @staticmethod

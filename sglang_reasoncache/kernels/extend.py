@@ -142,27 +142,23 @@ class ExtendPlan:
         entries; 0: all."""
         found = self._masks.get((new, total, reach))
         if found is None:
-            found = torch.full((new, total), -torch.inf, dtype=self._dtype, device=self._device)
-            too_far = found.tril(total - new - reach) if reach else None
-            found.triu_(total - new + 1)
-            if too_far is not None:
-                found += too_far
-            self._keep((new, total, reach), found)
+            last = torch.arange(total - new, total, device=self._device)
+            found = self._make((new, total, reach), last, total, reach)
         return found
 
     def mask_of(self, first: int, places: Tensor, total: int, reach: int) -> Tensor:
         """Additive ``[n, total]``: the entries ``places``, int64 ``[n]``, see as in :meth:`mask`.
         ``first``: the first one's token in the batch."""
         found = self._masks.get((first, reach))
-        if found is None:
-            found = torch.zeros(len(places), total, dtype=self._dtype, device=self._device)
-            found.masked_fill_(_hidden(places, total, reach), -torch.inf)
-            self._keep((first, reach), found)
-        return found
+        return self._make((first, reach), places, total, reach) if found is None else found
 
-    def _keep(self, key: tuple[int, ...], mask: Tensor) -> None:
+    def _make(self, key: tuple[int, ...], places: Tensor, total: int, reach: int) -> Tensor:
+        """A mask, kept for the next layer if it is not too large."""
+        mask = torch.zeros(len(places), total, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(_hidden(places, total, reach), -torch.inf)
         if mask.numel() <= _MASK_ELEMENTS:
             self._masks[key] = mask
+        return mask
 
 
 def extend_attention(
