@@ -60,7 +60,6 @@ def test_frees_slots_under_load(server: ServerProcess) -> None:
     if "reasoncache+" in seen["config"]["policy"]:
         assert totals["blocks_shared"] > 12
         assert totals["positions_evicted"] > totals["slots_freed_by_eviction"]
-        assert totals["refusals"]["evicted"] > 0, "some block met an evicted position"
         assert any(row["blocks"] and row["evictions"] for row in seen["recent"])
 
 
