@@ -98,15 +98,19 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
         if length is not None and end >= length:
             raise ValueError(f"{wrong} end before the last of {length} tokens, got {end}")
         ends.append(end)
-    if spans[0][0] * len(ends) > _MOST_BEFORE:
-        got = f"{spans[0][0]} x {len(ends)}"
-        told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
-        raise ValueError(f"custom_params: {KEY} {told}, got {got}")
+    check_before(spans[0][0], len(ends))
     try:
         return Documents(spans[0][0], tuple(ends), repair_of(repair))
     except ValueError as error:
         told = f"custom_params: {REPAIR_KEY} must be {error}, got {repair!r:.80}"
         raise ValueError(told) from error
+
+
+def check_before(tokens: int, documents: int) -> None:
+    """Raises ValueError for more ``tokens`` than can be read with each of so many ``documents``."""
+    if tokens * documents > _MOST_BEFORE:
+        told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
+        raise ValueError(f"custom_params: {KEY} {told}, got {tokens} x {documents}")
 
 
 def asks_to_share(custom_params: object) -> bool:

@@ -5,6 +5,7 @@ other documents, whose own paths begin with the same base."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from sglang_reasoncache.custom_params import Documents, documents_of, takes_part
 if TYPE_CHECKING:
     from sglang_reasoncache.cache.repair import RepairedRow
 
+_ATTRIBUTE = "_reasoncache_documents"
 NO_POSITIONS = np.zeros(0, dtype=np.int64)
 
 
@@ -70,14 +72,17 @@ class CompositionLock(list[Any]):
 
 def marked(req: Request | None) -> Documents | None:
     """The documents of a request; None if it marks none or opted out, if its KV depends on more than tokens,
-    and if it marks them wrong and no frontend refused it."""
-    if req is None or not takes_part(req):
+    and if it marks them wrong and no frontend refused it. Read once: a waiting request is matched often."""
+    if req is None:
         return None
-    custom_params = getattr(req.sampling_params, "custom_params", None)
-    try:
-        return documents_of(custom_params, len(req.origin_input_ids))
-    except Exception:  # such as RecursionError: a repr is part of the message
-        return None
+    if not hasattr(req, _ATTRIBUTE):
+        found, custom_params = None, getattr(req.sampling_params, "custom_params", None)
+        # Such as RecursionError: a repr is part of the message.
+        with suppress(Exception):
+            found = documents_of(custom_params, len(req.origin_input_ids))
+        setattr(req, _ATTRIBUTE, found if takes_part(req) else None)
+    documents: Documents | None = getattr(req, _ATTRIBUTE)
+    return documents
 
 
 def compose(documents: Documents, key: Any, match: Callable[[Any], Any]) -> Composition | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -23,8 +24,8 @@ from sglang_reasoncache.cache.ranks import RankFailed, Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 
-#: Most prompts whose scores are kept, and most choices.
-_MOST_SCORED = 256
+#: Tokens of prompts whose scores are kept. Who waits behind more than these is served without its repair.
+_MOST_SCORED = 1 << 24
 
 
 class Repaired(NamedTuple):
@@ -149,7 +150,9 @@ class Repairs:
             prefix = req.last_node
             if isinstance(prefix, Composition):
                 positions = self._positions(req, prefix, count)
-                received = self._scores_of(req, prefix, batch.device, count)
+                received = self._scores_of(req, prefix, batch.device)
+                if received is not None and req.prefix_len + count == len(req.origin_input_ids):
+                    work.append(partial(self._publish, req, prefix))
                 if len(positions):
                     work.append(self._placing(batch, req, prefix, token, positions))
                 what = positions, prefix.length if len(positions) else 0, received
@@ -205,28 +208,27 @@ class Repairs:
             repaired.restore(rows[index], start)
             del self._rows[index]
 
-    def _scores_of(
-        self, req: Request, prefix: Composition, device: Any, count: int
-    ) -> torch.Tensor | None:
-        """To which the attention of a request is added, if it only scores. Others see it with the last
-        chunk of the prompt."""
+    def _scores_of(self, req: Request, prefix: Composition, device: Any) -> torch.Tensor | None:
+        """To which the attention of a request is added, if it only scores."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
-        if req.rid not in self._scoring:
+        if req.prefix_len == prefix.length or req.rid not in self._scoring:
+            # Its first chunk, perhaps for the second time: it was retracted.
             _keep(self._scoring, req.rid, torch.zeros(prefix.length, device=device))
-        scores = self._scoring[req.rid]
-        if req.prefix_len + count == len(req.origin_input_ids):
-            key = _key(req, prefix)
-            for known in [known for known in self._chosen if known[0] == key]:
-                del self._chosen[known]
-            _keep(self._scores, key, self._scoring.pop(req.rid))
-        return scores
+        return self._scoring[req.rid]
+
+    def _publish(self, req: Request, prefix: Composition) -> None:
+        """Others see the scores of a request from the last chunk of its prompt on."""
+        key = _key(req, prefix)
+        for known in [known for known in self._chosen if known[0] == key]:
+            del self._chosen[known]
+        _keep(self._scores, key, self._scoring.pop(req.rid))
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     kept[key] = value
     kept.move_to_end(key)
-    if len(kept) > _MOST_SCORED:
+    while sum(map(len, kept.values())) > _MOST_SCORED and len(kept) > 1:
         kept.popitem(last=False)
 
 

@@ -62,20 +62,6 @@ class KVPool(Protocol):
     def get_value_buffer(self, layer_id: int) -> torch.Tensor: ...
 
 
-class LatentPool(Protocol):
-    """Buffers are ``[slots, 1, kv_lora_rank + qk_rope_head_dim]``: latent, then rotated dims."""
-
-    dtype: torch.dtype
-    device: str
-    start_layer: int
-    layer_num: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    set_kv_buffer: Callable[..., None]
-
-    def get_key_buffer(self, layer_id: int) -> torch.Tensor: ...
-
-
 class ReqToTokenPool(Protocol):
     """A row of slots for each running request."""
 

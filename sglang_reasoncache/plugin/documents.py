@@ -5,13 +5,14 @@ documents prefilled before a request that reads them."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache import custom_params as marks
 from sglang_reasoncache.config import config_of
-from sglang_reasoncache.custom_params import KEY, MOST, REPAIR_KEY, asks_to_share, documents_of
 
 #: Documents of a request that are prefilled at once, at most.
 _TOGETHER = 16
@@ -24,8 +25,8 @@ def around_generate(
     """AROUND SGLang's ``generate_request``, which every API calls."""
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
-    marks = any(isinstance(each, dict) and _custom(each).get(KEY) for each in alike)
-    if not marks or not isinstance(obj, compat.GenerateReqInput):
+    marked = any(isinstance(each, dict) and _custom(each).get(marks.KEY) for each in alike)
+    if not marked or not isinstance(obj, compat.GenerateReqInput):
         return original(manager, obj, request)
     return _behind_documents(original, manager, obj, request)
 
@@ -44,11 +45,12 @@ async def _behind_documents(
     A server that does not compose prompts computes this one in full."""
     prompt = obj.input_ids
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
-        raise ValueError(f"custom_params: {KEY} needs a single prompt, as input_ids or as messages")
+        told = "needs a single prompt, as input_ids or as messages"
+        raise ValueError(f"custom_params: {marks.KEY} {told}")
     config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
-    custom = obj.sampling_params["custom_params"] = {REPAIR_KEY: default, **custom}
-    documents = documents_of(custom, len(prompt))
+    custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
+    documents = marks.documents_of(custom, len(prompt))
     assert documents is not None
     # SGLang asks for it if the client leaves before it has seen the request.
     obj.is_single = True
@@ -56,9 +58,9 @@ async def _behind_documents(
     if ranks > 1 and obj.routed_dp_rank is None:
         # Each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
-    # What SGLang refuses for its length prefills nothing.
-    fits = len(prompt) < manager.context_len
-    if fits and len(documents.ends) > 1 and asks_to_share(custom) and await _composes(manager):
+    _verify(manager, obj)
+    one = len(documents.ends) == 1 or obj.contains_mm_input()
+    if not one and marks.asks_to_share(custom) and await _composes(manager):
         base = prompt[: documents.start]
         alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
         # First one alone: the base is computed once, not once a document.
@@ -68,10 +70,22 @@ async def _behind_documents(
         ):
             await asyncio.gather(*(anext(original(manager, each, request)) for each in some))
         if documents.repair.share:
-            custom = {key: custom[key] for key in (KEY, REPAIR_KEY)}
+            custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
             await anext(original(manager, _request(prompt, obj, **custom), request))
     async for response in original(manager, obj, request):
         yield response
+
+
+def _verify(manager: Any, obj: Any) -> None:
+    """Raises ValueError for what SGLang will refuse once it has the request: nothing is prefilled for it."""
+    asked = {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
+    sampling = manager.sampling_params_class(**asked)
+    sampling.normalize(manager.tokenizer)
+    sampling.verify(manager.model_config.vocab_size)
+    # Told to, SGLang shortens what is too long: here a copy.
+    alike = copy.copy(obj)
+    alike.sampling_params = asked
+    manager._validate_one_request(alike, list(obj.input_ids))
 
 
 async def _composes(manager: Any) -> bool:
@@ -103,33 +117,37 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     Raises ValueError for messages that are no span of the prompt."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
-    asked, messages = custom.get(KEY), request.messages
+    asked, messages = custom.get(marks.KEY), request.messages
     if asked == "messages":
         asked = list(range(1, len(messages) - 1))
     if not isinstance(asked, list) or any(type(number) is not int for number in asked):
         # None, or spans; what is wrong is refused when it is sent on.
         return
-    wrong = f"custom_params: {KEY} must be"
-    numbers = f"{wrong} 'messages' or numbers of 1 to {MOST} messages that follow one another"
-    if not 1 <= len(asked) <= MOST or asked != list(range(asked[0], asked[0] + len(asked))):
+    wrong = f"custom_params: {marks.KEY} must be"
+    numbers = f"{wrong} 'messages' or numbers of 1 to {marks.MOST} messages that follow one another"
+    if not 1 <= len(asked) <= marks.MOST or asked != list(range(asked[0], asked[0] + len(asked))):
         raise ValueError(f"{numbers}, got {asked!r:.80}")
     if not asked[0] >= 0 or asked[-1] >= len(messages) - 1:
         raise ValueError(f"{wrong} before the last of {len(messages)} messages, got {asked!r:.80}")
-    prompt = adapted.input_ids
-    bounds = [_length(serving, request, count, prompt) for count in (*asked, asked[-1] + 1)]
-    spans = [list(span) for span in itertools.pairwise(bounds)]
-    adapted.sampling_params["custom_params"] = {**custom, KEY: spans}
+    base = _tokens(serving, request, messages[: asked[0]])
+    marks.check_before(len(base), len(asked))
+    spans, prompt, end = list[list[int]](), adapted.input_ids or [], len(base)
+    for number in asked:
+        # Alone behind the base, as it is prefilled: its tokens are counted once, not with all before it.
+        tokens = _tokens(serving, request, [*messages[: asked[0]], messages[number]])
+        start, end = end, end + len(tokens) - len(base)
+        if end <= start or tokens != [*prompt[: len(base)], *prompt[start:end]]:
+            told = f"the chat template writes messages[{number}] in another way behind others"
+            raise ValueError(f"{wrong} token spans of input_ids here: {told}")
+        spans.append([start, end])
+    adapted.sampling_params["custom_params"] = {**custom, marks.KEY: spans}
 
 
-def _length(serving: Any, request: Any, count: int, prompt: Any) -> int:
-    """Tokens of the first ``count`` messages of a prompt."""
-    if count == 0:
-        return 0
-    begin = request.model_copy(deep=True)
-    begin.messages = begin.messages[:count]
+def _tokens(serving: Any, request: Any, messages: Sequence[Any]) -> list[int]:
+    """Of ``messages`` alone, in place of the request's."""
+    if not messages:
+        return []
+    alone = {"messages": [message.model_copy(deep=True) for message in messages]}
+    begin = request.model_copy(update=alone)
     begin._format_add_generation_prompt = False
-    tokens = serving._process_messages(begin, False).prompt_ids
-    if not tokens or not isinstance(prompt, list) or tokens != prompt[: len(tokens)]:
-        told = "the model's chat template writes messages in another way where others follow"
-        raise ValueError(f"custom_params: {KEY} cannot be messages here: {told}; use input_ids")
-    return len(tokens)
+    return list(serving._process_messages(begin, False).prompt_ids)

@@ -187,7 +187,6 @@ CLASSES: dict[type, str] = {
     types.RequestKV: "managers.schedule_batch.ReqKvInfo",
     types.Request: "managers.schedule_batch.Req",
     types.KVPool: "mem_cache.memory_pool.MHATokenToKVPool",
-    types.LatentPool: "mem_cache.memory_pool.MLATokenToKVPool",
     types.ReqToTokenPool: "mem_cache.memory_pool.ReqToTokenPool",
     types.SlotAllocator: "mem_cache.allocator.token.TokenToKVPoolAllocator",
     types.PrefixTree: "mem_cache.unified_radix_cache.UnifiedRadixCache",

@@ -65,6 +65,12 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
+        # A first chunk, behind which the request is retracted: what it scored counts no more.
+        if req.sampling_params.max_new_tokens == 0:
+            repairs.prepare(SimpleNamespace(**{**vars(batch), "extend_lens": [1]}), world.ranks)
+        for repaired in repairs.of([req.rid], [1]):
+            if repaired.received is not None:
+                repaired.received.add_(1)
         repairs.prepare(batch, world.ranks)
         positions = list(range(req.prefix_len, req.extend_end))
         for repaired in repairs.of([req.rid], [len(slots)]):
@@ -77,6 +83,7 @@ class Composing(RuleBasedStateMachine):
         world.written_at[slots] = positions
         for repaired in repairs.of([req.rid], [len(slots)]):
             if repaired.received is not None:
+                assert not repaired.received.any()
                 repaired.received.add_(torch.rand(len(repaired.received)))
         checkpoint_kv_cache(req, world.tree)
         return world.contents()[world.row(req)].tolist()

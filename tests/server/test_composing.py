@@ -204,6 +204,14 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
     sampling = {"max_new_tokens": 1, "custom_params": custom}
     told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
     assert told.status_code == 400 and "query:SHARE" in told.text
+    # What SGLang itself refuses prefills no document.
+    new = [texts[0][:15:-1], texts[1][:15:-1]]
+    for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}):
+        prompt = [*SYSTEM, *new[0], *new[1], *QUESTION]
+        sampling = {**wrong, "custom_params": {"documents": _spans(new)}}
+        told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
+        assert told.status_code == 400, told.text
+    assert _ask(server, new, _spans(new[:1]))["meta_info"]["cached_tokens"] <= len(SYSTEM)
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
