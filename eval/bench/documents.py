@@ -60,6 +60,7 @@ class Options:
     questions: int = option(200, "of each task", least=1, metavar="N")
     live: int = option(500, "questions to the servers, 0: none", least=0, metavar="N")
     tasks: tuple[str, ...] = option(("distinct", "rivals", "few-shot", "repeat"))
+    arms: tuple[str, ...] = option((), "repairs, else all of the gate")
     out: Path = option(Path("build/bench"), "folder of results")
 
 
@@ -190,8 +191,7 @@ def _ask(server: ServerProcess, prompt: Sequence[int], **more: Any) -> dict[str,
     response = server.post("/generate", json=body)
     if response.status_code != 200:
         raise ValueError(f"{server.url}/generate says {response.text:.500}")
-    told: dict[str, Any] = response.json()["meta_info"]
-    return told
+    return dict(response.json()["meta_info"])
 
 
 def live(options: Options) -> list[dict[str, Any]]:
@@ -224,11 +224,11 @@ def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
 
 def work(options: Options) -> None:
     """Measure and write the results. What the gate measured before is not measured again."""
-    tasks, path = Tasks(), options.out / "documents" / "questions.jsonl"
-    rows = itertools.chain(*(tasks.rows(task, options.questions) for task in options.tasks))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path, draw = options.out / "documents" / "questions.jsonl", Tasks().rows
+    rows = itertools.chain(*(draw(task, options.questions) for task in options.tasks))
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    told = through_the_gate(Gate(MODEL, documents=path, out=path.with_name("gate.json")))
+    gate = path.with_name("gate.json")
+    told = through_the_gate(Gate(MODEL, documents=path, arms=options.arms, out=gate))
     found = [{"task": row.pop("group"), "method": row.pop("arm"), **row} for row in told]
     write_json(options.out / "documents.json", {"rows": found})
     found += live(options) if options.live else []

@@ -153,7 +153,7 @@ def siblings(_: Path | None) -> Runs:
 #: Leave out 10, 20, 40 and 60% of the positions of a request that grows from 45 to 580, averaged
 #: over its steps.
 BUDGETS = (397, 321, 214, 132)
-_EVICTORS = ("streamingllm", "h2o", "keydiff", "rkv", "l2norm", "random", "reasoncache+rkv")
+_EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache+rkv".split()
 
 
 def policies(_: Path | None) -> Runs:
