@@ -82,8 +82,8 @@ class ArmCache:
             self.read(dst_start, src_start, self)
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        """Have a block read one of ``lender``, which may be another response's row, unless that would
-        free no slot, because another response has the block's slots, too."""
+        """Have the block at ``dst_start`` read that at ``src_start`` of ``lender``, perhaps another response's
+        row. Does nothing where that frees no slot because another response has the block's slots, too."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return
@@ -100,7 +100,7 @@ class ArmCache:
             self._edited().redirect(self.row, reads, rotation, (lender.cache, lender.row))
 
     def _located(self, start: int) -> list[int]:
-        """The slots of a block: a response's first ones are its own."""
+        """The slots of a block: a position that was never redirected has a slot of its own."""
         end = start + self._block
         self._slots.locate(start, range(self._first_slot + start, self._first_slot + end))
         found: list[int] = self._slots.between(start, end).tolist()
