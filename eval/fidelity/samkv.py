@@ -155,8 +155,8 @@ def _stable(layers: int) -> range:
 def _look(
     reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of tokens behind a cache, which does not keep them: mean unrotated query of the ``last`` ones, fp32
-    ``[layers, heads, head_dim]``, and mean attention of heads, ``[stable layers, tokens, positions]``."""
+    """Reads tokens behind a cache, which does not keep them. Returns the ``last`` ones' mean unrotated query,
+    fp32 ``[layers, heads, head_dim]``, and attention, mean of heads, ``[stable layers, tokens, positions]``."""
     queries, given = list[torch.Tensor](), list[torch.Tensor]()
     length = cache.length
     end = length + len(tokens)
