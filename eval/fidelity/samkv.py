@@ -42,7 +42,7 @@ class Profile(NamedTuple):
 
 
 def parse(name: str) -> SamKV | None:
-    """``samkv``, ``samkv-fusion`` or ``samkv-select``, perhaps with ``:BLOCK``; None: another name."""
+    """Parses ``samkv``, ``samkv-fusion``, ``samkv-select``, each perhaps with ``:BLOCK``; else None."""
     kind, colon, block = name.partition(":")
     if kind not in UPDATES or (colon and not (block.isascii() and block.isdigit() and int(block))):
         return None
