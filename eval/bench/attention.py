@@ -29,7 +29,7 @@ from sglang_reasoncache.platform import PLATFORM_NAME
 Row = dict[str, Any]
 
 _HEADS = ((4, 2, 64), (32, 8, 128), (128, 1, 512, 64))
-#: Shapes measured on the CPU; results are named after 32x1000.
+#: Shapes measured on the CPU; their names begin with requests x tokens, as in 32x1000.
 SHAPES = tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for heads in _HEADS)
 
 
