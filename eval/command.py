@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines from dataclasses: a field made by :func:`option` is a flag, without a default a
-positional argument."""
+"""Command lines from dataclasses: a field made by :func:`option` is a flag, or a positional argument if it has
+no default."""
 
 import argparse
 import dataclasses
@@ -20,10 +20,10 @@ def option(
     metavar: str | None = None,
     in_place: bool = False,
 ) -> Any:  # fmt: skip
-    """A field of a class of options; ``text`` is its help. The annotation says how its word is read: a
+    """A field of a class of options; ``text`` is its help. The annotation says how a word is read: a
     ``bool`` is a switch, a ``tuple[X, ...]`` is ``a,b`` (positional: several words), a ``Mapping`` may
-    be given several times, any other type is called with the word. ``read`` makes the value of the word
-    instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place``: a positional
+    be given several times, any other type is called with the word. ``read``, if given, makes the value from the
+    word instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place``: a positional
     argument that may be left out."""
     about: dict[str, Any] = {"help": text, "read": read, "bounds": (least, most, choices)}
     about |= {"metavar": metavar, "in_place": in_place}
@@ -33,7 +33,7 @@ def option(
 
 
 def commas(kind: _Read = str) -> Callable[[str], tuple[Any, ...]]:
-    """Reads ``a,b``: values of one kind, none of them twice."""
+    """Returns a reader of ``a,b``: values of one kind, none of them twice."""
 
     def values(text: str) -> tuple[Any, ...]:
         try:
@@ -48,7 +48,7 @@ def commas(kind: _Read = str) -> Callable[[str], tuple[Any, ...]]:
 
 
 def flags_of(text: str) -> tuple[str, ...]:
-    """Reads the flags of a server, all in one word."""
+    """Splits one word into the flags of a server."""
     return tuple(shlex.split(text))
 
 
@@ -64,8 +64,8 @@ def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
 
 
 def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None = None) -> None:
-    """``work`` by the options of a command line. An OSError or ValueError, a file that cannot be
-    used, ends the process with status 1 and a line that says so."""
+    """Call ``work`` with the options of a command line. If it raises OSError or ValueError, end the process
+    with status 1 and a line that says why."""
     options = parse(kind, argv)
     try:
         work(options)
@@ -74,8 +74,8 @@ def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None
 
 
 def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options of some classes. Description and, unless ``prog`` is given, program
-    are those of the module that defines the first."""
+    """A parser with the options of some classes. The description and, unless ``prog`` is given, the program's
+    name are those of the module that defines the first class."""
     text = (sys.modules[kinds[0].__module__].__doc__ or "").split("\n\n")[0]
     prog = prog or f"python -m {module_of(kinds[0])}"
     parser = argparse.ArgumentParser(prog=prog, description=text, allow_abbrev=False)
@@ -88,7 +88,7 @@ def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def module_of(kind: type) -> str:
-    """The module in which ``kind`` is, by the name that ``python -m`` takes."""
+    """The name, as ``python -m`` takes it, of the module that defines ``kind``."""
     spec = getattr(sys.modules[kind.__module__], "__spec__", None)
     return (spec.name if spec else kind.__module__).removesuffix(".__main__")
 
@@ -112,7 +112,7 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
         argument |= {} if is_required else {"nargs": "?", "default": field.default}
         parser.add_argument(field.name, **argument)
         return
-    # argparse appends to a list.
+    # The default must be a list: argparse appends to it.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default
     if field.default not in (None, False, ()):
         argument["help"] += " (default %(default)s)"

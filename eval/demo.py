@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.demo``: stock SGLang and SGLang with sharing, in turn, on the embedded reasoner.
 
-Says where the page of the server that shares is. Writes ``demo.json`` and ``demo.png``, prints a table and
-one response with its shared steps marked."""
+Prints the address of the sharing server's page, a table, and one response with its shared steps marked. Writes
+``demo.json`` and ``demo.png``."""
 
 import dataclasses
 import shutil
@@ -26,7 +26,7 @@ from eval.runs.session import run
 from eval.tiny_reasoner import CHECKPOINT
 
 _TASK, _SEED = "tiny_reasoner", 20_261
-#: The page of the demo's server shows texts.
+#: Lets the sharing server's page show the texts of responses.
 _SHOWS_TEXTS = ("--reasoncache-set", "keep_responses=8")
 #: Row of the table -> field and format.
 _ROWS = {
@@ -55,16 +55,16 @@ class Options:
 
     @property
     def run(self) -> RunOptions:
-        """What both servers are asked: one log line a decode step, and no request sent twice."""
+        """The run of both servers: they log every decode step, and no request is sent twice."""
         most: dict[str, Any] = dict(limit=self.problems, max_tokens=self.max_tokens, attempts=1)
         most |= dict(kv_budget=self.kv_budget, server_flags=self.both, decode_log_interval=1)
         return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
 
 
 def measure(options: Options) -> dict[str, Cell]:
-    """Run both arms; their cells by name. Raises RunError: one could not be measured."""
+    """Run both servers; return their cells by name. Raises RunError if one could not be measured."""
     asked, folder = options.run, options.logs / "run"
-    # What was measured with other code or on another day does not count.
+    # An earlier run is not continued: its code or the machine may have changed since.
     shutil.rmtree(folder, ignore_errors=True)
     dense, ours = asked.methods
     run(asked, folder, {ours: (*_SHOWS_TEXTS, *options.shared)})
@@ -73,7 +73,7 @@ def measure(options: Options) -> dict[str, Cell]:
 
 
 def draw(options: Options) -> Path:
-    """Slots and running requests over time; the file."""
+    """Draw slots and running requests over time; return the path of the picture."""
     data, path = load([options.logs / "run"]), options.output.with_suffix(".png")
     names = dict(zip(options.run.methods, ("stock", "reasoncache"), strict=True))
     timeline(dataclasses.replace(data, timeline=data.timeline.replace(names)), _TASK, path)
@@ -98,8 +98,8 @@ def table_of(result: dict[str, dict[str, Any]]) -> str:
 
 
 def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
-    """The response among one scheduler's ``report["recent"]`` that shares most; on a terminal what owns
-    no memory is green."""
+    """Of the responses in one scheduler's ``report["recent"]``, the text of the one that shares most; on a
+    terminal, words that own no memory are green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:

@@ -15,9 +15,9 @@ def read_rows(
     made: Callable[[dict[str, Any]], _Row],
     complain: Callable[[str, str], None] | None = None,
 ) -> Iterator[tuple[int, _Row]]:
-    """Numbers of the lines that are not blank, and what ``made`` makes of their objects. Where a line
-    cannot be read, or ``made`` raises ValueError, ``complain`` is called with ``file:line`` and the
-    fault. Raises OSError; without ``complain`` ValueError, which names file and line."""
+    """Yields ``(line number, made(object))`` for each line that is not blank. Where a line is no JSON object,
+    or ``made`` raises ValueError, calls ``complain`` with ``file:line`` and the fault; without ``complain``,
+    raises a ValueError that names file and line. Raises OSError."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -36,7 +36,7 @@ def _object(line: bytes) -> dict[str, Any]:
     try:
         content = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        # Also a number of thousands of digits, brackets nested thousands deep.
+        # Numbers of thousands of digits and brackets nested thousands deep also end here.
         raise ValueError(f"not JSON: {one_line(str(error), 200)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"not an object but {type(content).__name__}")
@@ -44,8 +44,8 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:
-    """Text of the first of ``names`` that the row has, as valid Unicode. Raises ValueError if it has none
-    of them, or if that is no text or empty."""
+    """The text of the first of ``names`` that the row has, as valid Unicode. Raises ValueError if the row has
+    none of them, or if the field found is no text or empty."""
     name = next((name for name in names if row.get(name) is not None), names[0])
     if name not in row:
         raise ValueError(f"no field {name!r}")
@@ -55,8 +55,8 @@ def text_of(row: Mapping[str, Any], *names: str) -> str:
 
 
 def texts_of(paths: Iterable[Path]) -> list[str]:
-    """Field ``response`` of all lines. Raises OSError; ValueError: a bad line, which it names, or no
-    response at all."""
+    """The field ``response`` of all lines. Raises OSError; ValueError if there is no response, or if a line is
+    bad, which the message names."""
     rows = (read_rows(path, lambda row: text_of(row, "response")) for path in paths)
     found = [text for texts in rows for _, text in texts]
     if not found:
@@ -65,17 +65,17 @@ def texts_of(paths: Iterable[Path]) -> list[str]:
 
 
 def cut_unfinished(path: Path) -> None:
-    """Cut a last line without its end off a file, if there is one: its writer was killed."""
+    """Cut off a last line that does not end in a newline, because its writer was killed."""
     if path.is_file():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def one_line(text: str, most: int) -> str:
-    """Text of any content in one line of at most so many characters."""
+    """Any text as one line of printable characters, at most ``most`` of them."""
     flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return flat if len(flat) <= most else flat[: most - 1] + "…"
 
 
 def valid_text(text: str) -> str:
-    """Half surrogates, which pass through JSON and nothing else, become question marks."""
+    """Replaces lone surrogates, which JSON can carry but UTF-8 cannot, by question marks."""
     return text.encode("utf-8", errors="replace").decode("utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods by name: what a server is started with so that it shares as one row of a table says."""
+"""Methods by name: a method is how a server is started, and so how it shares; one row of a table."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Method:
-    """One way to serve."""
+    """A way to start a server."""
 
     name: str  # the specification as given, and the name of its folder
     values: Mapping[str, Any] = field(default_factory=dict)  # settings, {} of a stock server
@@ -29,7 +29,7 @@ class Method:
 
     @property
     def flags(self) -> list[str]:
-        """The flags of this method's server, on top of those that all methods of a run get."""
+        """The flags that this method adds to those of all servers of a run."""
         words = ["--enable-reasoncache", *arguments_of(self.values)] if self.shares else []
         return [*words, *self.more]
 
@@ -37,13 +37,13 @@ class Method:
 DENSE = "dense"
 #: Every method but dense is a preset of the plugin.
 METHODS = (DENSE, *PRESETS)
-#: A method's name is a folder's, too.
+#: Folders are named after methods.
 _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
-    """The method that ``NAME[:key=value,...]`` stands for; ``defaults`` are settings that a sharing
-    one leaves open. Raises MethodError: unknown name or key, or a bad value."""
+    """The method that ``NAME[:key=value,...]`` stands for; ``defaults`` are settings of a method that shares,
+    unless it sets them itself. Raises MethodError if a name, key or value is bad."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)

@@ -25,10 +25,10 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"
-# Lossless, for structure is read from the text: a space goes with the word behind it.
+# No character is lost, as steps are found in the text; a space belongs to the word behind it.
 _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 _MAX_NAME_CHARS = 40
-#: Blocks of what the papers' rule would share.
+#: Block sizes at which the papers' rule is measured.
 BLOCKS = (4, 8, 16)
 _NOTE = """Candidate: of the steps but the first, those similar to an earlier one by the papers' filter. Others:
 shares of the tokens, at the end of a response / averaged over decode steps, that the default rule could
@@ -36,9 +36,9 @@ share, and the papers' rule with blocks of d tokens. Distances are not looked at
 
 
 class Speller:
-    r"""Tokens of responses: of a Hugging Face tokenizer in a local folder, or of :data:`WORDS`,
-    ``\w+|[^\w\s]``, whose ids are fresh for each response. Raises ValueError: no tokenizer there, or
-    one that cannot be read."""
+    r"""Splits responses into tokens of a Hugging Face tokenizer in a local folder, or of :data:`WORDS`,
+    ``\w+|[^\w\s]``, with new ids for each response. Raises ValueError if there is no tokenizer, or it cannot be
+    read."""
 
     def __init__(self, name: str) -> None:
         self.name, self._tokenizer = name, None
@@ -58,9 +58,9 @@ class Speller:
 
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
-    """Counts of one response: ``steps`` (a last one without a blank line behind it included),
-    ``candidates`` among all but the first; ``end_RULE`` and ``time_RULE``: tokens in proposed blocks at the
-    end, and summed over decode steps, as is ``held``, the tokens so far."""
+    """Counts of one response: ``steps``, with a last one that no blank line ends; ``candidates`` among all
+    steps but the first; ``end_RULE`` and ``time_RULE``, tokens in proposed blocks at the end and summed over
+    decode steps; ``held``, all tokens, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
     rules = {"default": filter_config(default, default.block, 1)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
@@ -68,11 +68,11 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     for name, rule in rules.items():
         proposals = propose(ids, vocabulary, rule)
         sizes = [rule.block * len(proposal.pairs) for proposal in proposals]
-        # Shared from the token that ends the step on.
+        # Decode steps in which the blocks are shared: from the token that ends the step on.
         left = [tokens - proposal.step.end + 1 for proposal in proposals]
         found[f"end_{name}"] = sum(sizes)
         found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
-        # Those of the last rule, whose block does not matter here.
+        # Overwritten by each rule: the last rule counts. Its block size does not matter here.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
         found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     return found
@@ -83,7 +83,7 @@ def propose(ids: list[int], vocabulary: Vocabulary, rule: FilterConfig) -> list[
     end = len(vocabulary.pieces)  # an id that no token has
     span = ReasoningSpan(frozenset(), frozenset({end}), inside=True)
     request = RequestFilter(rule, TokenClasses(vocabulary), vocabulary, 0, span)
-    # The marker finishes the last step.
+    # The added id ends the reasoning, and with it the last step.
     return [*request.push(ids), *request.push([end])]
 
 
@@ -97,7 +97,7 @@ class Options:
 
 
 def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Dataset, ``correct``, ``wrong`` or "", and text of each response; what is wrong with a line goes
+    """Dataset, ``correct``, ``wrong`` or "", and text of each response. Places of lines that cannot be read go
     to ``left_out``."""
 
     def made(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -117,7 +117,7 @@ def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]
 
 
 def shares(name: str, group: pd.DataFrame) -> dict[str, Any]:
-    """A line of the table: some responses."""
+    """A line of the table, about the responses of ``group``."""
     sums = group.sum(numeric_only=True).astype(float)
     later, tokens, held = (max(sums[name], 1.0) for name in ("later_steps", "tokens", "held"))
     line = {"responses of": name.replace("|", "\\|"), "number": str(len(group))}
@@ -129,7 +129,7 @@ def shares(name: str, group: pd.DataFrame) -> dict[str, Any]:
 
 
 def work(options: Options) -> None:
-    """Measure, print, write. Raises ValueError: there is nothing to measure."""
+    """Measure, print and write the table. Raises ValueError if there is no response."""
     speller = Speller(options.tokenizer)
     left_out: list[str] = []
     rows = [

@@ -10,12 +10,12 @@ from eval.serving import ServerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carry a command out. 0 when every request was answered and graded, 1 when not, 2 for a bad
-    command line, 130 after Ctrl-C; the folder holds all that was done."""
-    # Unwind, so that servers are closed and records completed.
+    """Run a command line. Returns 0 if every request was answered and graded, 1 if not, 130 after Ctrl-C; a bad
+    command line exits with 2. The folder keeps all that was done."""
+    # SIGTERM raises SystemExit, so that servers are closed and records completed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options, out = parse(argv)
-    # lm-eval takes seconds to load, for which a mistyped flag should not wait.
+    # Imported after the flags are checked, as lm-eval takes seconds to load.
     from eval.runs.session import run
 
     try:

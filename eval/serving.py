@@ -29,18 +29,18 @@ MODEL_NAME = "default"
 
 LEAN_START = Path(__file__).with_name("lean_start")
 _TAIL_LINES, _LINE_WIDTH = 60, 300
-# After this line a server only looks alive: SGLang waits for itself for two minutes.
+# After this line a server only looks alive: for two minutes SGLang waits for its own answer.
 _PORT_TAKEN = "error while attempting to bind on address"
 
 
 class ServerError(RuntimeError):
-    """A server did not start, or died; the message ends with its log's tail."""
+    """A server did not start, or died; the message ends with the end of its log."""
 
 
 class ServerProcess:
     """A ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
-    ``flags`` win over ours, ``env`` removes what is None. ``"cpu"`` hides every GPU and runs on this
-    project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
+    ``flags`` replace our defaults; ``env`` sets variables, or with None removes them. Device ``"cpu"`` hides
+    every GPU and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
         self, model_path: str | Path, *, flags: Sequence[str] = (),
@@ -55,8 +55,8 @@ class ServerProcess:
         self.env = _environment(self.model_path, device, env or {})
         temporary = f"reasoncache-server-{os.getpid()}-{self.port}.log"
         self.log_path = Path(log_path or Path(tempfile.gettempdir()) / temporary)
-        # SGLang looks only every 5 s whether SIGTERM came, and then lets schedulers release a GPU.
-        # After SIGINT its log ends with tracebacks of KeyboardInterrupt.
+        # SGLang looks for SIGTERM only every 5 s, but then lets its schedulers release a GPU. SIGINT acts at
+        # once; the log then ends with tracebacks of KeyboardInterrupt.
         self._end = (signal.SIGINT, signal.SIGTERM) if device == "cpu" else (signal.SIGTERM,)
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -71,12 +71,12 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Wait for the first token. Raises ServerError: it died, or ``start_timeout_s`` is over."""
+        """Start it and wait until it is ready. Raises ServerError if it dies or takes ``start_timeout_s``."""
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            # A new session: close() reaches every child, and a terminal's Ctrl-C only us.
+            # In a new session close() reaches every child, and Ctrl-C in a terminal reaches only us.
             self._process = subprocess.Popen(
                 self.command, env=self.env, start_new_session=True, **pipes
             )
@@ -107,7 +107,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """The number of the server's main process. Raises :class:`ServerError`: it is not running."""
+        """The id of the server's main process. Raises :class:`ServerError` if it is not running."""
         self.check_alive()
         assert self._process is not None
         return self._process.pid
@@ -127,7 +127,7 @@ class ServerProcess:
         return f"SGLang server {what}\n  {command}\n--- end of {self.log_path} ---\n{tail}"
 
     def close(self, grace_s: float = 15.0) -> None:
-        """End the server and every child, at first gracefully."""
+        """End the server and every child: ask first, then kill."""
         self._http.close()
         process, self._process = self._process, None
         if process is None:
@@ -139,7 +139,7 @@ class ServerProcess:
                 process.wait(grace_s)
         _kill_group(process.pid)
         if self._guard is not None:
-            # Killed, not let go: by now the group's number may belong to others.
+            # Killed before its pipe closes: by now the group's number may belong to other processes.
             self._guard.kill()
             self._guard.communicate()
         process.wait()
@@ -149,7 +149,7 @@ class ServerProcess:
         return self.log_path.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
-        """Bytes of output, to read only what follows."""
+        """Bytes of output so far; with :meth:`log_text`, to read only what follows."""
         return self.log_path.stat().st_size
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -161,8 +161,8 @@ class ServerProcess:
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago, below the kernel's ephemeral range, where any outgoing
-    connection could take it until a server binds it."""
+    """A TCP port that was free a moment ago. It lies below the kernel's ephemeral range: there, any outgoing
+    connection could take it before a server does."""
     top = 32768
     with contextlib.suppress(OSError, ValueError):
         top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -179,7 +179,7 @@ def _command(model_path: str, port: int, device: str, flags: Sequence[str]) -> l
     defaults = {"--served-model-name": [MODEL_NAME], "--random-seed": ["0"]}
     if device == "cpu":
         defaults |= {"--max-total-tokens": [str(DEFAULT_KV_SLOTS)], "--device": ["cpu"]}
-        # An idle scheduler spins otherwise and takes the clients' processor.
+        # Without this flag an idle scheduler spins and takes CPU time from the clients.
         defaults |= {"--sleep-on-idle": []}
     given = {flag.split("=", 1)[0] for flag in flags}
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", model_path]
@@ -214,7 +214,7 @@ def _environment(
 
 
 def _other_architectures(model_path: str) -> str:
-    """Name SGLang's model modules other than the one needed; importing them takes seconds."""
+    """Names of SGLang's model modules that the model does not need; importing them takes seconds."""
     config = Path(model_path) / "config.json"
     spec = importlib.util.find_spec("sglang")
     if not config.is_file() or spec is None or spec.origin is None:
@@ -222,7 +222,7 @@ def _other_architectures(model_path: str) -> str:
     needed = json.loads(config.read_text()).get("model_type")
     files = (Path(spec.origin).parent / "srt" / "models").glob("*.py")
     modules = sorted(file.stem for file in files if file.stem != "__init__")
-    # A type without a module of its name: rather load them all.
+    # If no module has the model type's name, all are loaded.
     return ",".join(m for m in modules if m != needed) if needed in modules else ""
 
 

@@ -6,20 +6,20 @@ from typing import Any
 
 
 class TokenizerError(ValueError):
-    """A model's tokenizer cannot be had; the message names the model and the first reason."""
+    """A tokenizer cannot be loaded; the message names the model and the first line of the reason."""
 
 
 @lru_cache(maxsize=4)
 def load_tokenizer(model: str, local: bool = False) -> Any:
-    """A tokenizer of ``transformers``; ``model`` is a folder, or with ``local`` False also a hub
-    name. Raises TokenizerError: there is none, or it is one that cannot be read."""
-    # Takes seconds to import, and few who import this module need it.
+    """A tokenizer of ``transformers``; ``model`` is a folder or, unless ``local``, a name on the hub. Raises
+    TokenizerError if there is no tokenizer or it cannot be read."""
+    # Imported here: it takes seconds, and most programs that import this module do not need it.
     from transformers import AutoTokenizer
 
     try:
         # False, not None: None asks on the terminal whether a model's own code may run.
         return AutoTokenizer.from_pretrained(model, local_files_only=local, trust_remote_code=False)
     except Exception as error:
-        # Tokenizer files fail in as many ways as there are kinds of them.
+        # Bad tokenizer files raise errors of many kinds.
         first = (str(error) or type(error).__name__).splitlines()[0]
         raise TokenizerError(f"the tokenizer of {model!r} cannot be loaded: {first}") from error

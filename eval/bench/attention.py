@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention``: decode attention, ours against SGLang's and FlashInfer's.
 
-On one pool, in turn, beside the memory bandwidth. Writes ``build/bench/kernels.json``, a part for each
-device."""
+Both take turns on one pool, with the memory bandwidth measured between. Writes ``build/bench/kernels.json``
+with a part for each device."""
 
 import argparse
 import json
@@ -25,17 +25,17 @@ from eval.runs.config import describe_machine, describe_versions
 from eval.runs.folder import write_json
 from sglang_reasoncache.platform import PLATFORM_NAME
 
-#: What one setting's samples come to: JSON, times as :func:`eval.bench.turns.spread`.
+#: Figures of one setting, as JSON; times are results of :func:`eval.bench.turns.spread`.
 Row = dict[str, Any]
 
 _HEADS = ((4, 2, 64), (32, 8, 128), (128, 1, 512, 64))
-#: On the CPU; results are named after 32x1000.
+#: Shapes measured on the CPU; their names begin with requests x tokens, as in 32x1000.
 SHAPES = tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for heads in _HEADS)
 
 
 def on_cpu(shapes: Sequence[Shape], rounds: int) -> Iterator[Row]:
     """A row for each shape and share."""
-    # Before SGLang is imported: the platform our backend serves on.
+    # Our backend's platform, which must be set before SGLang is imported.
     os.environ |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
     from eval.bench.attention_cpu import CpuBatch, outside_a_server
 
@@ -91,7 +91,7 @@ def work(options: Options) -> None:
     threads = f"CPU, {torch.get_num_threads()} threads"
     found: dict[str, Any] = {"machine": describe_machine(), "versions": describe_versions()}
     found["device"] = threads if is_cpu else torch.cuda.get_device_name()
-    # What was measured on another device stays.
+    # Results of the other device stay in the file.
     known = json.loads(options.output.read_text()) if options.output.is_file() else {}
     known[options.device] = {**found, "rounds": options.rounds, "rows": rows}
     write_json(options.output, known)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of decode requests on one layer's pool: its shape, where its rows lie, what is right."""
+"""A batch of decode requests on one layer's pool: shape, slots of its rows, and a check of results."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,14 +12,14 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Tokens of a shared run, unless a setting says otherwise.
 RUN = 48
-#: Percents of the entries that are shared, in runs of how many tokens.
+#: Percent of the entries that are shared, and tokens of each shared run.
 SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
 
 
 @dataclass(frozen=True)
 class Shape:
     """``requests`` of ``tokens`` each; a bf16 pool with K and V of ``[slots, kv_heads, head_dim]``, or, if
-    ``rotated``, with latent rows of ``head_dim`` dims and so many behind them."""
+    ``rotated``, with latent rows of ``head_dim`` dims and ``rotated`` dims behind them."""
 
     requests: int
     tokens: int
@@ -51,8 +51,8 @@ class Shape:
 def shared_blocks(
     tokens: int, fraction: float, draw: torch.Generator, run: int = RUN
 ) -> torch.Tensor:
-    """``[2, pairs]``: blocks of ``run`` tokens that cover ``fraction`` of them, and an earlier one of
-    each, not shared itself; neither is the first block nor that of the newest token."""
+    """``[2, pairs]``: shared blocks of ``run`` tokens that cover ``fraction`` of ``tokens``, and for each an
+    earlier block that is not shared. The first block and that of the newest token are never shared."""
     others = max(0, (tokens - 1) // run - 1)
     shared = torch.zeros(1 + others, dtype=torch.bool)
     count = min(others, round(fraction * tokens / run))
@@ -89,9 +89,9 @@ def rotation(length: int, dim: int, is_neox: bool = True) -> KeyRotation:
 
 class Batch:
     """Requests of one shape on ``pool``, K and V of a layer, ``[slots, kv_heads, head_dim]``
-    each. A subclass adds the sides that attend it, and what their samples come to."""
+    each. A subclass adds the sides to time, and makes a row of their samples."""
 
-    #: Largest difference from fp32 attention, relative to its norm.
+    #: Largest difference from fp32 attention that passes, relative to the norm of the latter.
     tolerance: ClassVar[float]
 
     def __init__(self, shape: Shape, pool: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -105,17 +105,17 @@ class Batch:
         self.own_rows = self.rows = lay_rows(shape, 0).to(self.device)
         dim = shape.rotated or shape.head_dim
         self.rotation = rotation(shape.tokens, dim, not shape.rotated).to(self.device)
-        #: First, last and one between: their results are compared with PyTorch's.
+        #: The first request, the last and one between: their results are compared with PyTorch's.
         self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
 
     def share(self, percent: int, run: int = RUN) -> None:
-        """Lay the rows anew; raises RuntimeError where a result is not PyTorch's."""
+        """Lay the rows anew. Subclasses raise RuntimeError if a result differs from PyTorch's."""
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
     def check(self, name: str, found: torch.Tensor, rows: torch.Tensor) -> None:
-        """Raises RuntimeError where ``found`` ``[requests, heads, head_dim]`` is off fp32 attention over
-        ``rows`` by more than tolerated."""
+        """Raises RuntimeError if ``found`` ``[requests, heads, head_dim]`` differs from fp32 attention over
+        ``rows`` by more than ``tolerance``."""
         query = self.query[self.checked].float().unflatten(1, (self.shape.kv_heads, -1))
         k, v = (side.transpose(1, 2) for side in self.read(rows[self.checked]))
         expected = F.scaled_dot_product_attention(query, k, v, scale=self.scale)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on the CPU: our backend and SGLang's torch-native, called as SGLang does."""
+"""Decode attention on the CPU: our backend and SGLang's torch-native, called as in a server."""
 
 import functools
 import math
@@ -24,19 +24,19 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 
 
 def outside_a_server() -> AbstractContextManager[object]:
-    """Holds what SGLang's backends ask of a server's arguments."""
+    """A context in which SGLang's backends find the server arguments that they ask for."""
     args = {"device": "cpu", "attention_backend": "torch_native"}
     return get_context().override_server_args(**args)
 
 
 class CpuBatch(Batch):
-    """Decode steps, each the plan and all layers of a pool, by either backend."""
+    """Decode steps by either backend; a step makes the plan and runs all layers of a pool."""
 
-    # Our result is rounded to bf16, and so are the weights inside.
+    # Our backend rounds its result and its inner weights to bf16.
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # Together 1 GB, above the caches, or eight. Over latent rows 128 heads compute more than they read.
+        # Layers of 1 GB in all, above the CPU's caches, at most 8. Latent rows: 2, as computing takes longer.
         self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
         size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
         if shape.rotated:
@@ -49,7 +49,7 @@ class CpuBatch(Batch):
             for buffer in side[1:]:
                 buffer.copy_(side[0])
         super().__init__(shape, compat.kv_of(pool, 0))
-        # Rows that are shared, and then each request's own.
+        # First the rows with shared blocks, then each request's own rows.
         self._table = ReqToTokenPool(2 * shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
@@ -61,7 +61,7 @@ class CpuBatch(Batch):
         ]
         dim, neox = self.rotation.rotary_dim, self.rotation.is_neox
         rope = get_rope(dim, dim, shape.tokens, 10_000, neox, None, torch.bfloat16)
-        # What the backends look at of SGLang's runner.
+        # The attributes of SGLang's runner that the backends read.
         runner: Any = SimpleNamespace(
             device="cpu",
             dtype=torch.bfloat16,
@@ -103,7 +103,7 @@ class CpuBatch(Batch):
 
     def sides(self) -> dict[str, Side]:
         ours = functools.partial(self._step, self._ours)
-        # As many positions of the same pool, none of them shared.
+        # The same number of positions of the same pool, none of them shared.
         own = functools.partial(ours, self._batch_of(1 + self.shape.requests))
         native = functools.partial(self._step, self._native)
         if self.shape.rotated:
@@ -146,7 +146,7 @@ class CpuBatch(Batch):
         return [{"plan_us": plan_us, "layer_ms": layer_ms, "step_ms": step_ms}]
 
     def _absorbed(self) -> list[dict[str, float]]:
-        """PyTorch's attention over latent rows, request by request, the heads as queries of one."""
+        """PyTorch's attention over latent rows, request by request; all heads are queries of one KV head."""
         start = time.perf_counter()
         for layer in range(self.num_layers):
             rows = self._native.token_to_kv_pool.get_key_buffer(layer)
@@ -157,8 +157,8 @@ class CpuBatch(Batch):
         return [{"step_ms": (time.perf_counter() - start) * 1e3}]
 
     def _alone(self) -> list[dict[str, float]]:
-        """SGLang's copies every latent row once for each head: one layer of one request, times all, the
-        second time."""
+        """SGLang's backend copies every latent row for each head, so only one layer of one request is timed, at
+        its second run, and multiplied."""
         alone = self._batch_of(1)
         alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
         for _ in range(2):

@@ -25,7 +25,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 from sglang_reasoncache.kernels.row_plan import RowPlan
 
-#: Layers of the model whose step the planner is compared with; it runs once for all.
+#: The planner runs once for all layers: its time is compared with a step of this many layers.
 _LAYERS = 32
 #: Heads and pool.
 KINDS = {
@@ -60,16 +60,16 @@ class CudaBatch(Batch):
         self.check("decode_attention", self.decode(), self.rows)
 
     def plan(self) -> RowPlan:
-        """The plan as a server makes it for a step: into the same buffers."""
+        """Make the plan of a step as a server does, into the same buffers each time."""
         args = (self._buffers, self.rows, self.requests, self.lengths, self.cached_at)
         return plan_into(*args, num_slots=self.shape.slots)
 
     def decode(self) -> torch.Tensor:
-        """By the plan as for a step."""
+        """Run our decode attention by the plan."""
         return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
 
     def planning(self) -> Call:
-        """A plan as a decode graph makes it; without CUDA launch by launch."""
+        """A call that makes the plan as a CUDA graph, as decode graphs do; without CUDA, kernel by kernel."""
         if self.device.type != "cuda":
             return self.plan
         self.plan()
@@ -80,21 +80,21 @@ class CudaBatch(Batch):
         return graph.replay
 
     def calls(self) -> dict[str, Call]:
-        """What is timed; FlashInfer reads 16-bit pools here."""
+        """The calls that are timed; FlashInfer's only for 16-bit pools."""
         found: dict[str, Call] = {"ours": self.decode, "plan": self.planning()}
         if self.device.type == "cuda" and self.pool[0].itemsize == 2 and find_spec("flashinfer"):
             found["flashinfer"] = self.flashinfer()
         return found
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
-        """Planned; of each request's own slots."""
+        """FlashInfer's decode, already planned, over each request's own slots."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         shape, rows = self.shape, self.own_rows
         ones = torch.ones(shape.requests, dtype=torch.int32, device=self.device)
         indptr = torch.arange(shape.requests + 1, dtype=torch.int32, device=self.device)
         workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
-        # As SGLang decides it for 16-bit pools.
+        # SGLang decides so for 16-bit pools.
         tensor_cores = shape.heads // shape.kv_heads >= 4
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=tensor_cores
@@ -112,7 +112,7 @@ class CudaBatch(Batch):
 def _bench(call: Call) -> list[float]:
     from triton.testing import do_bench
 
-    # Empties the L2 cache before each call, which also hides the launch.
+    # do_bench empties the L2 cache before each call, which also hides the launch.
     return list(do_bench(call, rep=100.0, return_mode="all"))
 
 
@@ -141,7 +141,7 @@ def measured(
 
 
 def main() -> int:
-    """The exit status: 1 where a kind of heads or pool failed, and its line says why."""
+    """Returns the exit status: 1 if a kind of heads or pool failed; its line says why."""
     if not torch.cuda.is_available():
         sys.exit("eval.bench.attention_cuda: needs an NVIDIA GPU, PyTorch sees none")
     torch.manual_seed(5)

@@ -28,13 +28,13 @@ from eval.serving import ServerProcess
 from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
-#: Documents of the server, tokens of each, and documents of a prompt.
+#: Documents that the servers know, tokens of each, and documents in a prompt.
 DOCUMENTS, TOKENS, IN_PROMPT = 50, 400, 8
 REPAIRS = ("none", "query:.15")
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
-#: Questions of each set of documents; documents of a set, and words of one.
+#: Questions about each set of documents; documents of a set; words of a document.
 _ASKED, _SET, _WORDS = 4, 5, 150
 
 _PLACES = (
@@ -65,7 +65,7 @@ class Options:
 
 
 def prose() -> list[str]:
-    """Paragraphs of English out of Python's documentation, which every Python has."""
+    """English paragraphs from Python's documentation, which every Python installation has."""
     every = itertools.chain(*(re.split(r"\n\s*\n", text) for text in topics.values()))
     flat = (" ".join(paragraph.split()) for paragraph in every)
     return sorted({text for text in flat if _is_prose(text)})
@@ -97,11 +97,11 @@ class Tasks:
                 yield {**row, "question": question, "lead": lead, "answer": answer}
 
     def distinct(self) -> Drawn:
-        """Each document has a fact of another kind."""
+        """Each document states a fact of a different kind."""
         return self._told(_FACTS)
 
     def rivals(self) -> Drawn:
-        """Each document has the code of another place, in the same words."""
+        """Each document states the code of a different place, in the same words."""
         places = self._random.sample(_PLACES.split(","), _SET)
         codes = [f"he access code of the {place}" for place in places]
         return self._told({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
@@ -123,7 +123,7 @@ class Tasks:
         return documents, asked
 
     def repeat(self) -> Drawn:
-        """A document is to be said again: eight words behind the first eight."""
+        """A document is to be repeated: its first eight words are given, the next eight asked for."""
         sections, asked = [self._section() for _ in range(_SET)], []
         for number, section in enumerate(sections, 1):
             words = " ".join(section).split()
@@ -143,7 +143,7 @@ class Tasks:
         return documents, asked
 
     def _section(self) -> list[str]:
-        """Sentences of about so many words, of paragraphs that follow one another."""
+        """Sentences of consecutive paragraphs, about ``_WORDS`` words in all."""
         found, at = list[str](), self._random.randrange(len(self._prose))
         while sum(text.count(" ") for text in found) < _WORDS:
             found += re.split(r"(?<=\.) (?=[A-Z])", self._prose[at % len(self._prose)])
@@ -152,7 +152,7 @@ class Tasks:
 
 
 class Live:
-    """Prompts of the same documents for a server; all sides read the same ones."""
+    """Prompts made of a fixed set of documents; all sides are sent the same prompts."""
 
     def __init__(self, tokenizer: Any) -> None:
         encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -166,8 +166,8 @@ class Live:
             _ask(server, [*self._base, *document, 0])
 
     def side(self, server: ServerProcess, repair: str = "") -> Callable[[], list[dict[str, float]]]:
-        """Asks the next question at each call; tells the time to the first token, and the tokens that
-        were computed."""
+        """Each call asks the next question, and returns the time to the first token and the number of tokens
+        that were computed."""
         drawn, start = random.Random(1), len(self._base)
         bounds = range(start, start + IN_PROMPT * TOKENS + 1, TOKENS)
         custom = {"documents": [*itertools.pairwise(bounds)], "documents_repair": repair}
@@ -185,7 +185,7 @@ class Live:
 
 
 def _ask(server: ServerProcess, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-    """One token behind a prompt."""
+    """Ask for one token behind a prompt; return the server's ``meta_info``."""
     sampling = {"temperature": 0, "max_new_tokens": 1, **more}
     body = {"input_ids": prompt, "sampling_params": sampling}
     response = server.post("/generate", json=body)
@@ -195,7 +195,7 @@ def _ask(server: ServerProcess, prompt: Sequence[int], **more: Any) -> dict[str,
 
 
 def live(options: Options) -> list[dict[str, Any]]:
-    """Rows of the task ``server``."""
+    """Measure the live servers; return the rows of the task ``server``."""
     prompts = Live(load_tokenizer(str(MODEL)))
     flags = (*_FLAGS, "--max-total-tokens", str(_SLOTS))
     with Servers(options.out / "documents", MODEL, "cpu", keep=2) as servers:
@@ -209,7 +209,7 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
-    """Times, alone and over stock's, and the part of the documents' tokens that was computed."""
+    """A side's times, alone and over stock's, and tokens computed over the tokens of the documents."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",
@@ -223,7 +223,7 @@ def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
 
 
 def work(options: Options) -> None:
-    """Measure and write the results. What the gate measured before is not measured again."""
+    """Measure and write the results. What ``eval.fidelity`` has measured before is not measured again."""
     path, draw = options.out / "documents" / "questions.jsonl", Tasks().rows
     rows = itertools.chain(*(draw(task, options.questions) for task in options.tasks))
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))

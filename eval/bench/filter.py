@@ -29,13 +29,13 @@ _REQUESTS = 32
 #: Decode steps between two polls, as in a server.
 _INTERVAL = 4
 _POLLS = 2000
-#: Between two polls: the process is as far behind as in a server.
+#: Pause between two polls, so that the process lags behind as in a server.
 _PAUSE_SECONDS = 0.004
 
 
 def measure(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """CPU time of a finished step in the filter's process, and of a decode step of 32 requests, a token
-    each, in the scheduler's thread."""
+    """CPU time in the filter's process for each finished step, and in the scheduler's thread for each decode
+    step of 32 requests with a token each."""
     endless = [itertools.cycle(tokens) for tokens in streams]
     requests = array("q", [step_filter.open(0, True) for _ in range(_REQUESTS)])
     counts = array("q", [_INTERVAL] * _REQUESTS)

@@ -27,14 +27,14 @@ from eval.runs.session import run
 from eval.small_reasoner import ADAPTER, MODEL
 from eval.tokenizers import load_tokenizer
 
-#: Flags of the runs of a bench by name.
+#: Name of a run of a bench -> its flags for ``eval.run``.
 Runs = dict[str, str]
-#: An admission that fills the pool, as SGLang's documentation advises where requests wait beside free slots.
+#: Admits requests until the pool is full, as SGLang's documentation advises if requests wait beside free slots.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
-#: Recorded responses to AIME 2024 and to MATH-500, of the folder of traces.
+#: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
 AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
-#: AIME responses with more tokens go round in circles; the next shorter one has 14,406.
+#: AIME responses with more tokens than this loop; the longest response below has 14,406.
 LOOPING = 20_000
 
 
@@ -44,7 +44,7 @@ def serve(traces: Path | None) -> Runs:
     runs = {
         "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
-        # Short rounds: what else the machine does changes within seconds.
+        # Short rounds, as other work on the machine changes within seconds.
         "noise": f"--tasks noise {_IN_TURNS} dense,newest --limit 32 "
         "--seeds 0,1,2,3,4,5,6,7,8 --kv-budget 16384",
     }
@@ -84,7 +84,7 @@ def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: i
         "finished": _records(model / "finished.jsonl", finished, tokenizer),
     }
     server = "--max-running-requests 96 --schedule-conservativeness 0.3 --load-format dummy"
-    # Decode graphs alone: those of prefills take minutes to capture, and these loads hardly prefill.
+    # Only decode graphs: prefill graphs take minutes to capture, and these loads hardly prefill.
     cuda = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
     server += f" {cuda}" if torch.cuda.is_available() else ""
     runs = {}
@@ -110,14 +110,14 @@ def _tokens(path: Path, model: Path) -> tuple[list[list[int]], Any]:
 def looping_pieces(
     responses: Sequence[list[int]], size: int, longest: int = LOOPING
 ) -> list[list[int]]:
-    """Pieces of the responses of more than ``longest`` tokens, up to there but for the first piece: they
-    are shorter, but repeat themselves nearly as much."""
+    """Pieces of ``size`` tokens, up to token ``longest`` but without the first piece, of responses longer than
+    that. Pieces are shorter than responses, but repeat themselves nearly as much."""
     starts = range(size, longest - size + 1, size)
     return [ids[at : at + size] for ids in responses if len(ids) > longest for at in starts]
 
 
 def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path:
-    """A file of responses to replay; no prompt is the beginning of another."""
+    """Write a file of responses to replay; no prompt is the beginning of another."""
     rows = [
         {"question": f"{number}. {tokenizer.decode(ids[:60])}", "response": tokenizer.decode(ids)}
         for number, ids in enumerate(responses)
@@ -127,7 +127,7 @@ def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path
 
 
 def short(_: Path | None) -> Runs:
-    """Pools from room for all to two requests, for problems sent at once."""
+    """Problems sent at once, with pools from room for all requests to room for two."""
     workloads = {
         "small_reasoner": (f"--model {MODEL} --limit 24", (30_000, 12_000, 6_000, 2_500)),
         "tiny_reasoner": ("--limit 48", (30_000, 12_000, 6_000, 1_500)),
@@ -141,7 +141,7 @@ def short(_: Path | None) -> Runs:
 
 
 def siblings(_: Path | None) -> Runs:
-    """1, 4 and 16 samples of each of 100 problems; sharing within responses, and across."""
+    """1, 4 and 16 samples of each of 100 problems; methods share within responses, or also across them."""
     sides = "--methods dense,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
     return {
         f"x{n}": f"--model {MODEL} --tasks small_reasoner_x{n} --limit {100 * n} {sides} "
@@ -150,16 +150,16 @@ def siblings(_: Path | None) -> Runs:
     }
 
 
-#: Leave out 10, 20, 40 and 60% of the positions of a request that grows from 45 to 580, averaged
-#: over its steps.
+#: Averaged over the steps of a request that grows from 45 to 580 positions, these budgets leave out 10, 20, 40
+#: and 60%.
 BUDGETS = (397, 321, 214, 132)
 _EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache+rkv".split()
 
 
 def policies(_: Path | None) -> Runs:
     """Evictors beside the papers' sharing at 10% and at 22%, the most that the embedded reasoner's steps
-    allow, and beside random sharing; SnapKV evicts nothing but prompt. There is room for all in flight, so
-    that memory does not decide what is answered."""
+    allow, and beside random sharing; SnapKV evicts only prompts. The pool has room for all requests in flight,
+    so that memory does not decide what is answered."""
     methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
     methods += ["reasoncache:policy=snapkv:share=0.5"]
     methods += [f"random:random_ratio={ratio}" for ratio in (0.12, 0.24, 0.48, 0.72)]
@@ -196,8 +196,8 @@ class Options:
 
 
 def work(options: Options) -> None:
-    """Measure what is not there yet and report all. Raises ValueError: wrong options, or nothing could be
-    measured."""
+    """Measure the runs that are missing and report all. Raises ValueError if options are wrong or nothing could
+    be measured."""
     asked, commit = BENCHES[options.bench](options.traces), describe_versions()["commit"]
     if unknown := set(options.only) - asked.keys():
         raise ValueError(f"--only must be of {', '.join(asked)}, got {', '.join(unknown)}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in which sides take turns, and the memory bandwidth between them: what else a machine
-does changes within seconds, and so hits all of them."""
+"""Rounds in which sides take turns, with the memory bandwidth measured between: other work on the machine
+changes within seconds, and so affects all sides alike."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Call = Callable[[], object]
 def take_turns(
     sides: Mapping[str, Side], rounds: int, between: Callable[[], Mapping[str, float]] = dict
 ) -> pd.DataFrame:
-    """Samples of all rounds, one a line: ``side``, ``round``, its figures and those ``between``.
-    Every second round runs in the opposite order; one more that warms up comes first."""
+    """Samples of all rounds, one a line: ``side``, ``round``, its figures and those of ``between``. Every
+    second round runs in reverse order. A warm-up round comes first and is not returned."""
     import pandas as pd
 
     lines = []
@@ -66,7 +66,7 @@ def seconds(call: Call, device: torch.device) -> float:
 
 
 class Yardstick:
-    """Copies and reads 0.5 GB, on a GPU 2, with all threads."""
+    """Measures memory bandwidth: copies and reads 0.5 GB with all threads, on a GPU 2 GB."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,6 +78,6 @@ class Yardstick:
         self._read: Call = source.view(torch.float32).sum
 
     def rates(self) -> dict[str, float]:
-        """GB/s of one ``copy``, bytes read and bytes written, and of one ``read``."""
+        """GB/s of a ``copy``, counting bytes read and bytes written, and of a ``read``."""
         copy, read = (seconds(call, self._device) for call in (self._copy, self._read))
         return {"copy": 2 * self._bytes / copy / 1e9, "read": self._bytes / read / 1e9}

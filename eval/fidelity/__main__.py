@@ -26,15 +26,15 @@ from eval.jsonl import cut_unfinished, read_rows, text_of
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
-#: From a model to the scores of a response or prompt, by arm.
+#: Takes a model; returns a function that scores a response or prompt, by arm.
 Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
-#: Tokens of a run, and the share of runs that stand earlier in a response from which on it loops.
+#: Tokens of a run. A response loops if this share of its runs stands earlier in it.
 _RUN, _LOOPS = 32, 0.1
 
 
 class Response(NamedTuple):
-    """One row; ``tokens`` are cut at the cap, the first ``prompt`` of them are the question."""
+    """One row. ``tokens`` are cut at the cap; the first ``prompt`` of them are the question."""
 
     name: str
     group: str
@@ -42,14 +42,14 @@ class Response(NamedTuple):
     prompt: int
 
 
-#: What is measured, settings on which scores depend, and how.
+#: What is measured, the settings on which its scores depend, and how to begin.
 Job = tuple[Sequence[Response | Prompt], list[str], Begin]
 
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Responses of at least ``shortest`` tokens, with their questions cut at ``cap``, of a JSONL file
-    of rows with ``question``, ``response``, perhaps ``id`` and ``correct``; of a folder the first to
-    each question. Raises OSError, ValueError: names the file or line that cannot be read."""
+    """Responses of at least ``shortest`` tokens, cut so that question and response have ``cap``. Rows of a
+    JSONL file have ``question``, ``response``, perhaps ``id`` and ``correct``; a folder gives the first
+    response to each question. Raises OSError; ValueError that names a file or line that cannot be read."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):
@@ -110,7 +110,7 @@ class Options:
 
 
 def load(options: Options) -> Reader:
-    """The model. Raises OSError, ValueError: one that cannot be measured."""
+    """The model. Raises OSError or ValueError if it cannot be loaded or measured."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
     )
@@ -121,7 +121,7 @@ def load(options: Options) -> Reader:
 
 
 def chosen(options: Options, tokenizer: Any) -> list[Response]:
-    """``--limit`` responses of each group, the groups in turn. Raises ValueError: there is none."""
+    """``--limit`` responses of each group, the groups in turn. Raises ValueError if there is no response."""
     seen: Counter[str] = Counter()
     ranked = []
     assert options.responses is not None
@@ -138,8 +138,8 @@ def chosen(options: Options, tokenizer: Any) -> list[Response]:
 def measure(
     options: Options, items: Sequence[Response | Prompt], settings: Sequence[str], begin: Begin
 ) -> Iterator[Mapping[str, Any]]:
-    """A record for each item, also of an earlier run with the same settings: each is appended
-    to a JSONL file at once, so that a run that is cut goes on where it stopped."""
+    """A record for each item. Each is appended to a JSONL file at once, and records there with the same
+    settings are used again, so that a run that was cut off goes on where it stopped."""
     path, known, scores = options.out.with_suffix(".jsonl"), {}, None
     given = options.documents or options.responses
     if given is not None and path.resolve() in (given.resolve(), given.resolve() / path.name):
@@ -179,7 +179,7 @@ def _prompts(options: Options, tokenizer: Any) -> Job:
 
 
 def work(options: Options) -> list[dict[str, Any]]:
-    """The rows of the table."""
+    """Measure, print and write the table; return its rows."""
     torch.set_num_threads(options.threads)
     records, summed = list[Mapping[str, Any]](), list[dict[str, Any]]()
     settings = {name: str(value) for name, value in vars(options).items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arms by name: what is done to one KV cache while a response is read; see docs/fidelity.md."""
+"""Arms by name: an arm is a way to edit a KV cache while a response is read; see docs/fidelity.md."""
 
 import re
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ _GRAMMAR = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One KV cache's treatment: blocks share by ``filter``, or ``evictor`` evicts (its budget is
-    to be replaced); ``pool``: fp8 dtype that it is kept in, None: the model's."""
+    """A way to treat a KV cache: ``filter`` proposes blocks to share, or ``evictor`` evicts (callers replace
+    its budget). ``pool`` is the fp8 dtype of the cache; None keeps the model's dtype."""
 
     name: str
     filter: FilterConfig | None = None
     corrected: bool = True  # keys are rotated to where they are used
     percentile: float = 100.0  # of KV distances; 100: no threshold
     evictor: Any = None
-    need: float = 1.0  # share of positions to be saved, if so many can; nearest blocks first
+    need: float = 1.0  # share of positions to save at most; nearest blocks first
     pool: torch.dtype | None = None
 
 
 def parse(name: str) -> Arm:
-    """The arm of a name. Raises ValueError that says what is wrong."""
+    """The arm of a name. Raises a ValueError that says what is wrong with the name."""
     if name in POOLS:
         return Arm(name, pool=POOLS[name])
     direction, *options = name.split("-")
@@ -82,7 +82,7 @@ def _evictor(name: str) -> Arm:
 
 
 def default_name() -> str:
-    """The arm of the settings that an operator gets without setting any, positions corrected."""
+    """The name of the arm with the plugin's default settings, positions corrected."""
     config = ReasonCacheConfig()
     name = f"{config.direction}-{config.match}-{config.block}"
     if config.direction == "oldest" and config.min_age:
@@ -91,15 +91,15 @@ def default_name() -> str:
 
 
 def default_names() -> list[str]:
-    """The arms that are measured unless others are named."""
+    """The names of the arms that are measured unless ``--arms`` names others."""
     names = ["newest-runs-8", "newest-steps-8", "oldest-steps-8", "oldest-cached-steps-8"]
     names += ["newest-runs-8-p80", "random-evict", "streamingllm", "keydiff"]
     return names if default_name() in names else [default_name(), *names]
 
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
-    """The arms of some names, evictors last. Raises ValueError: a bad name, one given
-    twice, or evictors without ``like``, which is to share."""
+    """The arms of some names, evictors last. Raises ValueError if a name is bad or given twice, or if there are
+    evictors but ``like`` is not the name of an arm that shares."""
     arms = sorted(map(parse, names), key=lambda arm: arm.evictor is not None)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")

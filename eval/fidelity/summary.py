@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 _RESAMPLES = 2000
-#: How a figure is written, and what it is of the means of an arm's scores and of the first arm's.
+#: Figure -> its format, and how it is computed from the mean scores of an arm and of the first arm.
 Figures = Mapping[str, tuple[str, Callable[[Any, Any], Any]]]
 RESPONSES: Figures = {
     "saved": ("{:.1%}", lambda arm, _: arm["saved"]),
@@ -30,8 +30,8 @@ DOCUMENTS: Figures = {
 def rows(
     records: Sequence[Mapping[str, Any]], figures: Figures = RESPONSES
 ) -> list[dict[str, Any]]:
-    """For each group and arm: means over responses, and of each, ``_95``, the ends of its 95%
-    bootstrap interval over responses, null for fewer than two. Responses' first arm has no row."""
+    """For each group and arm: means over responses, and under ``FIGURE_95`` the ends of each mean's 95%
+    bootstrap interval over responses, None for fewer than two. In ``RESPONSES`` the first arm has no row."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record["arms"])

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start-up diet for CPU servers; Python runs it first in every server process. Each imports SGLang
-anew, 30 CPU seconds, a third of them for the garbage collector and for flashinfer without a GPU."""
+"""Makes CPU servers start faster; Python runs this file first in every server process. Each process imports
+SGLang, which takes 30 CPU seconds, a third of them in the garbage collector and in flashinfer."""
 
 import gc
 import multiprocessing
@@ -13,6 +13,6 @@ gc.set_threshold(100_000, 20, 100)
 sys.modules["flashinfer"] = None  # type: ignore[assignment]
 
 if os.environ.get("REASONCACHE_FORK"):
-    # For tests, which start many servers: spawned, as SGLang asks for, each process imports anew.
+    # For tests, which start many servers: a forked process need not import SGLang anew, a spawned one must.
     _set = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: _set("fork", force=True)  # type: ignore

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs say: pure functions over their records."""
+"""Figures of runs: pure functions over their records."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many answers are right, and how that differs from dense on the same problems.
 
-A problem is a cluster over its seeds: shares get Wilson's interval at the effective number of
-answers, other values (F1, lengths) Student's t over problems, differences of shares Newcombe's
-square-and-add (MOVER), those of other values paired t. Ratios take dense's mean as known."""
+A problem is a cluster over its seeds: shares get Wilson's interval at the effective number of answers, other
+values (F1, lengths) Student's t over problems. Differences of shares get Newcombe's square-and-add (MOVER),
+differences of other values paired t. Ratios take dense's mean as known."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95% confidence interval; an end is None where data give none."""
+    """A value with its 95% confidence interval; an end is None if there are too few data."""
 
     value: float
     low: float | None
@@ -31,7 +31,7 @@ class Estimate:
     n: int
 
     def scaled(self, factor: float, shift: float = 0.0) -> "Estimate":
-        """``factor * x + shift`` of a positive factor."""
+        """``factor * x + shift``; ``factor`` must be positive."""
         low, high = (None if e is None else factor * e + shift for e in (self.low, self.high))
         return Estimate(factor * self.value + shift, low, high, self.n)
 
@@ -43,7 +43,7 @@ class Comparison:
     pairs: int
     difference: Estimate  # of means, method less dense
     kept: Estimate | None  # the method's mean over dense's, None if that is 0
-    only_dense: int  # pairs that one alone has right, McNemar's b and c
+    only_dense: int  # pairs that only one side has right: McNemar's b and c
     only_method: int
     p_value: float  # McNemar's, exact and two-sided; takes pairs as independent
 
@@ -70,7 +70,7 @@ def mean(values: Mapping[Key, float]) -> Estimate | None:
 
 
 def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Comparison | None:
-    """None if no problem has been graded for both."""
+    """Compare a method with dense; None if no problem has been graded for both."""
     keys = [key for key in dense if key in method]
     scores = [{key: side[key].score for key in keys} for side in (method, dense)]
     difference = differ(*scores)
@@ -113,7 +113,7 @@ def _series(values: Mapping[Key, float]) -> pd.Series:
 
 
 def _effective(series: pd.Series) -> float:
-    """The number of independent answers that tell as much: one to all of a problem's seeds."""
+    """The number of independent answers that tell as much: at least one a problem, at most all of them."""
     problems = series.groupby(level=0).mean()
     error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
     effective = float(series.var(ddof=0)) / error if error else 0.0

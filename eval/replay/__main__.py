@@ -9,7 +9,7 @@ from eval.command import option
 from eval.jsonl import texts_of
 from eval.replay.model import build
 
-#: Under the folder from which the command is called.
+#: Relative to the working directory.
 MODELS = Path("build/replay")
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forces the next token of a request to be that of a recorded response.
+"""Forces a request to produce a recorded response token by token.
 
-The server needs ``--enable-custom-logit-processor`` and must be able to import this module; what a
-request carries is its name, not its code."""
+The server needs ``--enable-custom-logit-processor`` and must be able to import this module; a request carries
+the module's name, not its code."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ FORCED = "forced_tokens"
 
 
 class ForcedTokens(CustomLogitProcessor):
-    """Leaves one token possible, the one recorded at this place: how much of the request has KV,
-    which a retraction does not upset. After its last recorded token a request is left alone."""
+    """Makes every token impossible but the recorded one. The place in the record is found from how much of the
+    request has KV, which stays right after a retraction. Logits behind the record are not changed."""
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
@@ -36,7 +36,7 @@ class ForcedTokens(CustomLogitProcessor):
 
 
 def forced_request(token_ids: list[int]) -> dict[str, Any]:
-    """Body of a request whose response is these tokens, and no more. Raises ValueError: none."""
+    """Body of a request whose response is forced to be these tokens. Raises ValueError if there is none."""
     if not token_ids:
         raise ValueError("a response to replay needs at least one token, got none")
     return {
@@ -44,6 +44,6 @@ def forced_request(token_ids: list[int]) -> dict[str, Any]:
         "custom_params": {FORCED: list(token_ids)},
         "ignore_eos": True,
         "temperature": 0.0,
-        # Spaces between special tokens are not in the record.
+        # Otherwise spaces are put between special tokens, which the record does not have.
         "skip_special_tokens": False,
     }

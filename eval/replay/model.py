@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model for replays: real proportions and a real tokenizer, weights that know nothing.
+"""A model for replays: real proportions, a real tokenizer and random weights.
 
-QwQ-32B in bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this one 130,000 to
-1: throughput follows the number of running requests on a CPU as it does on a GPU."""
+QwQ-32B in bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this model has 130,000 to 1. So
+throughput on a CPU depends on the number of running requests as it does on a GPU."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ _PAD = "<|pad|>"
 def replay_config(**others: Any) -> Any:
     """Two layers of one KV head: 256 bytes of KV a token in bf16, 17 M parameters. ``others``: sizes
     of another model with the same vocabulary."""
-    # Annotations of transformers are too coarse for what these classes take.
+    # Any: transformers' annotations are too coarse for the arguments of these classes.
     config: Any = Qwen3Config
     sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=32)
@@ -48,15 +48,15 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) -> Path:
-    """Model and tokenizer in a folder of their own under ``folder``, which is returned; kept if it
-    is there. ``texts`` train the tokenizer and name the folder. ``shape``: another configuration,
-    for ``--load-format dummy``: no weights are made."""
+    """Write model and tokenizer into a folder under ``folder`` and return its path; a folder already there is
+    kept. ``texts`` train the tokenizer and name the folder. ``shape`` is another configuration, for
+    ``--load-format dummy``: then no weights are made."""
     config = shape or replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:
         key.update(text.encode("utf-8", "surrogatepass"))
     home = folder / f"replay-{key.hexdigest()[:12]}"
-    # Written last, so a build that was cut off is done again.
+    # This file is written last, so that a build that was cut off is done again.
     if (home / "generation_config.json").is_file():
         return home
     home.mkdir(parents=True, exist_ok=True)

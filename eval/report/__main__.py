@@ -26,7 +26,7 @@ class Options:
 
 
 def work(options: Options) -> None:
-    """Read, measure, draw, write. Raises RunError: a run cannot be read."""
+    """Read the runs and write the report. Raises RunError if a run cannot be read or nothing was measured."""
     out = options.out or options.runs[0] / "report"
     data = load(options.runs)
     if data.cells.empty:
@@ -55,7 +55,7 @@ td,th{border:1px solid #ccc;padding:3px 8px;text-align:left}img{max-width:100%}c
 
 
 def html(text: str, folder: Path) -> str:
-    """Markdown of a report as a page that holds its pictures, which are in ``folder``."""
+    """A report's Markdown as an HTML page that embeds the pictures in ``folder``."""
 
     def held(found: re.Match[str]) -> str:
         data = base64.b64encode((folder / found[1]).read_bytes()).decode()
@@ -67,7 +67,7 @@ def html(text: str, folder: Path) -> str:
 
 
 def _source(run: str, config: Mapping[str, Any]) -> str:
-    """What a run was measured on, with which code and by which command."""
+    """The model, code, machine and command of a run, in Markdown."""
     machine, versions = config.get("machine", {}), config.get("versions", {})
     gpus = machine.get("gpus") or []
     cpu = f"{machine.get('cpu')}, {machine.get('cores')} cores"

@@ -18,7 +18,7 @@ _SIDE = {"fontsize": 8.5, "frameon": False, "loc": "upper left", "bbox_to_anchor
 
 
 def draw(data: Data, folder: Path) -> dict[str, str]:
-    """Draw what there is to draw; captions by file name."""
+    """Draw the pictures for which there are data; return captions by file name."""
     captions: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for task in data.cells["task"].unique():
@@ -39,7 +39,7 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
         if key[1] == task and found is not None and not pd.isna(saving):
             low, high = found.low or found.value, found.high or found.value
             row = {"method": _text(key[2]), "saved": 100 * saving, "accuracy": found.value}
-            # Rounding puts a bound past the share itself where all or no answers are right.
+            # Rounding may put a bound on the wrong side of the share if all or no answers are right.
             bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}
             rows.append({**row, **bars})
     shown = pd.DataFrame(rows, columns=["method", "saved", "accuracy", "down", "up"])
@@ -57,8 +57,8 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
 
 
 def timeline(data: Data, task: str, path: Path) -> bool:
-    """Draw the first seed of each method of the first run, rolling means over a 300th of it. False: there
-    is nothing to draw."""
+    """Draw the first seed of each method of the first run, as rolling means over a 300th of the cell. Returns
+    False if there is nothing to draw."""
     rows = data.timeline[data.timeline["task"] == task] if len(data.timeline) else data.timeline
     if rows.empty:
         return False
@@ -85,7 +85,7 @@ def timeline(data: Data, task: str, path: Path) -> bool:
 
 
 def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of so many inches, and its axes from top to bottom."""
+    """A figure of this size in inches, and its axes from top to bottom."""
     made = Figure(figsize=(width, height), layout="constrained")
     axes = [*made.subplots(rows, 1, squeeze=False).flat]
     for one in axes:
@@ -97,5 +97,5 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Ax
 
 
 def _text(name: str) -> str:
-    """A name of any content in a figure: one short line, no formula."""
+    """Any name as text for a figure: one short line, which is not read as a formula."""
     return one_line(name, 34).replace("$", r"\$")

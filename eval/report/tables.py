@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods cost and save, and how that differs from dense, as tables in Markdown."""
+"""Tables in Markdown: what methods cost and save, and how they differ from dense."""
 
 import re
 import statistics
@@ -23,18 +23,18 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """Everything that a report needs of some runs; ``results`` and ``texts`` are by run, task and
-    method, over all seeds."""
+    """All data of some runs that a report needs. ``results`` and ``texts`` are by run, task and method, and
+    cover all seeds."""
 
     cells: pd.DataFrame  # a row a cell: run, task, method, seed, Figures, answered, graded, cut
-    timeline: pd.DataFrame  # rows of cells' logs: run, task, method, seed, and Moment
+    timeline: pd.DataFrame  # a row for each logged line: run, task, method, seed, and Moment
     results: Mapping[Place, Mapping[Key, Result]]
     texts: Mapping[Place, Mapping[Key, str]]  # complete responses
     configs: Mapping[str, Mapping[str, Any]]  # by run
 
 
 def load(folders: Sequence[Path]) -> Data:
-    """Read run folders. Raises RunError: one is no run folder, or has a broken file."""
+    """Read run folders. Raises RunError if a folder is no run folder or has a broken file."""
     rows: list[dict[str, Any]] = []
     moments: list[dict[str, Any]] = []
     results: dict[Place, dict[Key, Result]] = defaultdict(dict)
@@ -44,7 +44,7 @@ def load(folders: Sequence[Path]) -> Data:
         for cell in cells(folder):
             graded, answered = cell.results(), cell.answered()
             where = {"run": run, "task": cell.task, "method": cell.method, "seed": cell.seed}
-            # A replay always ends by length: those that reproduce the record are not cut.
+            # A replay always ends by length: responses that reproduce the record are not cut.
             whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
             cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
             counts = dict(answered=len(answered), graded=len(graded), cut=len(cut))
@@ -56,14 +56,14 @@ def load(folders: Sequence[Path]) -> Data:
     return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, texts, configs)
 
 
-# An underscore inside a word is none of emphasis.
+# An underscore inside a word does not mark emphasis.
 _SPECIAL = re.compile(r"[\\`*{}\[\]<>#|~$&@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
 _MAX_CHARS = 160
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a document; ``rows`` by column, and ``note`` under it, are safe Markdown.
+    """A table of a report; ``rows`` by column, and the ``note`` under the table, are safe Markdown.
     ``name`` is its key in ``summary.json``."""
 
     name: str
@@ -77,7 +77,7 @@ class Table:
 
 
 def words(text: str) -> str:
-    """Text as it is, whatever it holds: one line, shortened, nothing in it is Markdown or HTML."""
+    """Any text as one line, shortened and escaped, so that nothing in it acts as Markdown or HTML."""
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", one_line(text, _MAX_CHARS))
 
 
@@ -91,7 +91,7 @@ def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
 
 
 def spread(values: pd.Series, form: str = "{:.1f}") -> str:
-    """A median, and the range where there are several; ``-`` where there is none."""
+    """The median, with the range if values differ; ``-`` if there are none."""
     known = values.dropna().astype(float)
     if known.empty:
         return "-"
@@ -100,7 +100,7 @@ def spread(values: pd.Series, form: str = "{:.1f}") -> str:
 
 
 def methods(data: Data) -> Table:
-    """Everything about every method, in the order of what it saves."""
+    """All figures of all methods, in the order of what they save."""
     rows = [
         {
             **_names(key),
@@ -174,8 +174,8 @@ def samples(data: Data) -> Table | None:
 
 
 def majority(results: Iterable[Result]) -> float:
-    """Share of the problems, each asked several times, whose most frequent answer is right; of
-    answers as frequent the first."""
+    """Share of the problems, each asked several times, whose most frequent answer is right; among equally
+    frequent answers the first counts."""
     answers: defaultdict[str, Counter[str | None]] = defaultdict(Counter)
     right: dict[tuple[str, str | None], bool] = {}
     for row in results:

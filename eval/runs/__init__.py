@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an evaluation leaves on disk, and how to read it."""
+"""Runs of an evaluation: options, plan, servers, requests, and the folder with the results."""

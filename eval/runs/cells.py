@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one cell against one server: requests, and what the server and its log say of them."""
+"""Measures a cell with a server: sends the requests, and reads the server's figures and its log."""
 
 import asyncio
 import re
@@ -11,14 +11,14 @@ from eval.runs.servers import Server
 from eval.serving import MODEL_NAME, ServerError
 
 _WHERE = "the model's context or the KV slots"
-# SGLang's log: one decode line in --decode-log-interval steps. Its metrics have the same figures,
-# but of the moment they are asked for. Shared and evicted positions need no slot of their own.
+# SGLang's log: one decode line in --decode-log-interval steps. Its metrics have the same figures, but only for
+# the moment of asking. Shared and evicted positions need no slot of their own.
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
 _SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _RETRACT = re.compile(r"#retracted_reqs: (\d+)")
-# Each scheduler says so, of several tensor-parallel ones the first as well as the others.
+# Every scheduler logs this line; of tensor-parallel schedulers only the first is counted.
 _CUT = re.compile(r"^(.*)Request length is longer than the KV cache pool size .*Truncated", re.M)
 _OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
@@ -28,7 +28,7 @@ def retractions(log: str) -> int:
 
 
 def cut_prompts(log: str) -> int:
-    """Prompts that were cut to what the model or the memory holds, in a stretch of log."""
+    """The number of prompts, in a stretch of log, that were cut to what the model or the memory holds."""
     return sum(not _OTHER_RANK.search(prefix) for prefix in _CUT.findall(log))
 
 
@@ -47,7 +47,7 @@ def moments(log: str) -> list[Moment]:
 
 
 def warm_up(server: Server, requests: Sequence[Request], timeout_s: float) -> None:
-    """Send requests whose answers are not kept. Raises ServerError: it died or answered none."""
+    """Send requests whose answers are not kept. Raises ServerError if the server died or answered none."""
     responses: list[Response] = []
     asyncio.run(send_all(server.url, MODEL_NAME, requests, responses.append, timeout_s))
     server.process.check_alive()
@@ -59,9 +59,9 @@ def measure(
     cell: Cell, requests: Sequence[Request], server: Server, advance: Callable[[], object], *,
     log_interval: int, timeout_s: float, in_flight: int | None = None, attempts: int = 1,
 ) -> Served:  # fmt: skip
-    """Measure a cell and write it; ``advance`` is called when a request was answered. Raises
-    ServerError: the server died; RunError: requests still run after the last response, or the flush
-    is refused; OSError."""
+    """Measure a cell and write it; ``advance`` is called whenever a request was answered. Raises ServerError if
+    the server died; RunError if requests still run after the last response, or the flush is refused;
+    OSError."""
     server.clear()
     offset, cpu_before = server.process.log_size(), server.cpu_seconds()
     responses: list[Response] = []
@@ -92,7 +92,7 @@ def measure(
 
 
 def faults(cell: Cell, served: Served, limits: Mapping[str, int]) -> list[str]:
-    """What did not fit into a cell, or was not given back; ``limits``: ``max_tokens`` by problem."""
+    """Messages about leaked slots and prompts or responses cut; ``limits``: ``max_tokens`` by problem."""
     found = []
     if served.leaked_slots:
         found.append(f"{served.leaked_slots} KV slots leaked")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests of a run through the official OpenAI client: streaming, nothing retried behind our back."""
+"""Sends the requests of a run with the official OpenAI client, streaming, without the client's own retries."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
 from eval.runs.folder import Response
 
-MAX_CHARACTERS = 4_000_000  # of a response; a stream that goes on beyond has failed
+MAX_CHARACTERS = 4_000_000  # of a response; a longer stream counts as failed
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Request:
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: Called in the thread of the event loop when a request ended, well or not.
+#: Called in the event loop's thread when a request has ended, with success or not.
 Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
     """A client of the server at ``url`` (without ``/v1``) for any number of requests. A request may
     wait for memory for hours before its first byte: ``timeout_s`` of silence is the only limit."""
-    # A connection is an open file; many systems allow 1,024 unless asked for more.
+    # Each connection is an open file, and many systems allow 1,024 unless a process asks for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -46,7 +46,7 @@ def connect(url: str, timeout_s: float) -> AsyncOpenAI:
 
 
 async def send(client: AsyncOpenAI, model: str, request: Request, began: float) -> Response:
-    """A chat completion. What goes wrong is in the record, not raised. Times are since ``began``."""
+    """Ask for a chat completion. Errors are recorded in the response, not raised. Times are since ``began``."""
     started = time.monotonic() - began
     first: float | None = None
     thoughts = text = ""
@@ -79,7 +79,7 @@ async def send(client: AsyncOpenAI, model: str, request: Request, began: float) 
                     error = f"the response has more than {MAX_CHARACTERS} characters"
                     break
     except (OpenAIError, httpx.HTTPError, ValueError) as problem:
-        # A stream that breaks off is httpx's error, a chunk that is no JSON a ValueError.
+        # A stream that breaks off raises httpx.HTTPError, a chunk that is no JSON a ValueError.
         error = f"{type(problem).__name__}: {problem}"[:2000]
     if error is None and reason in ("", "abort"):
         error = "the server aborted it" if reason else "the stream ended without a finish reason"
@@ -95,8 +95,8 @@ async def send_all(
     url: str, model: str, requests: Sequence[Request], ended: Ended, timeout_s: float,
     in_flight: int | None = None, attempts: int = 1,
 ) -> None:  # fmt: skip
-    """All requests, at most ``in_flight`` at a time, each up to ``attempts`` times if it fails;
-    ``ended`` is called for every attempt."""
+    """Send all requests, at most ``in_flight`` at a time; a request that fails is sent up to ``attempts``
+    times. ``ended`` is called for every attempt."""
     gate = asyncio.Semaphore(in_flight or max(len(requests), 1))
 
     async def one(client: AsyncOpenAI, request: Request, began: float) -> None:
@@ -113,5 +113,5 @@ async def send_all(
             for request in requests:
                 group.create_task(one(client, request, began))
     except ExceptionGroup as several:
-        # ``ended`` failed, on a full disk, say. The first failure tells enough.
+        # ``ended`` failed, perhaps because a disk is full. The first failure tells enough.
         raise several.exceptions[0] from several

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``config.json`` of a run: everything asked for, and what it ran on."""
+"""``config.json`` of a run: all that was asked for, and the machine and versions it ran on."""
 
 import contextlib
 import dataclasses
@@ -23,12 +23,12 @@ from eval.methods import Method
 from eval.runs.folder import CONFIG, RunError, read_config, write_json
 
 if TYPE_CHECKING:
-    # It imports what only tasks need.
+    # That module imports libraries that only tasks need.
     from eval.runs.plan import Plan
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("sglang", "torch", "transformers", "openai", "lm_eval", "sglang-reasoncache")
-#: What may differ when a run goes on; all else decides what is measured.
+#: Fields that may differ when a run goes on; all others decide what is measured.
 _MAY_DIFFER = ("machine", "versions", "date", "command_line")
 
 
@@ -50,8 +50,8 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> None:
-    """Write the configuration of a new run, or check that the one there asks for the same. Raises
-    RunError: names the first field in which they differ."""
+    """Write the configuration of a new run, or check that the run's own asks for the same. Raises RunError that
+    names the first field in which the two differ."""
     if not (run / CONFIG).exists():
         write_json(run / CONFIG, config)
         return
@@ -64,14 +64,14 @@ def settle_config(run: Path, config: dict[str, Any]) -> None:
 
 
 def default_folder(config: Mapping[str, Any]) -> Path:
-    """A folder named after the configuration: the same command finds the same one."""
+    """A folder named after the configuration: the same command finds the same folder."""
     kept = {name: value for name, value in config.items() if name not in _MAY_DIFFER}
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config["model"]).rstrip("/").rpartition("/")[2])
     return Path("out") / f"{model}-{'+'.join(config['tasks'])[:80]}-{digest_of(kept)}"
 
 
 def digest_of(asked: Any) -> str:
-    """Eight characters that stand for some JSON."""
+    """Eight hexadecimal digits of a hash of some JSON."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -104,8 +104,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Versions of what computes the result, None for what is not installed, and our git commit,
-    with ``+`` where files differ from it."""
+    """Versions of the packages that compute the result, None if not installed, and our git commit, with ``+``
+    if tracked files differ from it."""
     found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

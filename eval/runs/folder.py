@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder, as docs/evaluation.md lists it: the configuration, and what each cell left."""
+"""A run's folder, as docs/evaluation.md lists it: the configuration, and the records of each cell."""
 
 import contextlib
 import itertools
@@ -18,8 +18,8 @@ class Response:
 
     problem_id: str
     request_id: str
-    text: str  # all that was streamed; reasoning that a server sends apart first, in <think> tags
-    prompt_tokens: int  # counted by the server, as output_tokens
+    text: str  # all that was streamed; reasoning sent in its own field comes first, in <think> tags
+    prompt_tokens: int  # by the server's count, as output_tokens are
     output_tokens: int
     started: float
     first_token: float | None  # when the first text arrived
@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Moment:
-    """The server during a decode step, as its own log tells."""
+    """The state of a server during a decode step, from a line of its log."""
 
     step: int  # number of the logged line within the cell
     running: int  # requests in the batch
@@ -55,7 +55,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Served:
-    """What a cell's server did, from the first request sent to the last response ended."""
+    """What a cell's server did, from the first request sent to the end of the last response."""
 
     seconds: float
     output_tokens: int  # of complete responses
@@ -65,12 +65,12 @@ class Served:
     reports: list[dict[str, Any]]  # GET /reasoncache of each scheduler, [] of a stock server
     leaked_slots: int  # slots in use after the last response and a flush
     command: list[str]  # the server's command line
-    kv_slots: int  # those that the server has, of one data-parallel scheduler
-    cut_prompts: int  # prompts longer than the model's context or the KV slots, which it cut
+    kv_slots: int  # KV slots of each data-parallel scheduler
+    cut_prompts: int  # prompts that the server cut, as they exceeded its context or KV slots
     cpu_seconds: float  # CPU time of the server's schedulers and the processes they started
 
     def totals(self) -> list[dict[str, Any]]:
-        """What each scheduler counted."""
+        """The totals of each scheduler."""
         return [report.get("totals", {}) for report in self.reports]
 
 
@@ -100,7 +100,7 @@ class Cell:
         return (self.folder / "server.json").is_file()
 
     def whole(self) -> Self:
-        """The cell itself. Raises RunError: it has not been measured."""
+        """Returns the cell itself. Raises RunError if it has not been measured."""
         if not self.measured:
             raise RunError(f"{self.folder}: not measured")
         return self
@@ -108,13 +108,13 @@ class Cell:
     def write(
         self, responses: Iterable[Response], timeline: Iterable[Moment], served: Served
     ) -> None:
-        """All that was measured; what the server did last, so that a cell with it is whole."""
+        """Write all that was measured. ``server.json`` comes last, so that a cell that has it is complete."""
         self._write_rows("responses", responses)
         self._write_rows("timeline", timeline)
         write_json(self.folder / "server.json", asdict(served))
 
     def write_results(self, results: Iterable[Result]) -> None:
-        """Replace the grades; grading again loses nothing."""
+        """Write the grades, in place of earlier ones."""
         self._write_rows("results", results)
 
     def responses(self) -> list[Response]:
@@ -132,7 +132,7 @@ class Cell:
         return self._rows("timeline", Moment)
 
     def served(self) -> Served:
-        """Raises OSError: the cell has not been measured."""
+        """What the server did. Raises OSError if the cell has not been measured."""
         return Served(**json.loads((self.folder / "server.json").read_text(encoding="utf-8")))
 
     def _write_rows(self, name: str, rows: Iterable[Response | Moment | Result]) -> None:
@@ -141,7 +141,7 @@ class Cell:
         write_whole(self.folder / f"{name}.jsonl", lines)
 
     def _rows(self, name: str, kind: type[_Row]) -> list[_Row]:
-        """Raises RunError: a bad line."""
+        """The rows of a file, [] without one. Raises RunError if a line is bad."""
         path = self.folder / f"{name}.jsonl"
         if not path.is_file():
             return []
@@ -153,7 +153,7 @@ class Cell:
 
 
 def cells(run: Path) -> list[Cell]:
-    """A run's cells that have been measured, in its order. Raises RunError: not a run folder."""
+    """The measured cells of a run, in the run's order. Raises RunError if this is no run folder."""
     config = read_config(run)
     each = itertools.product(*(config[name] for name in ("tasks", "methods", "seeds")))
     return [cell for one in each if (cell := Cell(run, *one)).measured]
@@ -177,7 +177,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write all of a file or nothing; makes its folder."""
+    """Write all of a file or nothing; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".part")
     half.write_text(text, encoding="utf-8")
@@ -186,7 +186,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Hold a run's folder, made if need be, until the process ends. Raises RunError: another does."""
+    """Lock a run's folder, which is made if needed. Raises RunError if another process holds it."""
     run.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run / "lock")
     try:

@@ -37,8 +37,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run as asked for, part of ``config.json``. None: all problems, all requests at once, SGLang's
-    or the model's own. Raises RunError: names flag and value."""
+    """A run as asked for, part of ``config.json``. None means all problems, all requests at once, or the
+    default of SGLang or the model. Raises RunError that names flag and value."""
 
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
     tasks: tuple[str, ...] = option((), "names", metavar="a,b")
@@ -94,8 +94,8 @@ class _Folder:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:
-    """What ``python -m eval.run`` is asked, and the folder that ``--out`` names. In place of ``@FILE``
-    stand the words of a file; the last of two equal flags wins. Exits with status 2."""
+    """The options of ``python -m eval.run``, and the folder of ``--out``. ``@FILE`` is replaced by the words of
+    the file; if a flag is given twice, the last counts. A bad command line exits with status 2."""
     parser = command.parser_of(RunOptions, _Folder, prog="python -m eval.run")
     words: list[str] = []
     try:

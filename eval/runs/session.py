@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works on a run: measures every cell that is missing and grades all, in the order of the plan."""
+"""Works on a run: in the plan's order, measures each cell that is missing, and grades every cell."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -29,8 +29,8 @@ def run(
     options: RunOptions, out: Path | None, more: Mapping[str, tuple[str, ...]] | None = None
 ) -> bool:
     """Begin or go on with a run in ``out``, by default a folder named after the options. ``more``:
-    further flags of the servers of some methods. True when every request was answered and graded.
-    Raises ValueError: options or folder are wrong."""
+    further flags of the servers of some methods. Returns True if every request was answered and graded. Raises
+    ValueError if options or folder are wrong."""
     if options.device == "auto":
         import torch
 
@@ -55,7 +55,7 @@ def run(
 
 @dataclass(frozen=True)
 class Session:
-    """What is left of a run, whose folder the caller has locked. ``opens_thinking`` is of
+    """A run to begin or to finish; the caller has locked its folder. ``opens_thinking`` is the argument of
     :meth:`EvalTask.evaluate`."""
 
     run: Path
@@ -71,7 +71,7 @@ class Session:
             try:
                 whole &= self._cell(step)
             except (ServerError, RunError) as error:
-                # One cell that cannot be measured must not cost the others their night.
+                # The other cells are measured even if one cannot be.
                 say(f"{step.title}: {error}")
                 self.servers.close()
                 whole = False
@@ -102,7 +102,7 @@ class Session:
             say(f"{step.title}: {server.url}/reasoncache/ui shows what it shares")
         warm_up(server, plan.warm_up(), options.request_timeout)
         requests = [plan.request(problem, step.seed) for problem in problems]
-        # Drawing shares the processors with a server without a GPU.
+        # The bar is redrawn rarely: without a GPU, server and bar share the processors.
         how: Any = dict(mininterval=0.5, leave=False, disable=None)
         with tqdm(total=len(requests), desc=step.title, **how) as bar:
             return measure(
@@ -116,8 +116,8 @@ class Session:
 
 
 def grade(cell: Cell, task: EvalTask, opens_thinking: bool) -> list[Result]:
-    """Have lm-eval grade a cell; a result for each problem, in order. A request that failed for good
-    is wrong: leaving it out would flatter the method that fails most."""
+    """Have lm-eval grade a cell; a result for each problem, in order. A request without a response counts as
+    wrong: to leave it out would flatter the method that fails most."""
     answered = cell.answered()
     failed = {row.problem_id: row.error for row in cell.responses() if row.error is not None}
     texts = [answered[p.id].text if p.id in answered else "" for p in task.problems]

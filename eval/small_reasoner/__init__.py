@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-#: Under the folder from which commands are called; ``make real-model`` makes both.
+#: Relative to the working directory; ``make real-model`` makes both.
 BASE, MODEL = Path("build/models/smollm2"), Path("build/models/small_reasoner")
 #: LoRA weights; with ``BASE`` they make ``MODEL``.
 ADAPTER = Path(__file__).parent / "adapter"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.small_reasoner``: SmolLM2-135M-Instruct and the shipped adapter as one model, a
+"""``python -m eval.small_reasoner``: merges SmolLM2-135M-Instruct and the shipped adapter into one model, a
 Hugging Face folder in bf16."""
 
 import shutil

@@ -19,7 +19,7 @@ ITEMS = (
 )  # fmt: skip
 HIGHEST = 99
 
-# What the prompt says -> what a step makes of it; {a}, {b}: others, {x}, {y}: what they have.
+# Fact in the prompt -> step that uses it; {a}, {b} are other persons, {x}, {y} how many they have.
 STEPS = {
     "{v} has {n} more {i} than {a}.": "{a} has {x}, so {v} has {x} + {n} = {r} {i}.",
     "{v} has {n} fewer {i} than {a}.": "Take {n} from the {x} of {a}: {x} - {n} = {r} {i} for {v}.",
@@ -48,15 +48,15 @@ class Difficulty:
     max_steps: int = 4
     min_checks: int = 2
     max_checks: int = 4
-    #: Facts in any order, and differences among them: the model was trained with both and is weak
-    #: at them.
+    #: ``shuffled``: facts in any order; ``fewer``: facts with differences. The model was trained with both, but
+    #: is weak at them.
     shuffled: bool = False
     fewer: bool = False
 
 
 @dataclass(frozen=True)
 class _Fact:
-    """``owner`` has as many as ``kind`` makes of ``others`` and ``number``."""
+    """How many ``owner`` has: ``kind`` says how that follows from ``others`` and ``number``."""
 
     kind: str
     owner: str
@@ -80,7 +80,7 @@ class _Fact:
 
 
 def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -> _Fact:
-    """A fact about ``owner`` that builds on the last of ``values``; at most ``HIGHEST`` results."""
+    """A fact about ``owner`` that builds on the last of ``values``; its result is from 2 to ``HIGHEST``."""
     *earlier, last = values
     while True:
         other = FEWER if fewer else MORE
@@ -93,7 +93,7 @@ def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -
 
 
 def _check(facts: Sequence[_Fact], items: str, values: dict[str, int]) -> list[str]:
-    """One more pass, which recomputes and compares; mends ``values``."""
+    """The steps of one more pass, which recomputes, compares, and corrects ``values``."""
     steps = []
     for fact in facts:
         old, result = values[fact.owner], fact.result(values)

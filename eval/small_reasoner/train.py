@@ -20,9 +20,9 @@ from eval.tiny_reasoner.task import split_of
 
 IGNORE = -100
 BATCH_TOKENS = 2400
-#: Share of the steps that go to short problems, in which arithmetic and format are learnt.
+#: Share of the steps with short problems, which teach arithmetic and format; and their size.
 SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
-#: Words other than numbers are learnt at once; the head over 49,152 tokens is a quarter of the work.
+#: Of other words only a share counts: they are learnt at once, and the head (49,152 tokens) is costly.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
 Example = tuple[list[int], list[int]]  # token ids; the next tokens, IGNORE in the prompt
@@ -45,7 +45,7 @@ def examples(
 def batch(
     source: Iterator[Example], left: list[Example], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """About BATCH_TOKENS tokens of similar length; what else was drawn stays in ``left``."""
+    """Examples of similar length, about BATCH_TOKENS tokens; other examples drawn stay in ``left``."""
     while len(left) < 24:
         left.append(next(source))
     left.sort(key=lambda one: len(one[0]))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness: task files of ours beside its own, and a model that asks a server."""
+"""lm-evaluation-harness: its own task files and ours, and a model whose answers come from a server."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents of the task files beside this: each function is a file's ``custom_dataset``."""
+"""Makes the data sets of the task files in this folder, which name these functions as ``custom_dataset``."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from eval.small_reasoner import task as small
 from eval.tiny_reasoner import task as tiny
 from eval.tokenizers import load_tokenizer
 
-# As the cards of DeepSeek-R1 and QwQ-32B recommend for mathematics.
+# The model cards of DeepSeek-R1 and QwQ-32B recommend this instruction for mathematics.
 _INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 _MAX_ANSWER_CHARS = 1000
 _DEFAULT_COUNT = 500
@@ -24,8 +24,8 @@ Split = dict[str, Dataset]
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
     """Held-out problems of the tiny or the small reasoner, in groups "error" (a wrong draft) and
-    "clean". A name that ends in ``_xN`` asks each N times, ``limit`` of them in all; ``noise`` asks
-    the tiny one's for random text."""
+    "clean". A name that ends in ``_xN`` asks each problem N times, ``limit`` requests in all. ``noise`` asks
+    the tiny reasoner's problems at temperature 50, for random text."""
     name, several, times = name.partition("_x")
     samples = range(int(times) if several else 1)
     count = -(-(_DEFAULT_COUNT if limit is None else limit) // len(samples))
@@ -41,8 +41,8 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
 
 
 def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:
-    """Rows ``{id, question, answer}``; with ``largest`` answers are integers from 0 to it. A worked
-    answer ends in ``#### ANSWER``, as GSM8K's do."""
+    """Reads rows ``{id, question, answer}``. With ``largest``, answers must be integers from 0 to ``largest``.
+    Of a worked answer only what follows ``####`` counts, as in GSM8K."""
 
     def made(row: Mapping[str, Any]) -> dict[str, Any]:
         given = row.get("answer")
@@ -61,10 +61,10 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
 
 
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
-    """Rows ``{id, question, response}``: each next token is forced to be the record's. With a
-    limit, responses are taken evenly from short to long. The longest are sent first: a run does not
+    """Reads rows ``{id, question, response}``; servers are forced to repeat each response token by token. A
+    limit chooses responses spread evenly from short to long. The longest are sent first, so that a run does not
     end with one long response alone in a batch."""
-    # Brings SGLang in, which whoever only lists tasks need not load.
+    # Imported here because it loads SGLang, which the other tasks do not need.
     from eval.replay.forcing import forced_request
 
     tokenizer = load_tokenizer(model)

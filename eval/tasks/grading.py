@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters and graders of the task files beside this. Responses are hostile: all is bounded."""
+"""Filters and graders of the task files in this folder. Responses may be hostile: all work is bounded."""
 
 import re
 from collections import deque
@@ -17,12 +17,12 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 def boxed(responses: Responses, _docs: Documents) -> list[list[str]]:
-    r"""Content of the last ``\boxed{}`` that closes, "" without one."""
+    r"""Returns for each response the content of its last closed ``\boxed{}``, or "" if it has none."""
     return [[last_boxed(text) for text in row] for row in responses]
 
 
 def stripped(responses: Responses, _docs: Documents) -> list[list[str]]:
-    """Some tokenizers put a space before the first word when they decode piece by piece."""
+    """Strips responses: some tokenizers put a space before the first word when they decode in pieces."""
     return [[text.strip() for text in row] for row in responses]
 
 
@@ -31,14 +31,14 @@ def same(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """By text, else by math-verify."""
+    """Scores 1 if the answer is the target as text, or equals it by math-verify; else 0."""
     answer = results[0].removesuffix(".").rstrip()
     right = answer == doc["target"] or bool(answer and MATHEMATICS.equal(doc["target"], answer))
     return {"score": float(right)}
 
 
 def last_boxed(text: str) -> str:
-    r"""Linear in the text; ``\fbox{}`` counts only in a text without ``\boxed{}``."""
+    r"""Takes time linear in the text. ``\fbox{}`` counts only if the text has no ``\boxed{}``."""
     for box in _BOXES:
         starts = deque((match.end() for match in box.finditer(text)), maxlen=_MAX_BOXES)
         for start in reversed(starts):
@@ -51,7 +51,7 @@ def last_boxed(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """What stands before the brace that closes one before ``text``."""
+    """The part of ``text`` before the brace that closes a brace opened before ``text``; "" if none does."""
     depth, escaped = 1, False
     for i, char in enumerate(text):
         if escaped or char == "\\":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness with task files of ours beside its own, and a model that asks one server."""
+"""lm-evaluation-harness with its own task files and ours, and a model whose answers come from a server."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Its bars count what it prepares, not what servers answer.
+# lm-eval's progress bars count requests that it prepares, not requests that servers have answered.
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 from lm_eval import evaluator
@@ -25,7 +25,7 @@ from eval.tokenizers import load_tokenizer
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
-#: Our names -> lm-eval's. Any other of its generating tasks goes by its own name.
+#: Our task names -> lm-eval's. lm-eval's other generating tasks keep their own names.
 HUB = {
     "aime24": "aime24",
     "aime25": "aime25",
@@ -35,14 +35,14 @@ HUB = {
     "hotpotqa": "longbench_hotpotqa",
     "trec": "longbench_trec",
 }
-#: Local JSONL of ours -> largest answer, 0 for anything in LaTeX.
+#: Tasks that a local JSONL file can replace -> largest integer answer; 0: any answer in LaTeX.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
-# Parsing each token's piece takes as much of a small machine as the decode step.
+# Sends pieces of 16 tokens: to parse a piece for each token costs a small machine as much as the decode step.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
 _THINK, _THINK_END = "<think>", "</think>"
-_MAX_GRADED_CHARS = 100_000  # what graders see of a response; answers stand at its end
+_MAX_GRADED_CHARS = 100_000  # graders see only this end of a response, where answers stand
 _GRADE_S = 30.0
 _OURS = Path(__file__).parent
 
@@ -73,16 +73,16 @@ class Problem:
 
     @property
     def forced(self) -> bool:
-        """Whether the response is a record, as long as ``max_tokens``."""
+        """Whether the server is forced to repeat a recorded response, which has ``max_tokens`` tokens."""
         return "custom_logit_processor" in self.body
 
 
-#: From the problems of a task to a text each, in their order.
+#: Takes the problems of a task; returns a response text for each, in the same order.
 Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model, whose own client keeps neither times nor token counts."""
+    """lm-eval's chat model without lm-eval's client, which keeps neither times nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -106,21 +106,21 @@ class ServedModel(LocalChatCompletion):
 
 
 class Grade(NamedTuple):
-    """What lm-eval says of a response: its task's first metric, and what a filter found in it."""
+    """lm-eval's grade of a response: the task's first metric, and the answer that a filter extracted."""
 
     score: float
     extracted: str | None
 
 
 class EvalTask:
-    """A task with its problems. Raises TaskError: no such task or data, or it runs code."""
+    """A task with its problems. Raises TaskError if it cannot be loaded, runs code, or generates no text."""
 
     def __init__(self, name: str, source: Source) -> None:
         self.name = name
         self._limit = source.limit
         self.server_flags: tuple[str, ...] = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
         spec = _spec(name, source)
-        # Some tasks shuffle the choices of a question.
+        # Some tasks shuffle a question's choices with this global generator.
         random.seed(source.seed)
         try:
             manager = _manager(spec["task"].startswith("local_"))
@@ -129,7 +129,7 @@ class EvalTask:
             group = {"group": "run", "task": [{**spec, "generation_kwargs": {"until": []}}]}
             self._tasks = manager.load([group])
             (self._task,) = self._tasks["tasks"].values()
-        # Whatever data sets and the hub's libraries raise means one thing.
+        # Data sets and the hub's libraries raise errors of many kinds; all mean that loading failed.
         except Exception as error:
             reason = " ".join(str(error).split())[:300] or type(error).__name__
             hint = "" if source.file else f"; --data {name}=FILE.jsonl takes a local file"
@@ -147,13 +147,13 @@ class EvalTask:
         self._evaluate(keep)
 
     def evaluate(self, texts: Sequence[str], opens_thinking: bool) -> dict[str, Grade]:
-        """Grade a response to each problem, "" for none; by problem. ``opens_thinking``: the chat
-        template begins each response with ``<think>``."""
+        """Return grades by problem id. ``texts`` has a response to each problem, "" where there is none.
+        ``opens_thinking``: the chat template begins each response with ``<think>``."""
         answers = [
             text if problem.forced else _after_thinking(text, opens_thinking)
             for problem, text in zip(self.problems, texts, strict=True)
         ]
-        # Of several filters the last is the most lenient.
+        # There is a sample for each filter; the last filter, the most lenient, is kept.
         samples = {sample["doc_id"]: sample for sample in self._evaluate(lambda _: answers)}
         return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
 
@@ -168,7 +168,7 @@ class EvalTask:
 def opens_thinking(model: str) -> bool:
     """Whether a chat template's generation prompt ends in ``<think>``, as QwQ's and R1 distills'
     do. False also if there is no tokenizer or no template that can be used."""
-    # Templates fail, as tokenizers do, in as many ways as there are kinds of them.
+    # To load a tokenizer and apply its template can raise almost any exception.
     with contextlib.suppress(Exception):
         prompt = load_tokenizer(model).apply_chat_template(
             [{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True
@@ -179,12 +179,12 @@ def opens_thinking(model: str) -> bool:
 
 @cache
 def _manager(ours: bool) -> TaskManager:
-    """Finding lm-eval's own thousands of tasks takes seconds."""
+    """Manages our tasks and, unless ``ours``, lm-eval's: to find those thousands takes seconds."""
     return TaskManager(include_path=_OURS, include_defaults=not ours)
 
 
 def _spec(name: str, source: Source) -> dict[str, Any]:
-    """The task file's name with what is given to it."""
+    """The task's name in lm-eval, and the fields of its configuration that the source sets."""
     file = source.file
     metadata: dict[str, Any] = {"version": 1.0, "seed": source.seed, "limit": source.limit}
     if name.partition("_x")[0] in _GENERATED:
@@ -201,14 +201,14 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
     if name in _MATHEMATICS:
         math: dict[str, Any] = {"file": file, "largest": _MATHEMATICS[name]}
         return {"task": "local_math", "metadata": metadata | math}
-    # Rows as the data set on the hub has them.
+    # The file's rows must have the fields of the data set on the hub.
     files = {"data_files": dict.fromkeys(("train", "validation", "test"), file)}
     data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}
     return {"task": HUB.get(name, name), **data}
 
 
 def _after_thinking(text: str, opened: bool) -> str:
-    """What follows the last ``</think>``; nothing of a response that was cut off before it."""
+    """What follows the last ``</think>``; "" if the response was cut off while it was thinking."""
     _, ended, answer = text.rpartition(_THINK_END)
     if not ended and (opened or text.lstrip().startswith(_THINK)):
         return ""
@@ -225,7 +225,7 @@ def _grade(sample: Mapping[str, Any]) -> Grade:
 def _bounded(
     grade: Callable[..., dict[str, float]], metrics: Sequence[str]
 ) -> Callable[..., dict[str, float]]:
-    """A grader that no response can hold up or break: what it cannot grade is wrong."""
+    """A grader with a time limit: a response on which it fails, or takes too long, scores 0."""
 
     def out_of_time(*_: Any) -> None:
         raise TimeoutError

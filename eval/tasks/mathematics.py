@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares answers in LaTeX with math-verify, in a process that may fail.
 
-A module of its own: lm-eval loads the functions of task files under names that the process would not
-find."""
+This is a module of its own because lm-eval loads functions of task files under module names that the child
+process could not import."""
 
 import contextlib
 import multiprocessing
@@ -14,16 +14,16 @@ _MEMORY_BYTES = 2 << 30
 
 
 class MathGrader:
-    """math-verify in a child process, started when first needed and again after it was ended: a
-    hostile exponent tower ends in C code that no signal handler interrupts, or eats all memory."""
+    """Runs math-verify in a child process: hostile towers of exponents hang in C code that no signal handler
+    interrupts, or eat all memory. The child starts when first needed, and again after a failure."""
 
     def __init__(self, limit_s: float = _COMPARE_S, memory_bytes: int = _MEMORY_BYTES) -> None:
         self.limit_s, self.memory_bytes = limit_s, memory_bytes
         self._pool: Pool | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
-        """False also for what cannot be compared within the limits. Raises RuntimeError: math-verify
-        does not work here."""
+        """Whether the answers are equal; False also if that cannot be found out within the limits. Raises
+        RuntimeError if math-verify does not work on this machine."""
         if self._pool is None:
             spawn = multiprocessing.get_context("spawn")
             self._pool = spawn.Pool(1, _limit_memory, (self.memory_bytes,))
@@ -32,7 +32,7 @@ class MathGrader:
         return self._ask(reference, answer, self.limit_s)
 
     def close(self) -> None:
-        """End the child; a later comparison starts another."""
+        """End the child; a later comparison starts a new child."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.terminate()
@@ -42,7 +42,7 @@ class MathGrader:
         assert self._pool is not None
         with contextlib.suppress(Exception):
             return self._pool.apply_async(_verify, (reference, answer)).get(limit_s)
-        # A child that died has no reply either; what is left of an exhausted one is not worth keeping.
+        # There was no reply: the child failed, hangs or has died. The next comparison starts a new child.
         self.close()
         return False
 
@@ -56,7 +56,7 @@ def _verify(reference: str, answer: str) -> bool:
     """Only LaTeX is parsed: math-verify's parser of plain expressions evaluates them as Python."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Should whoever waits for this reply die, this process does not compute on forever.
+    # If the parent dies, this limit ends the child, which would otherwise compute on forever.
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = int(used.ru_utime + used.ru_stime) + _ORPHAN_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))

@@ -17,7 +17,7 @@ MAX_NEW_TOKENS = 1024
 
 
 def chat_template(gap: str) -> str:
-    """Turns after the markers of their roles, ``gap`` behind each marker and each turn."""
+    """A chat template: each turn follows a marker of its role, with ``gap`` behind each marker and turn."""
     turn = f"('{USER}{gap}' if m['role'] == 'user' else '{ASSISTANT}{gap}') + m['content']"
     return (
         f"{{%- for m in messages -%}}{{{{- {turn} + '{gap}' -}}}}{{%- endfor -%}}"
@@ -32,7 +32,7 @@ def encode(words: list[str]) -> list[int]:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A word-level tokenizer: one token a word; decoding joins words with one space."""
     inner = Tokenizer(models.WordLevel(dict(TOKEN_ID), unk_token=PAD))
-    # "\n\n" is a word even where a client stripped the spaces around it.
+    # "\n\n" is a word even if a client has stripped the spaces around it.
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\n\n", "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
     )
@@ -46,7 +46,7 @@ def build_model() -> Qwen3ForCausalLM:
     sizes: dict[str, Any] = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4)
     # The smallest head size that GPU attention kernels support everywhere.
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    # Padded to a multiple of 64, as tensor-parallel serving likes it.
+    # The vocabulary is padded to a multiple of 64, which suits tensor-parallel serving.
     sizes |= dict(vocab_size=-(-len(VOCABULARY) // 64) * 64, max_position_embeddings=2048)
     ends = dict(bos_token_id=None, eos_token_id=TOKEN_ID[EOS], pad_token_id=TOKEN_ID[PAD])
     config = Qwen3Config(**sizes, **ends, rope_theta=10000.0, tie_word_embeddings=True)
@@ -55,7 +55,7 @@ def build_model() -> Qwen3ForCausalLM:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 2:
-                # Wider than the default 0.02, which suits wide models and learns slowly here.
+                # More than the default 0.02, which suits wide models but makes this one learn slowly.
                 std = 0.05 if "embed" in name else 0.7 / math.sqrt(p.shape[1])
                 torch.nn.init.normal_(p, std=std)
             if name.endswith(("o_proj.weight", "down_proj.weight")):

@@ -101,14 +101,14 @@ class _Line:
         return (x + y if self.op == "+" else x - y) % 10
 
     def render(self, styles: tuple[str, ...], values: dict[str, int], result: int) -> str:
-        """The words of the step that works it out, in the style of its letter."""
+        """The words of the step that computes this line, in the style of its letter."""
         style = styles[LETTERS.index(self.name) % len(styles)]
         u, o, y = self.operand, self.op, self.constant
         return style.format(v=self.name, u=u, o=o, y=y, x=values[u], r=result)
 
 
 def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
-    """``redo`` first, as only an in-order pass corrects; then long and one or two brief rounds."""
+    """The kinds of the rounds: ``redo`` first, as only a pass in order corrects; then long and brief ones."""
     if rounds <= 1:
         return ("redo",) * rounds
     rest = ["brief"] + [rng.choice(("redo", "back")) for _ in range(rounds - 2)]
@@ -198,7 +198,7 @@ def generate(
     split: str = "test",
     make: Callable[[random.Random], Problem] = make_problem,
 ) -> list[Problem]:
-    """``count`` problems of one split, distinct, the same for the same arguments."""
+    """``count`` distinct problems of one split; equal arguments give equal problems."""
     rng = random.Random(f"{split}-{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < count:

@@ -19,8 +19,8 @@ from eval.tiny_reasoner import task as tiny
 from eval.tiny_reasoner.model import TOKEN_ID, build_model, encode, save_checkpoint
 
 IGNORE = -100
-# (step from which it holds, difficulty, share of drill): short problems first, since what they need
-# (look-up, arithmetic) is learnt many times faster where little else goes on.
+# (first step, difficulty, share of drill). Short problems come first: look-up and arithmetic are learnt many
+# times faster if little else is asked.
 CURRICULUM = (
     (0, tiny.Difficulty(2, 4, 0, 1), 0.5),
     (150, tiny.Difficulty(2, 4, 0, 2), 0.1),
@@ -43,14 +43,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids and, for each, whether the model is to learn to say it."""
+    """Token ids, and for each whether the model learns to predict it."""
 
     ids: list[int]
     learn: list[bool]
 
 
 def drill(rng: random.Random, facts: int = 24) -> Example:
-    """Nothing but arithmetic: one fact in six tokens, where a problem has one in thirty."""
+    """An example of arithmetic alone: a fact in every six tokens; problems have one in thirty."""
     words: list[str] = []
     for _ in range(facts):
         x, y, op = rng.randrange(10), rng.randrange(10), rng.choice(tiny.OPERATORS)
@@ -66,7 +66,7 @@ def conversation(problem: tiny.Problem) -> Example:
 
 
 def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
-    """A batch a step: problems of like length together, so that little is padded."""
+    """A batch for each step, of problems of similar length, so that little is padded."""
     ready: list[list[Example]] = []
     for step in range(steps):
         if not ready:
@@ -91,7 +91,7 @@ def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
 
 
 def positions(ids: list[int], rng: random.Random) -> list[int]:
-    """Positions, with gaps after some steps in half of the sequences: distances tell nothing."""
+    """Positions, in half of the sequences with gaps after some steps: distances are to mean nothing."""
     if rng.random() < 0.5:
         return list(range(len(ids)))
     out, position = [], 0
@@ -118,7 +118,7 @@ def collate(batch: list[Example], rng: random.Random) -> tuple[torch.Tensor, ...
 
 
 def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between embedding and head (half the steps of AdamW alone), else AdamW."""
+    """Muon for the matrices between embedding and head, AdamW for the rest: half the steps of AdamW alone."""
     inner = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
     tables = [p for n, p in model.named_parameters() if p.dim() == 2 and n not in inner]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -132,7 +132,7 @@ def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def train(rank: int, args: Options, rendezvous: str) -> None:
-    """The work of a process: all hold the same weights and draw different problems."""
+    """The work of one process: all processes hold the same weights, but draw different problems."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.workers
     )
@@ -141,12 +141,12 @@ def train(rank: int, args: Options, rendezvous: str) -> None:
     rng = random.Random(f"{args.seed}-{rank}")
     model = build_model().train()
     parts = optimisers(model)
-    # Filler words are learnt at once; what is looked up, computed or decided is to dominate.
+    # Filler words are learnt at once; words that are looked up, computed or decided weigh more.
     weight = torch.ones(model.config.vocab_size)
     weight[[TOKEN_ID[w] for w in (*tiny.FORMAL, "same", "but")]] = 4.0
     for step, batch in enumerate(batches(rng, args.steps), 1):
         inputs, targets, where = collate(batch, rng)
-        # Warm-up, plateau, and a line down to 2%.
+        # The learning rate warms up, stays, and falls linearly to 2%.
         scale = min(1.0, step / WARM_UP, max(0.02, (args.steps - step) / args.decay))
         for part in parts:
             for group in part.param_groups:
