@@ -153,7 +153,7 @@ def siblings(_: Path | None) -> Runs:
 #: Averaged over the steps of a request that grows from 45 to 580 positions, these budgets leave out 10, 20, 40
 #: and 60%.
 BUDGETS = (397, 321, 214, 132)
-_EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache+rkv".split()
+_EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache+rkv"
 
 
 def policies(_: Path | None) -> Runs:
@@ -166,7 +166,7 @@ def policies(_: Path | None) -> Runs:
     methods += [
         f"reasoncache:policy={name}:budget={budget}:slack=8"
         for budget in BUDGETS
-        for name in _EVICTORS
+        for name in _EVICTORS.split()
     ]
     return {
         "tiny_reasoner": f"--tasks tiny_reasoner --methods {','.join(methods)} --limit 60 "

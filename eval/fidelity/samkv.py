@@ -38,7 +38,7 @@ class Profile(NamedTuple):
     query: torch.Tensor  # fp32 [layers, heads, head_dim], mean query of the last two blocks
     most: list[int]  # by stable layer, the most important block of the middle (K_max)
     least: list[int]  # and the most unimportant (K_min)
-    outliers: set[int] # positions of the middle that stand out
+    outliers: set[int]  # positions of the middle that stand out
 
 
 def parse(name: str) -> SamKV | None:
