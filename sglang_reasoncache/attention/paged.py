@@ -234,7 +234,7 @@ class PagedAttention:
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
-        """Plan a prefill by our kernels. ``evicted``: positions of each row; None: unknown."""
+        """Plan a prefill by our kernels. ``evicted``: their number in each row; None: unknown."""
         self._evicted = evicted
         lengths = None
         if self._repairs and batch.seq_lens_cpu is not None:

@@ -114,7 +114,7 @@ class PlanBuffers:
     def of(
         cls, batch: int, capacity: int, device: torch.device | str, *, merge: bool = False
     ) -> PlanBuffers:
-        # Zeros are an empty plan.
+        # Buffers of zeros hold an empty plan.
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(
             made(batch + 1),
@@ -157,7 +157,7 @@ def plan_into(
     num_slots: int,
     reach: int = 0,
 ) -> RowPlan:
-    """Flatten the rows of a batch into ``buffers``, without a wait; ``buffers.plan_of(batch)``.
+    """Flatten the rows of a batch into ``buffers``, without a wait. Returns ``buffers.plan_of(batch)``.
 
     Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`, int32 and int64 alike.
     The host reads no values. A request that is not a row has no entries, a length beyond the row is
@@ -176,7 +176,7 @@ def plan_into(
     cached = counts if cached_at is None else cached_at.contiguous()
     read = rows, requests.contiguous(), lengths.contiguous(), cached
     sizes = *rows.shape, rows.stride(0), reach or rows.shape[1], num_slots
-    # Tensors in the place of what is not used.
+    # Unused arguments need some tensor.
     runs, run_indptr, shift, positions = counts, counts, buffers.shift, counts
     indptrs = [buffers.kv_indptr]
     if merge is not None:

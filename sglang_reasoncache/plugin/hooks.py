@@ -96,7 +96,7 @@ async def _response(rid: str) -> dict[str, Any]:
 
 
 async def _schedulers(rid: str) -> list[Any]:
-    """Ask each scheduler, in the way in which ``/server_info`` asks for internal states."""
+    """Ask each scheduler the question ``rid``, in the way of ``/server_info``, for internal states."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)

@@ -66,7 +66,7 @@ class ServerParts:
         return backend
 
     def _read_as_cached(self, model_runner: ModelRunner) -> None:
-        """If keys of the model have no positions, they need no rotation, so any backend serves."""
+        """Choose as-cached if the model's keys have no positions, so that no rotation is needed."""
         if served.is_without_positions(model_runner.model):
             self.config = dataclasses.replace(self.config, positions="as-cached")
 
