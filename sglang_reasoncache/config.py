@@ -31,7 +31,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """``values`` stands for the value in help texts. None is allowed where it is the default."""
+    """A field; ``values`` stands for its value in help texts. None is allowed where it is the default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -293,7 +293,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's settings. Raises ValueError if pages are larger than 1 and ``block`` is no page."""
+    """The filter's settings. Raises ValueError if ``page_size`` is above 1 and ``block`` differs from it."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     knobs |= dict(block=block, page_size=page_size)

@@ -20,9 +20,9 @@ _SPELLINGS = {
 }
 #: The keys by which a client marks documents, and chooses a repair.
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Most documents of a prompt. While a request waits, each is looked up in the cache again and again.
+#: Most documents of a prompt. While a request waits, each is looked up in the cache repeatedly.
 MOST = 256
-#: Most tokens before the documents x documents: these tokens are looked up with every document.
+#: Bound of tokens before the documents times documents: these tokens are looked up with every document.
 _MOST_BEFORE = 1 << 21
 
 
@@ -107,7 +107,7 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
 
 
 def check_before(tokens: int, documents: int) -> None:
-    """Raises ValueError for more ``tokens`` than can be read with each of so many ``documents``."""
+    """Raises ValueError if the ``tokens`` before the documents, times ``documents``, are too many."""
     if tokens * documents > _MOST_BEFORE:
         told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
         raise ValueError(f"custom_params: {KEY} {told}, got {tokens} x {documents}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the CPU platform. Imports nothing of SGLang, which asks every installed one.
+"""Entry point of the CPU platform. Imports nothing of SGLang, which calls all such entry points.
 
 A platform that answered while ``SGLANG_PLATFORM`` is unset would replace the machine's own platform.
 """
@@ -13,8 +13,8 @@ PLATFORM_NAME = "reasoncache_cpu"
 def activate() -> str | None:
     """Return the class path of the CPU platform if it was asked for by name.
 
-    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on: half of SGLang would then run as
-    on one platform and half as on another.
+    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on: half of SGLang would then use one
+    device and half another.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None

@@ -34,7 +34,7 @@ BUILT_IN: Mapping[str, str] = types.MappingProxyType(
         "triattention": f"{_POLICIES}.triattention:TriAttention",
     }
 )
-#: The policy that only shares, and the policy that does nothing.
+#: The policy that shares, and the policy that does nothing.
 SHARING, NOTHING = "reasoncache", "none"
 _LONGEST = 1000
 

@@ -124,7 +124,7 @@ class PagedAttention:
         return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
     def graph_buffers(self, batch: int) -> dict[int, PlanBuffers]:
-        """Capacity for plans of a decode graph: of whole rows (0), and of each window."""
+        """Reach of a layer (0: whole rows) -> capacity for its plans in a decode graph."""
         widths = {0: self.width, **self._reaches}
         return {
             reach: self.buffers(batch, batch * min(width, self.width), merge=self.merges)
@@ -234,7 +234,7 @@ class PagedAttention:
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
-        """Plan a prefill by our kernels. ``evicted``: their number in each row; None: unknown."""
+        """Plan a prefill by our kernels. ``evicted``: evicted positions per row; None: unknown."""
         self._evicted = evicted
         lengths = None
         if self._repairs and batch.seq_lens_cpu is not None:

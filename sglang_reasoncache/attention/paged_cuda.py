@@ -118,8 +118,8 @@ class SharedSlotReads(PagedBackend):
         if variant == PLAIN:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
         elif variant == SHIFTED and self._graphs:
-            # SGLang's kernels are not in this graph, and a capture would replace the
-            # plans that the plain graph of this size reads.
+            # Without SGLang's preparation: its kernels are not in this graph, and in a capture it would replace
+            # the plans that the plain graph of this size reads.
             self.paged.begin_graph(self._graphs[-1], forward_batch)
         else:
             raise RuntimeError(

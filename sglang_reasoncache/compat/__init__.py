@@ -147,7 +147,7 @@ def __getattr__(name: str) -> Any:
 
 
 def layer_ids(pool: Any) -> Iterable[int]:
-    """The model's numbers of the attention layers whose KV ``pool`` holds. A hybrid model has others."""
+    """The model's numbers of the attention layers that ``pool`` holds. A hybrid model has other layers too."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
 

@@ -25,8 +25,8 @@ ELEMENT = {
 }
 
 
-#: Kinds of a position in a row. EVICTED: it names no slot. OWN: it is the cached position of its slot.
-#: SHIFTED: it is not. ALIAS: it is not, but the row also names the slot at its cached position.
+#: Kinds of a position in a row. EVICTED: it names no slot. OWN: it is the cached position of its slot. SHIFTED:
+#: another position is. ALIAS: as SHIFTED, but the row also names the slot at that position.
 EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 

@@ -42,7 +42,7 @@ class DistanceKernel:
         backend: str | None = None,
     ) -> None:
         """``layers``: keys and values of every layer, see ``PagedKv``; all layers have one layout.
-        ``rotation``: of keys; None to compare as cached only. ``backend``: None takes C++ in host memory,
+        ``rotation``: of keys; None: all are compared as cached. ``backend``: None takes C++ in host memory,
         Triton on a CUDA device, and PyTorch where neither can be had. Raises ValueError for layers of
         several layouts, and NativeUnavailable if "native" is asked for and cannot be compiled."""
         keys = layers[0][0]

@@ -94,7 +94,7 @@ class ExtendPlan:
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        #: Tokens of the batch, the entries that they read, and which of these they are (None: the last).
+        #: Of each gathered request: its tokens, the entries they read, and their own entries (None: the last).
         self.pieces: list[tuple[slice, slice, Tensor | None]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype

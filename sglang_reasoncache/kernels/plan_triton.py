@@ -102,7 +102,7 @@ def plan_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class PlanBuffers:
-    """Memory for plans of up to ``batch`` requests and ``capacity`` entries, step after step."""
+    """Memory for plans of up to ``batch`` requests and ``capacity`` entries, used again for every plan."""
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [capacity]; anything beyond the last entry
@@ -162,7 +162,7 @@ def plan_into(
     Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`, int32 and int64 alike.
     The host reads no values. A request that is not a row has no entries, a length beyond the row is
     cut to it, an entry that is no slot is skipped, and so are entries past the capacity. Without
-    ``cached_at`` all shifts are 0. Buffers made with ``merge`` need it, and have rotations.
+    ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``, and get rotations.
 
     Raises:
         ValueError: more requests than the buffers are for.

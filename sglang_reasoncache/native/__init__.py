@@ -75,7 +75,7 @@ def _build(root: Path) -> Path:
     target = cache / key / _NAME
     compiler = _compiler()
     with (cache / f"{key}.lock").open("w") as lock:
-        # The process that holds the lock releases it: it stops a compiler that hangs.
+        # This wait ends: a process that holds the lock stops a compiler that hangs.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
             _compile(root, [*compiler, *flags], target)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line flags and ``sglang.Engine`` keywords, and the switch they turn."""
+"""Command-line flags and ``sglang.Engine`` keywords, which switch the plugin on."""
 
 import argparse
 import logging

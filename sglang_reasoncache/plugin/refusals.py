@@ -80,7 +80,7 @@ def check_corrected(args: ServerArgs, requested_by: str) -> None:
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and variables that exclude corrected keys on CUDA, with reasons. SGLang itself sets some."""
+    """Flags and variables that exclude corrected keys on CUDA, with reasons; SGLang sets some itself."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
