@@ -40,13 +40,13 @@ def text_of(value: object) -> str:
 
 
 def kind_of(hint: Any) -> type:
-    """``X`` of the annotation ``X`` or ``X | None``."""
+    """The type ``X`` of an annotation that is ``X`` or ``X | None``."""
     kind: type = next(part for part in get_args(hint) or (hint,) if part is not NoneType)
     return kind
 
 
 def value_of(text: str, kind: type) -> Any:
-    """The value that :func:`text_of` gives as ``text``. Raises ValueError, naming the type."""
+    """The value whose :func:`text_of` is ``text``. Raises ValueError that names the wanted type."""
     try:
         if kind is not str and ("_" in text or not text.isascii()):
             raise ValueError("Python reads 1_0 as 10")

@@ -31,7 +31,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """``values`` stands for the value in help texts. None is allowed where it is the default."""
+    """A field; ``values`` stands for its value in help texts. None is allowed where it is the default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -225,7 +225,7 @@ class ReasonCacheConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "ReasonCacheConfig":
-        """The settings where ``values`` were given and the preset fills in the rest. Raises ConfigError
+        """The config with the given ``values``, and the preset's values for the rest. Raises ConfigError
         for an unknown name, a bad value, and a value that nothing reads."""
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
@@ -267,8 +267,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def parse_setting(name: str, text: str) -> Any:
-    """The value that an operator's text gives a setting. Raises ConfigError for an unknown name or a
-    text of another type."""
+    """The value that an operator's text gives a setting. Raises ConfigError for an unknown name or a text that
+    does not fit the setting's type."""
     if name not in SETTINGS:
         raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
     try:
@@ -278,7 +278,7 @@ def parse_setting(name: str, text: str) -> Any:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """The settings of ``key=value,...``, where no value has a comma. Raises ValueError for another text."""
+    """The settings in ``key=value,...``; values have no commas. Raises ValueError for any other text."""
     if not isinstance(text, str):
         # sglang.Engine takes keywords of any type.
         raise ValueError(f"{SET} must be key=value,..., got {text!r}")
@@ -293,7 +293,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's knobs. Raises ValueError for a block that is no page."""
+    """The filter's settings. Raises ValueError if ``page_size`` is above 1 and ``block`` differs from it."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     knobs |= dict(block=block, page_size=page_size)

@@ -11,17 +11,17 @@ from sglang_reasoncache.compat import ATTENTION_FIELDS
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """CPU without SGLang's CPU kernel package: operators are torch's, but for attention."""
+    """The CPU without SGLang's package of CPU kernels: PyTorch runs all operators except attention."""
 
     _enum = PlatformEnum.OOT
     # With Triton declared, the paged allocator would launch its kernels on CPU tensors.
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """The attention backend, where the operator named none."""
+        """Choose the attention backend if the operator named none."""
         from sglang_reasoncache.plugin import cpu_attention
 
-        # SGLang has settled on one by now.
+        # By now ``server_args`` has SGLang's choice; ``_raw_input`` has the operator's.
         given = getattr(server_args, "_raw_input", None) or {}
         if not any(given.get(name) for name in ATTENTION_FIELDS):
             server_args.attention_backend = cpu_attention.default_backend()

@@ -13,16 +13,16 @@ from sglang_reasoncache.compat.types import Request
 
 #: The key by which a request opts out.
 OPT_OUT_KEY = "reasoncache"
-#: Strings that a client may send as its value, in upper or lower case.
+#: Strings that a client may send as the value of ``OPT_OUT_KEY``, in upper or lower case.
 _SPELLINGS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 #: The keys by which a client marks documents, and chooses a repair.
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Most documents of a prompt. Each is matched anew while the request waits.
+#: Most documents of a prompt. While a request waits, each is looked up in the cache repeatedly.
 MOST = 256
-#: The tokens before the documents are looked up with each of them, at each match.
+#: Bound of tokens before the documents times documents: these tokens are looked up with every document.
 _MOST_BEFORE = 1 << 21
 
 
@@ -40,8 +40,8 @@ class Repair:
 
 
 def repair_of(text: object) -> Repair:
-    """The repair called ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for another one, with
-    what it must be."""
+    """The repair called ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for any other text;
+    the message says what it must be."""
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
@@ -76,7 +76,7 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
 
     ``length``: tokens of the prompt; None: unknown yet. Raises ValueError that names the first span that
     is wrong: spans are ``[start, end]`` in tokens, follow one another without a gap, and leave at least
-    the last token of the prompt, which is always computed. Also for a repair that does not exist.
+    the last token of the prompt, which is always computed. Raises it for an unknown repair, too.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
     spans, repair = custom.get(KEY), custom.get(REPAIR_KEY, "none")
@@ -107,7 +107,7 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
 
 
 def check_before(tokens: int, documents: int) -> None:
-    """Raises ValueError for more ``tokens`` than can be read with each of so many ``documents``."""
+    """Raises ValueError if the ``tokens`` before the documents, times ``documents``, are too many."""
     if tokens * documents > _MOST_BEFORE:
         told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
         raise ValueError(f"custom_params: {KEY} {told}, got {tokens} x {documents}")
@@ -134,7 +134,7 @@ def allows(req: Request) -> bool:
     and no frontend refused it; see ``plugin/hooks.py``."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
-    except Exception:  # such as RecursionError: its repr is part of the message
+    except Exception:  # such as RecursionError, because the message contains the value's repr
         return False
 
 

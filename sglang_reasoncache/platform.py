@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the CPU platform. Imports nothing of SGLang, which asks every installed platform.
+"""Entry point of the CPU platform. Imports nothing of SGLang, which calls all such entry points.
 
-A platform that answered while ``SGLANG_PLATFORM`` is unset would replace the machine's own.
+A platform that answered while ``SGLANG_PLATFORM`` is unset would replace the machine's own platform.
 """
 
 import os
@@ -13,8 +13,8 @@ PLATFORM_NAME = "reasoncache_cpu"
 def activate() -> str | None:
     """Return the class path of the CPU platform if it was asked for by name.
 
-    Raises RuntimeError where SGLang would still see a GPU, or run its own CPU engine: half of it
-    would be on one device and half on the other.
+    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on: half of SGLang would then use one
+    device and half another.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
@@ -22,7 +22,7 @@ def activate() -> str | None:
         raise RuntimeError(
             f"SGLANG_PLATFORM={PLATFORM_NAME} excludes SGLANG_USE_CPU_ENGINE=1: unset one of them"
         )
-    # SGLang imported torch before it looks for platforms.
+    # This costs no time: SGLang imports torch before it looks for platforms.
     import torch
 
     if torch.cuda.is_available():
@@ -31,7 +31,7 @@ def activate() -> str | None:
             f"{torch.cuda.device_count()}: unset SGLANG_PLATFORM, or hide them with "
             'CUDA_VISIBLE_DEVICES=""'
         )
-    # A pool on pages of 4 KB has its addresses translated row by row, see docs/kernels.md.
+    # In memory pages of 4 KB almost every row of a pool costs an address translation, see docs/kernels.md.
     # PyTorch reads this when it first allocates; an operator's own value stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"

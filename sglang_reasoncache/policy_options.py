@@ -19,7 +19,7 @@ def bounded(default: float | None, low: float, high: float) -> Any:
 
 
 def check(policy: Any) -> None:
-    """Raises OptionError for a value out of bounds, or not a number."""
+    """Raises OptionError for a value that is out of bounds or NaN."""
     for option in dataclasses.fields(policy):
         value, bounds = getattr(policy, option.name), option.metadata.get("bounds")
         if bounds and value is not None and not bounds[0] <= value <= bounds[1]:

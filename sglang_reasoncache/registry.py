@@ -21,7 +21,7 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.policy_options import OptionError
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
-#: Every evictor: a policy is one line here.
+#: Name -> class of each evicting policy; a new policy needs one line here.
 BUILT_IN: Mapping[str, str] = types.MappingProxyType(
     {
         "streamingllm": f"{_POLICIES}.streamingllm:StreamingLLM",
@@ -34,13 +34,13 @@ BUILT_IN: Mapping[str, str] = types.MappingProxyType(
         "triattention": f"{_POLICIES}.triattention:TriAttention",
     }
 )
-#: Names of sharing, and of doing nothing.
+#: The policy that shares, and the policy that does nothing.
 SHARING, NOTHING = "reasoncache", "none"
 _LONGEST = 1000
 
 
 class PolicyError(ValueError):
-    """The text is wrong; the message continues ``must be``."""
+    """The text of a policy is wrong. The message goes on after the words ``must be``."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PolicyChoice:
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str) -> PolicyChoice:
-    """``NAME[:key=value,...][+NAME...]``. Raises PolicyError for anything else."""
+    """Parses ``NAME[:key=value,...][+NAME...]``. Raises PolicyError for any other text."""
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise PolicyError(f"a text of at most {_LONGEST} characters")
     parts = [part.strip().partition(":") for part in text.split("+")]

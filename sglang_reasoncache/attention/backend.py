@@ -21,10 +21,10 @@ else:
 
 
 class PagedBackend(_Stock):
-    """Put in front of one of SGLang's backends; a forward that was planned runs our kernels.
+    """A mixin in front of one of SGLang's backends. Our kernels run the forwards that have a plan.
 
-    Evicted positions, whose row entries are below 0, are skipped. A forward without a plan is SGLang's,
-    unless ``always_ours``.
+    Evicted positions, whose row entries are below 0, are skipped. SGLang's backend runs a forward without a
+    plan, unless ``always_ours``.
     """
 
     always_ours = False
@@ -39,13 +39,13 @@ class PagedBackend(_Stock):
         requested_by: str,
         **stock: Any,
     ) -> None:
-        """``cached``: slots' cached positions, so that shared keys are used at the position where
-        they are read; None reads every key as cached. ``requested_by``: the flags that request it,
-        the beginning of every message. ``stock``: for the backend behind. Raises ValueError for
-        what is not supported, by name, and an embedding that cannot rotate keys."""
+        """``cached``: slots' cached positions, by which shared keys are rotated to where they are read; None:
+        every key is read as cached. ``requested_by``: the flags that request this backend; every message begins
+        with them. ``stock``: arguments of SGLang's backend. Raises ValueError that names what is not supported,
+        and for an embedding that cannot rotate keys."""
         check_attention(model_runner, requested_by)
         self.requested_by = requested_by
-        # First, because it may raise: SGLang's backend takes memory.
+        # Before SGLang's backend takes memory, because this may raise.
         self.paged = PagedAttention(model_runner, cached, self.unread)
         super().__init__(model_runner, **stock)
 
@@ -60,8 +60,8 @@ class PagedBackend(_Stock):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. In front of FlashInfer's backend
-        for latent attention ``q`` and ``k`` come without their rotated dims, ``q_rope`` and ``k_rope``
-        ``[batch, heads, dim]``."""
+        for latent attention, ``q`` and ``k`` lack their rotated dims, which are passed as ``q_rope`` and
+        ``k_rope`` ``[batch, heads, dim]``."""
         self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -101,7 +101,7 @@ class PagedBackend(_Stock):
 
 
 def _whole(side: torch.Tensor | None, rotated: torch.Tensor | None) -> Any:
-    """A query or a key with its rotated dims."""
+    """A query or a key, joined with its rotated dims if they came apart."""
     if side is None or rotated is None:
         return side
     return torch.cat((side.reshape(*rotated.shape[:2], -1), rotated), dim=2)

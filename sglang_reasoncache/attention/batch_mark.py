@@ -11,7 +11,7 @@ from typing import Any
 class GraphVote(enum.IntEnum):
     """Which decode graph a group of DP attention can run. The groups take the smallest vote.
 
-    Stands where SGLang has a bool, so EAGER is false and the others are true.
+    Takes the place of a bool of SGLang's: EAGER is false, SHIFTED and PLAIN are true.
     """
 
     EAGER, SHIFTED, PLAIN = range(3)

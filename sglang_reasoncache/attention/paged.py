@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the pages of a pool by this project's kernels, on the pool's device.
 
-Keys with a position shift are used where they are read, evicted positions are skipped. On a
-GPU nothing waits: lengths come from the host's copies, and a plan has capacity for as many
-entries as they say.
+Shifted keys are rotated to the positions where they are read; evicted positions are skipped. On a GPU the host
+does not wait for the device: its own copies of row lengths give the capacity of a plan.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def once_more(work: _Method) -> _Method:
-    """A method that :meth:`Containment.once_more` may call a second time after it raised, because it makes
-    new results or overwrites old ones."""
+    """Decorates a method that :meth:`Containment.once_more` may call again after it raised, because the method
+    only makes new results or overwrites old ones."""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -51,10 +50,10 @@ def once_more(work: _Method) -> _Method:
 
 
 class PagedAttention:
-    """Plans forwards and runs our kernels. One per attention backend. All layers read a forward's plan, but
-    in a decode step those with a sliding window: layers with the same window have one plan.
+    """Plans forwards and runs our kernels. One per attention backend. All layers share a forward's plan, except
+    that a decode step has another plan for each size of sliding window.
 
-    ``rows`` is the plan of a decode step that our kernels run, ``extend_plan`` of a prefill.
+    ``rows`` is the plan of a decode step that our kernels run, ``extend_plan`` that of a prefill.
     """
 
     def __init__(
@@ -69,9 +68,9 @@ class PagedAttention:
         self.cached = cached
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
-        #: By layer; None: keys are read as cached.
+        #: Layer -> rotation of its keys; None: keys are read as cached.
         self.rotations: dict[int, KeyRotation] | None = None
-        #: The pool has latent rows.
+        #: Whether the pool has latent rows.
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
         if cached is not None:
@@ -86,10 +85,10 @@ class PagedAttention:
         #: One of ``kernels.paged.BACKENDS``.
         self.backend, self._num_slots = first.backend, first.num_slots
         self.attention_layers = attention_layers(model_runner)
-        # Of the layers with a window, what a decode step reads.
+        # Positions that a window sees -> how many of them a decode step reads.
         reaches = {reach_of(layer) for layer in self.attention_layers} - {0}
         self._reaches = {reach: reach - unread for reach in sorted(reaches)}
-        # Soft-capped logits are beyond PyTorch's fused attention.
+        # PyTorch's fused attention cannot soft-cap logits.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None: no policy reads them
         self.forget()
@@ -125,7 +124,7 @@ class PagedAttention:
         return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
     def graph_buffers(self, batch: int) -> dict[int, PlanBuffers]:
-        """Capacity for plans of a decode graph: of whole rows (0), and of each window."""
+        """Reach of a layer (0: whole rows) -> capacity for its plans in a decode graph."""
         widths = {0: self.width, **self._reaches}
         return {
             reach: self.buffers(batch, batch * min(width, self.width), merge=self.merges)
@@ -144,7 +143,7 @@ class PagedAttention:
         return self.readable(plan_into(buffers, *read, num_slots=self._num_slots, reach=seen))
 
     def readable(self, plan: RowPlan) -> RowPlan:
-        """The plan without shifts if keys are read as cached, because buffers always have shifts."""
+        """``plan``, without its shifts if keys are read as cached: buffers have shifts in any case."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
@@ -180,7 +179,7 @@ class PagedAttention:
     def forget(self) -> None:
         """Nothing is planned until the next forward begins."""
         self.rows: RowPlan | None = None
-        #: Beside ``rows``: plans of layers with a window, by what they see.
+        #: Positions that a window sees -> plan of its layers, beside ``rows``.
         self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
@@ -189,7 +188,7 @@ class PagedAttention:
             self.queries.forget()
 
     def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
-        """What a prefill does for prompts of documents."""
+        """The repairs in this prefill: tokens of documents that it computes again or scores."""
         repairs: Any = getattr(self.allocator, "repairs", None)
         if repairs is None or batch.rids is None or batch.extend_seq_lens_cpu is None:
             return []
@@ -198,14 +197,13 @@ class PagedAttention:
 
     @once_more
     def record(self, batch: ForwardBatch) -> None:
-        """Record the cached positions of the forward's new tokens, and whose queries will be
-        kept."""
+        """Record the cached positions of the forward's new tokens, and choose which queries are kept."""
         self._repairs = self._repairs_of(batch)
         for placed in self._repairs:
             own = upload(placed.positions, self.device, batch.positions.dtype)
             batch.positions[placed.token : placed.token + len(own)] = own
             if batch.mrope_positions is not None:
-                # Of text all three are the position.
+                # For text all three components are the position.
                 batch.mrope_positions[:, placed.token : placed.token + len(own)] = own
         if self.cached is not None:
             slots = batch.out_cache_loc
@@ -229,14 +227,14 @@ class PagedAttention:
 
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
-        """A decode graph is about to be captured or replayed; it plans into ``buffers``."""
+        """Use the plans in ``buffers``, into which the decode graph captured or replayed next plans."""
         size = batch.batch_size
         plans = {reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()}
         self.rows, self.windows = plans.pop(0), plans
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
-        """Plan a prefill by our kernels. ``evicted``: positions of each row; None: unknown."""
+        """Plan a prefill by our kernels. ``evicted``: evicted positions per row; None: unknown."""
         self._evicted = evicted
         lengths = None
         if self._repairs and batch.seq_lens_cpu is not None:
@@ -250,7 +248,7 @@ class PagedAttention:
         new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
         if not getattr(self.allocator, "has_evicted", False):
             evicted = [0] * len(new)
-        # For an unknown batch only the device knows the number of entries, and reading it waits.
+        # If ``evicted`` is unknown, only the device knows how many entries there are.
         if evicted is not None:
             lengths = zip(batch.extend_prefix_lens_cpu, new, evicted, strict=True)
             entries = [before + count - gone for before, count, gone in lengths]
@@ -302,10 +300,10 @@ class PagedAttention:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
                 where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
-                # Without memory for it the layer is not counted; it only orders tokens.
+                # A layer without memory for its weights is left out: they only rank tokens.
                 with contextlib.suppress(RuntimeError):
                     add_attention(query, *where, scored.received, reach)
-        # Under DP attention SGLang adds tokens, so that groups gather alike many.
+        # Under DP attention SGLang pads ``q``, so that all groups gather equally many tokens.
         return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
 
     @once_more
@@ -322,7 +320,7 @@ class PagedAttention:
         plan: RowPlan | ExtendPlan,
         sinks: Tensor | None,
     ) -> Tensor:
-        """``run``: of ``kernels``, for decode or extend."""
+        """Run an attention function of ``kernels``, for decode or extend, on a layer."""
         scale, v_scale = self._scales(layer)
         out = run(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -337,8 +335,8 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Factors of logits and of outputs: 1 where the pool has the model's dtype or latent rows, which
-        SGLang does not divide."""
+        """Factors of logits and of outputs. The scales of keys and values count only where SGLang divided by
+        them: not in latent rows or a pool of the model's dtype."""
         if self.latent or self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
-A forward without shifted slots and evicted positions runs SGLang's kernels, others ours. In a
-decode graph the plan is part of the graph. With latent attention SGLang's kernels run every prefill:
+A forward that reads neither shifted slots nor evicted positions runs SGLang's kernels, any other ours. A decode
+graph includes the planning. With latent attention SGLang's kernels run every prefill:
 cached prefixes have no shifted slots.
 """
 
@@ -26,9 +26,9 @@ PLAIN, SHIFTED = "plain", "shifted"
 
 
 class SharedSlotReads(PagedBackend):
-    """Put in front of one of SGLang's, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
+    """A mixin in front of one of SGLang's backends, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
 
-    Keys read as cached need our kernels only where rows have evicted positions.
+    If keys are read as cached, our kernels run only where rows have evicted positions.
     """
 
     def __init__(
@@ -36,8 +36,8 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
-        # Plans of decode graphs. Replays follow one another on one stream, so all graphs use the last one,
-        # except graphs that were captured before it was allocated.
+        # Buffers for plans of decode graphs. Replays follow one another on one stream, so all graphs share the
+        # newest buffers, except graphs captured before these were allocated.
         self._graphs: list[dict[int, PlanBuffers]] = []
         self._graph_variant: str | None = None
 
@@ -75,7 +75,7 @@ class SharedSlotReads(PagedBackend):
 
     @property
     def never_in_prefill_graphs(self) -> bool:
-        """They keep no queries."""
+        """True if a policy needs recent queries, which a prefill in a graph does not keep."""
         return self.paged.queries is not None
 
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
@@ -86,14 +86,14 @@ class SharedSlotReads(PagedBackend):
         return stock is None or stock(forward_batch)
 
     def choose_graph(self, forward_batch: ForwardBatch) -> str:
-        """Which variant the forward about to be replayed runs; its preparation comes next."""
-        # Graphs of both variants make SGLang's collectives, but in other memory.
+        """Choose the graph variant for the next replay, which is prepared right after this call."""
+        # All groups replay one variant: both make SGLang's collectives, but in different memory.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
 
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
-        """Allocate what graphs of up to ``max_bs`` requests read."""
+        """Allocate the plans of graphs of up to ``max_bs`` requests."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
         if self._graphs and self._graphs[-1][0].batch >= max_bs:
             return
@@ -108,7 +108,7 @@ class SharedSlotReads(PagedBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """What has to be done before a graph is captured or replayed."""
+        """Does what must happen outside a graph before its capture or replay."""
         self.paged.forget()
         if not forward_batch.forward_mode.is_decode_or_idle():
             self.paged.record(forward_batch)
@@ -118,8 +118,8 @@ class SharedSlotReads(PagedBackend):
         if variant == PLAIN:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
         elif variant == SHIFTED and self._graphs:
-            # SGLang's kernels are not in this graph, and a capture would replace the
-            # plans that the plain graph of this size reads.
+            # Without SGLang's preparation: its kernels are not in this graph, and in a capture it would replace
+            # the plans that the plain graph of this size reads.
             self.paged.begin_graph(self._graphs[-1], forward_batch)
         else:
             raise RuntimeError(
@@ -128,8 +128,8 @@ class SharedSlotReads(PagedBackend):
             )
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """What becomes part of a graph: cached positions of new slots, which queries are kept, and
-        our plan."""
+        """Queues what becomes part of a graph: recording cached positions of new slots, choosing which queries
+        are kept, and our plan."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata_in_graph(forward_batch)
             return
@@ -142,7 +142,7 @@ class SharedSlotReads(PagedBackend):
             self.paged.plan_into(buffers, *where, reach)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
-        """Our plan is the last to read rows, inside the graph or before a forward without a graph."""
+        """When a forward stops reading rows: after our plan, in the graph or before a forward without one."""
         stock = super().shared_read_ends(fm)
         if not fm.is_decode_or_idle():
             return stock
@@ -150,7 +150,7 @@ class SharedSlotReads(PagedBackend):
 
 
 class GraphVariants:
-    """SGLang's ``AttentionGraphVariants``: two decode graphs a batch size of one backend."""
+    """Implements SGLang's ``AttentionGraphVariants``: one backend has two decode graphs per batch size."""
 
     #: SGLang captures in this order, all in one pool of memory.
     capture_labels = PLAIN, SHIFTED

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which models are served, and which with corrected positions, judged by their KV pool, their
-attention layers and their rotary embedding. What flags refuse is in ``plugin/refusals.py``."""
+attention layers and their rotary embedding. Flags are checked in ``plugin/refusals.py``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Family(NamedTuple):
         return REFUSED.get(self.attention, "served")
 
 
-#: ``attention``: a key of ``REFUSED``, or what is served.
+#: ``attention`` is a key of ``REFUSED``, or describes attention that is served.
 FAMILIES = (
     Family(
         "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"
@@ -74,8 +74,8 @@ LAYER_ATTRIBUTES = (
     ("logit capping", "logit_capping_method", ("tanh",)),
     ("attention temperature length", "xai_temperature_len", (-1,)),
 )
-#: Rotary modules with one table of angles that are linear in the position. (Of a request without
-#: images the three positions of MRotaryEmbedding are one; requests with images do not share.)
+#: Rotary modules with one table of angles that are linear in the position. (The three positions of
+#: MRotaryEmbedding are equal in requests without images; requests with images do not share.)
 ROTARY_KINDS = (
     "RotaryEmbedding",
     "LinearScalingRotaryEmbedding",
@@ -86,8 +86,8 @@ ROTARY_KINDS = (
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
 )
-#: Attention modules that scale each dim of a key by a learned weight after its rotation, where the
-#: attribute is true.
+#: Attention module -> its attribute which, if true, makes it scale each dim of a key by a learned weight after
+#: the rotation.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 #: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
 #: know positions from their state layers.
@@ -98,8 +98,8 @@ WINDOWED = (
     *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
     "GptOssAttention",
 )
-#: Dims for which SGLang's FlashInfer backend is made: of a head, and of a latent row (latent, rotated).
-#: For others its Triton backend is taken.
+#: Dims that SGLang's FlashInfer backend supports: of a head, and of a latent row (latent, rotated). For other
+#: dims SGLang's Triton backend is taken.
 FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 
 
@@ -135,12 +135,12 @@ def check_kind(context: TreeCacheBuildContext) -> None:
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:
-    """Raises ValueError for flags that exclude latent attention. SGLang computes its prefills, so these
-    must not meet shared slots."""
+    """Raises ValueError for flags that exclude latent attention. SGLang's kernels run the prefills, which
+    therefore must not read shared slots."""
     reads = "a prefill would read keys of shared slots as they are cached"
     given = {
         "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
-        # With these a group's decode steps run as a prefill while another group has one.
+        # With these backends a group's decode steps run as a prefill while another group prefills.
         "--moe-a2a-backend with DP attention": (
             compat.get_parallel().attn_dp_size > 1
             and args.moe_a2a_backend in ("pplx", "deepep_v2"),
@@ -156,7 +156,7 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
     """The SGLang backend on CUDA in front of which our kernels serve a model; None: there is none.
 
-    ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: it has multi-head latent
+    ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: the model has multi-head latent
     attention.
     """
     if model.is_encoder_decoder or model.is_hybrid_swa:
@@ -199,8 +199,8 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool: not those that stand for state layers and, with latent
-    attention, not those that read the keys and values which a prefill expands."""
+    """SGLang's attention layers that read the pool. Left out are layers that stand for state layers and, with
+    latent attention, layers that read the expanded keys and values of a prefill."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [
@@ -219,10 +219,10 @@ def reach_of(layer: AttentionLayer) -> int:
 
 
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
-    """The rotation of each layer's keys, on their device; layers with the same one share the object.
+    """Layer -> rotation of its keys, on their device. Layers with equal rotations share one object.
 
-    Beside sliding windows layers may rotate differently. Raises ValueError: see :func:`key_rotation`;
-    and for an attention module beside sliding windows that is not known.
+    In a model with sliding windows, layers may rotate differently. Raises ValueError as :func:`key_rotation`
+    does, and for an unknown attention module in such a model.
     """
     model, most = model_runner.model, model_runner.model_config.context_len
     device = model_runner.req_to_token_pool.req_to_token.device
@@ -259,7 +259,7 @@ def _rotation_of(owner: Any, model: torch.nn.Module) -> tuple[Any, bool]:
     """The module that rotates keys of ``owner``, and whether they are rotated at all."""
     kind = type(owner).__name__
     if kind == "Gemma3Attention":
-        # Its own embedding, which knows no scaling, is not used.
+        # The module's own embedding, which lacks the scaling, is not used.
         [text] = (m for m in model.modules() if hasattr(m, "rotary_emb_local"))
         return (text.rotary_emb_local if owner.is_sliding else text.rotary_emb), True
     never = kind == "Exaone4Attention" and owner.sliding_window_pattern and not owner.is_sliding
@@ -267,7 +267,7 @@ def _rotation_of(owner: Any, model: torch.nn.Module) -> tuple[Any, bool]:
 
 
 def _gemma3_rotation(embedding: Any, max_positions: int) -> KeyRotation | None:
-    """That of SGLang's Gemma3RotaryEmbedding, which has frequencies in place of a table."""
+    """The rotation of SGLang's Gemma3RotaryEmbedding, which has no table; None for another embedding."""
     if type(embedding).__name__ != "Gemma3RotaryEmbedding":
         return None
     if embedding.rope_type not in ("default", "linear"):
@@ -282,8 +282,8 @@ def key_rotation(
 ) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
 
-    ``latent_dims``: how many dims of a latent row are rotated, those behind the latent; None: other
-    attention.
+    ``latent_dims``: how many dims of a latent row, behind the latent, are rotated; None: the attention is not
+    latent.
 
     Raises:
         ValueError: no rotary embedding, several, a kind whose angle is not linear in the position,
@@ -310,8 +310,8 @@ def key_rotation(
 
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """The rotary modules of a model, also those of SGLang that are no RotaryEmbedding (LongRoPE, dual
-    chunk). Not those of the vision part, which caches no keys."""
+    """The rotary modules of a model, also SGLang's modules that are no RotaryEmbedding (LongRoPE, dual chunk).
+    Vision layers are skipped: they cache no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     found = [child for _, owner in _owners(model) for child in owner.children()]
     return [
@@ -336,7 +336,7 @@ def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | No
     children = list(owner.children())
     heads = {latent_dims or c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
     kind = type(owner).__name__
-    # A rotary module made for a part of the head leaves open which dims that part is.
+    # A rotary module that is made for a part of the head does not tell which dims it rotates.
     sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}
     if not sizes:
         raise ValueError(

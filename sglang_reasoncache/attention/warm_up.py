@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton kernels that the first forwards would wait for, some seconds. Nothing is written."""
+"""Compiles Triton kernels, so that the first forwards do not wait seconds for them. The pool is only read."""
 
 from __future__ import annotations
 

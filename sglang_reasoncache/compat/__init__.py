@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every SGLang name this project touches; ``compat.RadixCache`` imports it on first use.
+"""Every SGLang name that this project uses. ``compat.NAME`` imports SGLang's NAME when first used.
 
 ``tests/contract`` resolves each entry against the installed SGLang.
 """
@@ -75,7 +75,7 @@ NAMES: dict[str, str] = {
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 
-#: Functions we hook, by our name for the moment they mark.
+#: Our name for a moment -> the function of SGLang that we hook to act at that moment.
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
@@ -105,7 +105,7 @@ FRONTEND_HOOK_TARGETS: dict[str, str] = {
 #: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.
 CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
 
-#: The hooks of our attention on CUDA, where it runs.
+#: The hooks of our attention on CUDA, installed only if it runs.
 CUDA_HOOK_TARGETS: dict[str, str] = {
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
@@ -126,10 +126,10 @@ CPU_BACKEND = "reasoncache_cpu"
 #: Fields of SGLang's record that name an attention backend.
 ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
-#: SGLang's backends in front of which we read shifted slots on CUDA.
+#: SGLang's CUDA backends in front of which we put ours, which reads shifted slots.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
-#: Attention backends of which we have our own: keys are corrected, and policies served.
+#: Names of attention backends under which keys can be corrected and policies run.
 OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
@@ -141,26 +141,26 @@ def resolve(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Once resolved, a name does not change within a process.
+    # Kept, because a resolved name does not change within a process.
     value = globals()[name] = resolve(name)
     return value
 
 
 def layer_ids(pool: Any) -> Iterable[int]:
-    """The model's numbers of the attention layers whose KV ``pool`` holds. A hybrid model has others."""
+    """The model's numbers of the attention layers that ``pool`` holds. A hybrid model has other layers too."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
 def latent_rank(pool: Any) -> int:
-    """Dims of the latent with which a cached row of MLA begins; rotated dims follow. 0: ``pool`` has keys
-    and values."""
+    """Dims of the latent with which a cached row of MLA begins; rotated dims follow. 0 if ``pool`` has keys and
+    values instead."""
     return int(getattr(pool, "kv_lora_rank", 0))
 
 
 def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
-    """Keys and values of a layer, ``[slots, heads, head_dim]`` each. Of a latent row: the rotated dims,
-    and the latent."""
+    """Keys and values of a layer, ``[slots, heads, head_dim]`` each. For latent rows: the rotated dims, and the
+    latent."""
     keys, rank = pool.get_key_buffer(layer), latent_rank(pool)
     return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
 
@@ -181,7 +181,7 @@ def check_version(allow_untested: bool) -> None:
 
 
 def apply_hooks(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
-    """Hook what is not hooked yet: SGLang's function by its path -> our hook and its ``HookType``."""
+    """Install ``hooks`` (path of SGLang's function -> our hook and its ``HookType``) that are not there yet."""
     registry = resolve("HookRegistry")
     for target, (function, kind) in hooks.items():
         if target not in registry._patched:

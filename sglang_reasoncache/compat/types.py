@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's objects, with the attributes that this project reads or writes and no others.
+"""Types of SGLang's objects, with only the attributes that this project reads or writes.
 
 Static types only: nothing is checked at run time. ``tests/contract/test_compat.py`` looks every
 attribute up in the class that the installed SGLang has.
@@ -40,7 +40,7 @@ class Request(Protocol):
     skip_radix_cache_insert: bool
     #: The id of a node of the prefix tree.
     last_node: Any
-    #: Positions that need not be computed.
+    #: How many positions need not be computed.
     prefix_len: int
 
     def finished(self) -> bool: ...
@@ -153,7 +153,7 @@ class ForwardMode(Protocol):
 
 
 class ForwardBatch(Protocol):
-    """One forward; lengths and indices are ``[batch]``, those ``_cpu`` on the host."""
+    """One forward; lengths and indices are ``[batch]``; fields that end in ``_cpu`` are on the host."""
 
     forward_mode: ForwardMode
     batch_size: int

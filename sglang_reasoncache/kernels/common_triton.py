@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the Triton kernels share: elements of a pool as numbers, rotation, pieces of a plan."""
+"""Functions that the Triton kernels share: reading elements of a pool, rotation, pieces of a plan."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ ELEMENT = {
 }
 
 
-#: Kinds of a position in a row. EVICTED: it names no slot. OWN: it is the cached position of its slot.
-#: SHIFTED: it is not. ALIAS: it is not, but the row also names the slot at its cached position.
+#: Kinds of a position in a row. EVICTED: it names no slot. OWN: it is the cached position of its slot. SHIFTED:
+#: another position is. ALIAS: as SHIFTED, but the row also names the slot at that position.
 EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 
@@ -36,7 +36,7 @@ def as_read(buffer: Tensor) -> Tensor:
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, wherever the tensors are."""
+    """Makes ``device`` current: Triton launches on the current device, wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -60,7 +60,7 @@ def rotary_arguments(
 
 @triton.jit
 def piece_of(count, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
-    """Where in ``count`` elements one of PIECES programs starts, at a multiple of TILE, and stops."""
+    """Where one of PIECES programs starts and stops in ``count`` elements; starts are multiples of TILE."""
     size = tl.cdiv(tl.cdiv(count, PIECES), TILE) * TILE
     start = tl.minimum(piece * size, count)
     return start, tl.minimum(start + size, count)
@@ -75,8 +75,8 @@ def span_of(begin, end, row, total):
 
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
-    """Of a request's row what is read, its newest ``reach`` positions: where it begins in memory, its length
-    (0 for a request without a row), and its first position. Positions below are counted from there."""
+    """The part of a request's row that is read, the newest ``reach`` positions: its address, its length (0 for
+    a request without a row), and its first position, from which the other functions count positions."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
@@ -122,7 +122,7 @@ def fp8_to_fp16(raw, ELEMENT: tl.constexpr):
         return raw.to(kind, bitcast=True).to(tl.float16)
     if ELEMENT == "e5m2":  # the upper byte of an fp16
         return (bits << 8).to(tl.float16, bitcast=True)
-    # As fp16 the same bits mean 2^-8 of it; the largest code is NaN.
+    # Read as fp16, the same bits mean 2^-8 of the value; the largest code is NaN.
     half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
     value = half.to(tl.float16, bitcast=True) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)

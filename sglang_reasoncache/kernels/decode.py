@@ -30,8 +30,8 @@ def decode_attention(
     Args:
         query: ``[batch, heads, query_dim]`` on the pool's device, fp32, bf16 or fp16.
         kv: Keys and values; query head h reads KV head ``h // (heads / kv_heads)``.
-        plan: What request b reads, unless ``spans`` says otherwise.
-        scale: Of the logits.
+        plan: What each request reads, unless ``spans`` says otherwise.
+        scale: Factor of the logits.
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode attention on a GPU: chunks of a request side by side, then their merge.
+"""Paged decode attention on a GPU: programs compute chunks of a request side by side, then merge them.
 
 Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes one of at
 most ``SPLITS`` chunks and all query heads of a KV head. Where a chunk ends depends on the number of entries

@@ -26,12 +26,12 @@ Layer = tuple[Tensor, Tensor]
 
 
 class DistanceKernel:
-    """Sums over pairs of blocks, one pass over the pool for all pairs of a call.
+    """Sums squared differences of pairs of blocks; a call reads the pool once for all its pairs.
 
     The buffers must be the pool's own memory, because their addresses are kept.
 
     Attributes:
-        backend: What computes: "native" (C++), "triton" or "torch".
+        backend: The implementation that runs: "native" (C++), "triton" or "torch".
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class DistanceKernel:
         backend: str | None = None,
     ) -> None:
         """``layers``: keys and values of every layer, see ``PagedKv``; all layers have one layout.
-        ``rotation``: of keys; None to compare as cached only. ``backend``: None takes C++ in host memory,
+        ``rotation``: of keys; None: all are compared as cached. ``backend``: None takes C++ in host memory,
         Triton on a CUDA device, and PyTorch where neither can be had. Raises ValueError for layers of
         several layouts, and NativeUnavailable if "native" is asked for and cannot be compiled."""
         keys = layers[0][0]
@@ -75,7 +75,7 @@ class DistanceKernel:
                 would be used minus where it was cached). None compares keys as cached.
 
         Returns:
-            fp64 ``[pairs, num_layers, 2]`` (key side, value side), not finite if what was read is
+            fp64 ``[pairs, num_layers, 2]`` (key side, value side), not finite if elements that were read are
             not. Additive over tensor-parallel ranks.
 
         Raises:

@@ -42,7 +42,7 @@ def _squares(
     ELEMENT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     FIRST: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum over elements of every token and head; NaN where a slot or shift is out of range.
+    """Sum of squared differences over all tokens and heads; NaN if a slot or shift is out of range.
 
     HALF > 0: elements [0, 2 HALF), the source rotated by its shift; else [FIRST, DIM) as cached.
     """

@@ -2,8 +2,8 @@
 """Extend attention: several new tokens of a request over its prefix and themselves.
 
 A request with few new tokens (one under mixed chunked prefill) is read token by token as in decode,
-straight from the pool. The entries of a request with more are gathered once, their keys rotated, and
-PyTorch's fused attention reads them for the new tokens.
+straight from the pool. For a request with more new tokens, the entries are gathered once, their keys rotated,
+and PyTorch's fused attention runs on the copies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NONE = np.zeros(0, dtype=np.int64)
 def gather_kv(
     kv: PagedKv, kv_indices: Tensor, shift: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Copy entries out, heads first, as attention over one request reads them.
+    """Copy entries of one request out of the pool, heads first, for PyTorch's attention.
 
     Args:
         kv_indices: int32 ``[count]``, slots.
@@ -73,10 +73,10 @@ class ExtendPlan:
         plan: Rows up to and including the new tokens.
         new: New tokens of each request, the last entries of its row.
         dtype: Of the queries.
-        singly: Read every token as in decode (for soft caps and sinks).
-        entries: Number of entries of each row. None: read from ``plan``, which waits for a device.
-        placed: By number of a request: the entries of its row that its first new tokens are, int64 ``[n]``.
-            All others are the last entries. Each token reads the entries up to its own.
+        singly: Read every token by itself, as in decode (for soft caps and sinks).
+        entries: Number of entries of each row. None: read from ``plan``, which waits for the device.
+        placed: Number of a request -> the entries, int64 ``[n]``, at which its first ``n`` new tokens lie in
+            its row. Its other new tokens are the last entries. Each token reads the entries up to its own.
 
     Raises:
         ValueError: more new tokens than a row has entries.
@@ -94,7 +94,7 @@ class ExtendPlan:
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        #: Tokens of the batch, the entries that they read, and which of these they are (None: the last).
+        #: Of each gathered request: its tokens, the entries they read, and their own entries (None: the last).
         self.pieces: list[tuple[slice, slice, Tensor | None]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
@@ -129,7 +129,7 @@ class ExtendPlan:
         return upload([*own, *range(total - count + len(own), total)], self._device)
 
     def spans(self, reach: int) -> tuple[Tensor, Tensor]:
-        """Of each token that is read singly the first entry it sees, and one past the last."""
+        """For each token that is read singly: the first entry that it sees, and one past the last."""
         if reach not in self._spans:
             first = [max(begin, end - reach) if reach else begin for begin, end in self._read]
             bounds = first, [end for _, end in self._read]
@@ -138,8 +138,8 @@ class ExtendPlan:
         return self._spans[reach]
 
     def mask(self, new: int, total: int, reach: int) -> Tensor:
-        """Additive ``[new, total]``: the last ``new`` entries see themselves and what is before, ``reach``
-        entries; 0: all."""
+        """Additive mask ``[new, total]`` of the last ``new`` entries: each sees the ``reach`` entries up to and
+        with itself (0: all of them)."""
         found = self._masks.get((new, total, reach))
         if found is None:
             last = torch.arange(total - new, total, device=self._device)
@@ -147,13 +147,13 @@ class ExtendPlan:
         return found
 
     def mask_of(self, first: int, places: Tensor, total: int, reach: int) -> Tensor:
-        """Additive ``[n, total]``: the entries ``places``, int64 ``[n]``, see as in :meth:`mask`.
-        ``first``: the first one's token in the batch."""
+        """Additive mask ``[n, total]`` of the entries ``places``, int64 ``[n]``, which see as in :meth:`mask`.
+        ``first``: number in the batch of the first of these tokens."""
         found = self._masks.get((first, reach))
         return self._make((first, reach), places, total, reach) if found is None else found
 
     def _make(self, key: tuple[int, ...], places: Tensor, total: int, reach: int) -> Tensor:
-        """A mask, kept for the next layer if it is not too large."""
+        """Make a mask, and keep it for the next layer if it is not too large."""
         mask = torch.zeros(len(places), total, dtype=self._dtype, device=self._device)
         mask.masked_fill_(_hidden(places, total, reach), -torch.inf)
         if mask.numel() <= _MASK_ELEMENTS:
@@ -204,9 +204,9 @@ def add_attention(
     reach: int = 0,
 ) -> None:
     """Add to ``received``, fp32 ``[n]``, the weights that the new tokens of a request give to the first ``n``
-    entries of its row, in sum over tokens and heads.
+    entries of its row, summed over tokens and heads.
 
-    ``query`` is ``[tokens, heads, query_dim]``, ``number`` the request's in the batch; ``reach`` as for
+    ``query`` is ``[tokens, heads, query_dim]``, ``number`` that of the request in the batch; ``reach`` as for
     :func:`extend_attention`.
     """
     entries = slice(plan.bounds[number], plan.bounds[number + 1])
@@ -214,7 +214,7 @@ def add_attention(
     keys = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)[0].float()
     new, total = len(query), keys.shape[1]
     last = torch.arange(total - new, total, device=keys.device)
-    # All weights at once may be gigabytes.
+    # In steps, because all weights at once may be gigabytes.
     step = max(1, _MASK_ELEMENTS * len(keys) // (query.shape[1] * total))
     added = torch.zeros_like(received)
     for begin in range(0, new, step):
@@ -228,7 +228,7 @@ def add_attention(
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
-    """bool ``[n, total]``: what the entries ``places``, int64 ``[n]``, do not see."""
+    """bool ``[n, total]``: which entries the entries ``places``, int64 ``[n]``, do not see."""
     entries = torch.arange(total, device=places.device)
     hidden = entries > places[:, None]
     return hidden | (entries <= places[:, None] - reach) if reach else hidden
@@ -245,12 +245,12 @@ def _extend_piece(
     places: Tensor | None,
     first_token: int,
 ) -> None:
-    """Attention of one request's new tokens over its entries, gathered. ``first_token``: the first one's
-    number in the batch."""
+    """Attention of one request's new tokens over its entries, gathered. ``first_token``: number of the first
+    new token in the batch."""
     if reach >= entries.stop - entries.start:
         reach = 0
     elif reach and places is None:
-        # What the first new token does not see, none sees.
+        # Entries that the first new token does not see, no later one sees.
         entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
@@ -258,7 +258,7 @@ def _extend_piece(
     new, total = len(query), keys.shape[2]
     queries = query.transpose(0, 1)[None]
     grouped, on_cuda = query.shape[1] != kv.num_heads, query.device.type == "cuda"
-    # A device's flash kernel needs no mask to begin after a prefix.
+    # On a GPU the flash kernel needs no mask for queries that begin after a prefix.
     sides = queries, keys, values, None, 0.0, False, grouped
     plain = on_cuda and not reach and places is None
     flash = plain and can_use_flash_attention(SDPAParams(*sides))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entries of a pool as contiguous K and V on a GPU, shifted keys rotated on the way."""
+"""Copies entries of a pool into contiguous K and V on a GPU; shifted keys are rotated on the way."""
 
 from __future__ import annotations
 

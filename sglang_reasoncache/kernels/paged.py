@@ -13,9 +13,9 @@ from sglang_reasoncache.native.pool import NativePool
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Device of a pool -> the kernels that read it: C++ or Triton.
+#: Device of a pool -> the kernels that read the pool: C++ or Triton.
 BACKENDS = {"cpu": "native", "cuda": "triton"}
-#: Dtypes of queries and of what is gathered.
+#: Dtypes that queries and gathered entries may have.
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -29,8 +29,8 @@ class PagedKv:
             lie side by side.
         values: ``[num_slots, kv_heads, v_dim]``, like ``keys``.
         rotation: The model's rotation of keys; None where no entry is ever shifted.
-        latent: A position has one latent row (MLA): ``values`` is what nothing rotates, ``keys`` what
-            is rotated, and a query is multiplied with both, value first.
+        latent: A position has one latent row (MLA): ``values`` is its part that is never rotated, ``keys`` its
+            rotated part. A query is multiplied with both, value first.
         backend: "native" (C++) or "triton"; None: by the device.
 
     Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Request rows to FlashInfer's ``kv_indptr`` and ``kv_indices``, once per forward."""
+"""Turns request rows into FlashInfer's ``kv_indptr`` and ``kv_indices``, once per forward."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan_rows(
     reach: int = 0,
     merge: bool = False,
 ) -> RowPlan:
-    """Flatten the rows of a batch in host memory, by C++. On a GPU: ``plan_triton.plan_into``.
+    """Flatten the rows of a batch in host memory, by C++. ``plan_triton.plan_into`` does so on a GPU.
 
     Args:
         rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. Below 0:

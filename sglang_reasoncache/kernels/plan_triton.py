@@ -102,7 +102,7 @@ def plan_kernel(
 
 @dataclasses.dataclass(frozen=True)
 class PlanBuffers:
-    """Memory for plans of up to ``batch`` requests and ``capacity`` entries, step after step."""
+    """Memory for plans of up to ``batch`` requests and ``capacity`` entries, used again for every plan."""
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [capacity]; anything beyond the last entry
@@ -114,7 +114,7 @@ class PlanBuffers:
     def of(
         cls, batch: int, capacity: int, device: torch.device | str, *, merge: bool = False
     ) -> PlanBuffers:
-        # Zeros are an empty plan.
+        # Buffers of zeros hold an empty plan.
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         return cls(
             made(batch + 1),
@@ -157,12 +157,12 @@ def plan_into(
     num_slots: int,
     reach: int = 0,
 ) -> RowPlan:
-    """Flatten the rows of a batch into ``buffers``, without a wait; ``buffers.plan_of(batch)``.
+    """Flatten the rows of a batch into ``buffers``, without a wait. Returns ``buffers.plan_of(batch)``.
 
     Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`, int32 and int64 alike.
     The host reads no values. A request that is not a row has no entries, a length beyond the row is
     cut to it, an entry that is no slot is skipped, and so are entries past the capacity. Without
-    ``cached_at`` all shifts are 0. Buffers made with ``merge`` need it, and have rotations.
+    ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``, and get rotations.
 
     Raises:
         ValueError: more requests than the buffers are for.
@@ -176,7 +176,7 @@ def plan_into(
     cached = counts if cached_at is None else cached_at.contiguous()
     read = rows, requests.contiguous(), lengths.contiguous(), cached
     sizes = *rows.shape, rows.stride(0), reach or rows.shape[1], num_slots
-    # Tensors in the place of what is not used.
+    # Unused arguments need some tensor.
     runs, run_indptr, shift, positions = counts, counts, buffers.shift, counts
     indptrs = [buffers.kv_indptr]
     if merge is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotate a cached key by a difference of positions, with the model's own frequencies.
 
-Which models have such a rotation: ``attention/served.py: key_rotation``."""
+``attention/served.py: key_rotation`` decides which models have such a rotation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 class KeyRotation:
     """Rotation of the first ``rotary_dim`` dims of a head by whole positions.
 
-    A shift ``n`` turns by the table's row ``|n|``, divided by row 0: a key already has the
+    A shift ``n`` turns by the table's row ``|n|``, divided by row 0, because a cached key already has the
     attention-scaling factor (YaRN).
     """
 
@@ -37,7 +37,7 @@ class KeyRotation:
         return there
 
     def none(self) -> KeyRotation:
-        """The same, of keys that are not rotated: every angle is 0."""
+        """A rotation like this one whose angles are all 0, for keys that are not rotated."""
         still = copy.copy(self)
         still.cos, still.sin = torch.ones_like(self.cos), torch.zeros_like(self.sin)
         return still

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotations of a plan's tiles on a GPU, made of the runs that ``plan_triton`` has found.
+"""Makes the rotations of a plan's tiles on a GPU, from the runs that ``plan_triton`` has found.
 
-A run goes to the tiles of the entries that it uses: all runs are looked at side by side to count
-the rotations of every tile, PyTorch adds the counts up, and then one program a request writes run
-after run, so that lists have one order. Nothing is proportional to tiles times runs.
+A run belongs to the tiles whose entries it uses. Many programs count the rotations of every tile, PyTorch adds
+the counts up, and then one program per request writes run after run, so that the order of lists is fixed.
+Nothing is proportional to tiles times runs.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def rotation_kernel(
 
 
 class MergeBuffers(NamedTuple):
-    """Memory for the rotations of plans; all but the first of the kernels' own use."""
+    """Memory for the rotations of plans. Only the kernels use the fields after ``rotations``."""
 
     rotations: Rotations  # over the whole capacity
     following: torch.Tensor  # int32, of the size of tile_ptr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the queries of a forward read: the plan of a batch's rows."""
+"""The plan of a batch's rows: which slots the queries of a forward read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-#: Entries of a request that share a list of rotations, a bit for each.
+#: Entries of a request that share a list of rotations; a rotation has a bit for each of them.
 TILE = 64
 
 
 class Rotations(NamedTuple):
-    """How keys are used in tiles where a key is used elsewhere than at its cached position.
+    """Rotations of keys in tiles of which a key is used at another position than its cached one.
 
     Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each of
     its keys once, as cached. The first rotation of a list is by 0; its bits are the keys that are used as

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What attention programs do with a tile of a pool: products on tensor cores, rotated queries, logits."""
+"""Functions of attention programs on a tile of a pool: tensor-core products, rotated queries, logits."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def dot(x, y, sums):
 
 @triton.jit
 def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
-    """``sums + x y`` for fp32 ``x``. Where operands are narrower, ``x`` is the sum of two of them, which
-    keeps 16 of its bits or more; EXACT: of one."""
+    """``sums + x y`` for fp32 ``x``. If operands are narrower, ``x`` is split into a sum of two, which keeps 16
+    of its bits or more; EXACT: one operand holds ``x``."""
     y = operand(y, ELEMENT)
     if ELEMENT == "fp32":
         sums = dot(x, y, sums)
@@ -87,7 +87,7 @@ def rotations(by, bits, which, last, bit, ok, table_rows):
 
 @triton.jit
 def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
-    """Base 2; -inf where a key is not ``seen``, or its product is -inf."""
+    """Logits of base 2; -inf where a key is not ``seen``, or its product is -inf."""
     if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
         seen &= products != float("-inf")
         products = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * scale * products) + 1))

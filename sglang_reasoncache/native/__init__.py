@@ -3,7 +3,7 @@
 interpreter lock.
 
 The first use compiles the library, once for each state of the sources, compiler and CPU. ``CXX``
-chooses the compiler; without one on PATH it is the Python package ``ziglang``, if that is installed.
+chooses the compiler; if PATH has no compiler, the Python package ``ziglang`` is used, if installed.
 ``REASONCACHE_CACHE_DIR`` is the folder of the results (default: ``sglang-reasoncache`` under
 ``XDG_CACHE_HOME`` or ``~/.cache``).
 """
@@ -70,12 +70,12 @@ def _build(root: Path) -> Path:
     if cache is not None and (cache / key / _NAME).is_file():
         return cache / key / _NAME
     if cache is None or not os.access(cache, os.W_OK):
-        # Kept until the process ends; the library stays mapped after that.
+        # This folder is deleted when the process ends. A mapped library does not need it.
         cache = Path(_private_folder().name)
     target = cache / key / _NAME
     compiler = _compiler()
     with (cache / f"{key}.lock").open("w") as lock:
-        # Whoever holds it ends, because a compiler that hangs is stopped.
+        # This wait ends: a process that holds the lock stops a compiler that hangs.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
             _compile(root, [*compiler, *flags], target)
@@ -103,8 +103,8 @@ def _compiler() -> list[str]:
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of all that the library depends on. Computed without a compiler, so a finished build is found
-    where there is none."""
+    """Hash of all that the library depends on. Computed without a compiler, so a finished build is found even
+    without one."""
     digest = hashlib.sha256("\0".join((os.environ.get("CXX", ""), *flags, _cpu())).encode())
     for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.relative_to(root)}\0".encode())
@@ -113,7 +113,7 @@ def _key(root: Path, flags: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """The CPU's features, on which ``-march=native`` depends: unlike machines may share a home folder."""
+    """The CPU's features, on which ``-march=native`` depends: different machines may share a home."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         for line in info:
             if line.startswith(("flags", "Features")):
@@ -151,7 +151,7 @@ def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         output = f"{scratch}/{_NAME}"
         command = [*compiler, f"-I{root}", "-shared", *sources, "-o", output]
-        # zig keeps caches of its own, else in the home folder.
+        # zig has caches of its own, by default in the home folder.
         caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), scratch)
         done = subprocess.run(
             command,

@@ -23,7 +23,7 @@ _SIGNATURES = {
     "gather": "pppqppqq",
     "distance": "ppppqqqp",
 }
-#: Types of what is passed as it is; the others are tensors.
+#: Types of arguments that are passed as they are; all other arguments are tensors.
 _PLAIN = {int, float, bool, type(None), type(ctypes.byref(_int32()))}
 _NO_MEMORY = 9
 _MESSAGES = {
@@ -63,8 +63,8 @@ class NativePool:
     """Layers of one layout, described once for many calls.
 
     Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`,
-    elements of a head side by side; ``rotation`` is a ``KeyRotation`` there, or None: keys are read
-    as cached. ``latent``: see ``PagedKv``. Raises NativeUnavailable without a library.
+    elements of a head side by side; ``rotation`` is a ``KeyRotation`` in host memory, or None: keys are read as
+    cached. ``latent``: see ``PagedKv``. Raises NativeUnavailable without a library.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class NativePool:
             struct.cosines, struct.sines = rotation.cos.data_ptr(), rotation.sin.data_ptr()
             struct.table_rows, struct.rotary_dim = len(rotation.cos), rotation.rotary_dim
             struct.is_neox = rotation.is_neox
-        # What the structure points at has to live as long as it does.
+        # What the structure points at has to live as long as the structure.
         self._alive = buffers, bases, struct, rotation
         self._struct, self._num_layers = ctypes.byref(struct), len(layers)
         self._library = native.library()
 
     def call(self, name: str, *arguments: Any) -> None:
-        """``reasoncache_NAME(pool, *arguments)``; see :func:`call`."""
+        """Calls ``reasoncache_NAME(pool, *arguments)``; see :func:`call`."""
         call(self._library, name, self._struct, *arguments)
 
     def distance(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
-        """``kernels.distance.DistanceKernel.squares`` of contiguous slots and shifts."""
+        """Computes ``kernels.distance.DistanceKernel.squares`` for contiguous slots and shifts."""
         pairs, block = dst.shape
         out = torch.empty((pairs, self._num_layers, 2), dtype=torch.float64)
         self.call("distance", dst, src, shift, pairs, block, cpu_threads(), out)
@@ -106,7 +106,7 @@ class NativePool:
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """``reasoncache_NAME(*arguments)``, by :data:`_SIGNATURES`; pointers are tensors or None.
+    """Calls ``reasoncache_NAME(*arguments)``, see :data:`_SIGNATURES`; pointers are tensors or None.
 
     Callers check dtypes and shapes. Raises ValueError for a slot, length, range or shift out of
     bounds: the kernels check every one before they read or write anything.
@@ -122,5 +122,5 @@ def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
 
 def cpu_threads() -> int:
-    """What PyTorch uses, as far as this process may run on as many cores."""
+    """As many threads as PyTorch uses, but no more than cores on which this process may run."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))

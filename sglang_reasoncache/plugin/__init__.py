@@ -5,8 +5,8 @@ import os
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``, called in every SGLang process, which swallows what it
-    raises: refusals come from the flag hook and the cache factory."""
+    """Entry point ``sglang.srt.plugins``, called in every SGLang process. SGLang swallows exceptions from here,
+    so it is the flag hook and the cache factory that refuse settings."""
     from sglang_reasoncache.plugin import cpu_attention, flags, hooks
 
     flags.install()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a server's attention backend and what other parts take from it."""
+"""Makes a server's attention backend, and collects the parts of it that sharing and policies use."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from sglang_reasoncache.plugin import cpu_attention, refusals
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
-#: Column of ``can_run_decode_cuda_graph`` in what groups of DP attention tell each other.
+#: Column of ``can_run_decode_cuda_graph`` in the table that groups of DP attention exchange.
 _DECODE_VOTE = 2
 
 
@@ -32,7 +32,7 @@ _DECODE_VOTE = 2
 class AttentionParts:
     """What a server's attention backend can do."""
 
-    #: By layer; None: keys cannot be corrected.
+    #: Layer -> rotation of its keys; None: keys cannot be corrected.
     rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None: no policy reads recent queries
     serves_policies: bool = False
@@ -40,9 +40,9 @@ class AttentionParts:
 
 
 def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Before SGLang takes its default: on an NVIDIA GPU declare one of ``compat.CUDA_BACKENDS``
-    where ``config`` asks for our kernels, SGLang would take another, and neither the operator nor
-    SGLang's rules for the model name one. ``server_args``: the raw record, being resolved."""
+    """Before SGLang chooses its default backend, declare one of ``compat.CUDA_BACKENDS``: on an NVIDIA GPU, if
+    ``config`` needs our kernels, SGLang's default is none of these, and neither the operator nor SGLang's rules
+    for the model name a backend. ``server_args``: the raw record, being resolved."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
     corrects = config.shares and config.positions != "as-cached"
     if not (corrects or config.policies.evictors):
@@ -73,9 +73,9 @@ def attention_backend(
     stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
-    """Our backend, which writes ``cached``, where the operator's choice allows it, else the
-    ``stock`` one. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError where ours
-    was requested and is not supported, or memory is missing."""
+    """Make our backend, which writes ``cached``, if the operator's choice allows it, else the ``stock`` one.
+    ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError if our backend was requested and is not
+    supported, or if memory is missing."""
     layers = served.attention_layers(model_runner) if config.policies.evictors else ()
     if any(map(served.reach_of, layers)):
         reason = "does not support sliding windows: layers read different positions"
@@ -97,7 +97,7 @@ def attention_backend(
 
 
 def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries | None:
-    """Raises ValueError where memory is missing."""
+    """Have the backend keep recent queries if a policy reads them. Raises ValueError if memory is missing."""
     window = max((policy.queries for _, policy in config.policies.evictors), default=0)
     if not window:
         return None
@@ -115,8 +115,8 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
 def resolve_positions(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> tuple[ReasonCacheConfig, str | None]:
-    """``config`` with ``--reasoncache-positions auto`` resolved by what the backend can do: where it
-    cannot correct, nothing is shared, and why. Raises ValueError where corrected positions were
+    """Replace ``--reasoncache-positions auto`` in ``config`` by what the backend can do. If it cannot correct
+    keys, nothing is shared, and the reason is returned too. Raises ValueError if corrected positions were
     requested and are not supported."""
     if config.positions == "as-cached":
         return config, None
@@ -133,7 +133,7 @@ def resolve_positions(
 
 
 def check_latent_policies(config: ReasonCacheConfig, pool: Any) -> None:
-    """Raises ValueError for a policy beside latent attention, before anything is made for it."""
+    """Raises ValueError for an evicting policy with latent attention. Called before anything is built."""
     if compat.latent_rank(pool) and config.policies.evictors:
         reason = "does not support latent attention: it scores keys and values of heads"
         raise refusals.of_policy(config.policy, reason)
@@ -154,7 +154,7 @@ def check_policies(
 
 
 def _why_not(model_runner: ModelRunner) -> str:
-    """Why keys are not corrected where our attention was not even asked."""
+    """Why keys are not corrected if no backend of ours was tried."""
     found = refusals.in_the_way_of_corrected(model_runner.server_args)
     if found:
         return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
@@ -165,7 +165,7 @@ def _why_not(model_runner: ModelRunner) -> str:
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
-    """Our backend, or None for SGLang's; and why keys are not corrected, if that was tried."""
+    """Our backend, or None to use SGLang's; and why keys cannot be corrected, empty if that was not tried."""
     reason = ""
     if model_runner.is_draft_worker:
         return None, reason
@@ -190,11 +190,11 @@ def _own_backend(
 
 
 def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:
-    """Our backend; ValueError where it does not serve."""
+    """Returns our backend. Raises ValueError if it cannot serve this server."""
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
-        # The backend that writes a slot records its position, so the other one would not know it.
+        # A slot's position is recorded by the backend that writes the slot; another one does not know it.
         one = "needs one attention backend for prefill and decode"
         raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
     if name == compat.CPU_BACKEND:
@@ -205,10 +205,10 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
 def make_cuda(
     model_runner: ModelRunner, name: str, cached: CachedPositions | None, *, requested_by: str
 ) -> Any:
-    """The backend of a scheduler process.
+    """Makes the CUDA backend of a scheduler process.
 
     ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None reads every key as cached.
-    ``requested_by``: the flag that asks for it, the beginning of every message. Raises ValueError for
+    ``requested_by``: the flag that asks for the backend; every message begins with it. Raises ValueError for
     what is not supported, and, with a cause, if memory or a compiler is missing or SGLang could not apply
     a hook.
     """
@@ -220,7 +220,7 @@ def make_cuda(
     latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
     kwargs = {}
     if name == "flashinfer" and not latent:
-        # As SGLang's registry does.
+        # SGLang's registry passes this argument too.
         kwargs["init_new_workspace"] = model_runner.init_new_workspace
     try:
         made = backend_class(name, latent)
@@ -228,7 +228,7 @@ def make_cuda(
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
         warm_up.compile_attention(backend.paged)
-        # Last, because hooks cannot be taken away.
+        # Last, because hooks cannot be removed after a failure.
         _install_hooks(backend)
     except ValueError:
         raise
@@ -239,14 +239,14 @@ def make_cuda(
 
 
 def backend_class(name: str, latent: bool = False) -> type:
-    """Our class over SGLang's backend ``name``, of latent attention or other. Raises ImportError where
-    SGLang's is missing."""
+    """Our subclass of SGLang's backend ``name``, for latent or ordinary attention. Raises ImportError if
+    SGLang's class is missing."""
     from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (SharedSlotReads, getattr(compat, stock))
-    # SGLang's Triton kernels decode without the oldest position of a window, its others with it.
+    # SGLang's Triton decode kernels leave out the oldest position of a window, its other kernels do not.
     members = {"__module__": __name__, "unread": int(name == "triton")}
     return type(f"Corrected{stock}", bases, members)
 
@@ -267,13 +267,13 @@ def _install_hooks(backend: Any) -> None:
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
-    """Mark a new batch. Batches without our tree (SGLang's own trial runs) and of a draft worker, whose
-    backend is SGLang's, stay unmarked."""
+    """Mark a new batch. Unmarked stay batches without our tree (SGLang's own trial runs) and batches of a draft
+    worker, whose backend is SGLang's."""
     from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 
     tree: Any = getattr(batch, "tree_cache", None)
     backend: Any = getattr(model_runner, "attn_backend", None)
-    # Of a hybrid model's two backends the one of its attention layers.
+    # A hybrid model has two backends; take that of its attention layers.
     backend = getattr(backend, "full_attn_backend", backend)
     if not isinstance(backend, SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
@@ -291,8 +291,8 @@ def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:
-    """Whether a scheduled batch (None: the group has none) needs our kernels. From now until SGLang builds
-    the forward of the batch no row changes, so that what the groups agree on stays true."""
+    """Whether a scheduled batch (None: the group has none) needs our kernels. Also stops polls, so that no row
+    changes and the groups' agreement stays true, until SGLang builds the forward."""
     if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
         return False
     controller = batch.tree_cache.controller
@@ -305,7 +305,7 @@ def _needs_ours(backend: Any, batch: Any) -> bool:
 def _after_decode_vote(
     backend: Any, result: bool, *, local_batch: Any, **_: Any
 ) -> GraphVote | None:
-    """Under DP attention groups agree before each forward whether it may run in a graph."""
+    """This group's vote on the decode graph of the next forward, on which groups of DP attention agree."""
     needed = _needs_ours(backend, local_batch)
     if not result:
         return None
@@ -313,8 +313,8 @@ def _after_decode_vote(
 
 
 def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
-    """No group runs a prefill graph if one cannot, as :meth:`can_run_prefill_cuda_graph` says later. SGLang
-    may turn decode steps beside another group's prefill into such prefills."""
+    """Veto a prefill graph for all groups if this one cannot run it, as ``can_run_prefill_cuda_graph`` says
+    later. Decode steps are asked about too: SGLang may run them as prefills beside another group's prefill."""
     if not result or local_batch is None or local_batch.forward_mode.is_idle():
         return None
     if backend.never_in_prefill_graphs or _needs_ours(backend, local_batch):
@@ -325,8 +325,8 @@ def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: An
 
 
 def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
-    """Votes were gathered, ``info.tp0_info_cpu`` ``[groups, columns]``: hand on the smallest, of which
-    SGLang made a bool. It reaches ``SharedSlotReads.choose_graph`` with the batch."""
+    """Read the smallest vote from ``info.tp0_info_cpu`` ``[groups, columns]`` again, because SGLang has turned
+    it into a bool. The batch takes it to ``SharedSlotReads.choose_graph``."""
     votes = info.tp0_info_cpu[:, _DECODE_VOTE]
     info.can_run_decode_cuda_graph = GraphVote(int(votes.min()))
 

@@ -24,7 +24,7 @@ class Containment:
     rank that failed goes on sharing.
 
     Attributes:
-        alone: This rank is the only one.
+        alone: True if this rank is the only one.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
@@ -50,9 +50,8 @@ class Containment:
         return True
 
     def together(self, work: Callable[..., None], *arguments: object) -> None:
-        """Call ``work``, which may make reductions over the ranks, and then make one more, whatever
-        happened in ``work``. So a rank that fails early still meets the next reduction of the
-        others."""
+        """Call ``work``, which may make reductions over the ranks, and then make one more reduction even if
+        ``work`` failed. So a rank that fails early still meets the next reduction of the other ranks."""
         with self:
             try:
                 work(*arguments)

@@ -28,11 +28,11 @@ _METRICS_INTERVAL = 8
 
 @dataclass(eq=False)
 class Controller:
-    """SGLang's scheduler (through hooks), allocator and our prefix tree call it. Its public methods do
-    not raise (``containment.py``).
+    """Called by SGLang's scheduler (through hooks), by our allocator and by our prefix tree. Its public methods
+    do not raise (``containment.py``).
 
-    Ranks exchange numbers only inside :meth:`Containment.together`. All ranks enter it at the same
-    points, because only what was decoded or computed decides when.
+    Ranks exchange numbers only inside :meth:`Containment.together`. All ranks call it at the same points,
+    because only decode steps and computed prompts, which are equal on all ranks, decide when.
 
     Attributes:
         config: Resolved settings: ``positions`` is not ``auto``.
@@ -51,15 +51,15 @@ class Controller:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
         self._decode_steps, self._is_active = 0, self.config.is_active
-        #: Polls wait: the forward of a scheduled batch is not built yet.
+        #: True while the forward of a scheduled batch is not built yet: no poll runs meanwhile.
         self.holds = False
-        #: By ``id``: requests of the last poll whose rows have not been released since.
+        #: ``id`` -> request, for requests of the last poll whose rows have not been released since.
         self._running: dict[int, Request] = {}
         with self.containment:
             self.report.publish()
 
     def _disable(self, reason: str) -> None:
-        """Stop sharing and evicting. Blocks that share and positions that are evicted stay so."""
+        """Stop sharing and evicting. Shared blocks stay shared, evicted positions evicted."""
         self.report.disabled = reason
         # Admission must count on no further sharing.
         self.forecast = SharingForecast(0.0)
@@ -74,22 +74,22 @@ class Controller:
 
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a running request keeps its prompt out of the prefix tree, so that a policy may evict
-        positions of it."""
+        positions of the prompt."""
         return self.eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
-        """A chunk of a prompt that is kept out of the prefix tree was computed. ``written``: positions
-        of the prompt whose KV is written."""
+        """Evict what policies give up after a chunk of a prompt that is kept out of the prefix tree was
+        computed. ``written``: how many positions of the prompt have their KV written."""
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
     def on_release(self, req: Request, row: HostRow) -> None:
-        """The request finished, was aborted or was retracted, and its ``row`` is gone."""
+        """Account for a request that finished, was aborted or was retracted. Its ``row`` is gone."""
         with self.containment:
             self._on_release(req, state_of(req), row)
 
     def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
-        # First, before anything that can fail: SGLang's count of its slots relies on it.
+        # ``forget`` first, before anything can fail: SGLang's count of its slots relies on it.
         expected, evicted = 0.0, self.eviction.forget(row)
         try:
             if state is not None:
@@ -109,8 +109,8 @@ class Controller:
     def _on_end(
         self, req: Request, state: RequestState | None, row: HostRow, evicted: int, expected: float
     ) -> None:
-        """A request finished or was aborted. ``evicted``: evicted positions of its ``row``;
-        ``expected``: slots that its blocks could have given, had SGLang been short."""
+        """Count a request that finished or was aborted. ``evicted``: how many positions of its ``row`` were
+        evicted; ``expected``: slots that its blocks could have given if SGLang had been short."""
         ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if ended and state is None:
             self.tracker.count(req)
@@ -125,7 +125,7 @@ class Controller:
             state.followed.close()
 
     def reset(self) -> None:
-        """The cache was flushed. SGLang does that only when no request runs."""
+        """Start anew after SGLang flushed its cache, which it does only when no request runs."""
         with self.containment:
             self.pipeline.drop()
             self.eviction.reset()
@@ -134,16 +134,16 @@ class Controller:
             self.report.clear()
 
     def describe(self, details: bool = False, blocks: bool = True) -> dict[str, Any]:
-        """JSON for the endpoint; see :meth:`Report.describe`. Only the field ``disabled`` if that
-        fails."""
+        """JSON for the endpoint, see :meth:`Report.describe`. If that method fails, the JSON has only the field
+        ``disabled``."""
         with self.containment:
             return self.report.describe(self.forecast.credit, details, blocks)
         return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """A decode step ended. Every ``interval``-th call polls: it shares and evicts what is ready.
+        """Called after a decode step. Every ``interval``-th call polls: it shares and evicts what is ready.
 
-        Returns by how many slots the freed slots and the ledger grew together.
+        Returns by how many slots the saved slots and the slots that the ledger can give grew, in sum.
         """
         if self.holds:
             return 0
@@ -170,7 +170,7 @@ class Controller:
         return self.saved_positions + self.pipeline.ledger.slots
 
     def shareable(self) -> int:
-        """Slots that blocks of the ledger can give, the smallest number of any rank. All ranks call
+        """Slots that blocks of the ledger can give, on the rank where they are fewest. All ranks call
         this together."""
         least = 0
 
@@ -183,8 +183,8 @@ class Controller:
         return least if self.report.disabled is None else 0
 
     def reclaim(self, wanted: int) -> None:
-        """SGLang is short of ``wanted`` slots and has nothing left to evict: let blocks share, then
-        policies with ``when=short`` evict. All ranks call this together, because the same slots are
+        """Free ``wanted`` slots when SGLang is short of them and has nothing left to evict: let blocks share,
+        then let policies with ``when=short`` evict. All ranks call this together, because the same slots are
         free on each."""
         if self._is_active and self.report.disabled is None:
             self.containment.together(self._reclaim, wanted)
@@ -193,7 +193,7 @@ class Controller:
         start = time.perf_counter()
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
-        # Policies with ``when=short`` give what sharing could not.
+        # Policies with ``when=short`` free the slots that sharing could not free.
         for req in longest_first(self._running.values()) if self.eviction.waits else ():
             if missing <= 0:
                 break
@@ -204,8 +204,8 @@ class Controller:
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
-        """Take what the filter found and share, hand it new tokens, then evict. The filter has until
-        the next poll to compare them."""
+        """Share the blocks that the filter found, hand the filter the new tokens, then evict. The filter has
+        until the next poll to compare these tokens."""
         self.pipeline.advance()
         running = [req for req in reqs if is_running(req)]
         self._running = {id(req): req for req in running}
@@ -236,8 +236,8 @@ class Controller:
                 self._evict(req, self.tracker.follow(req), self.eviction.poll, None, ask)
 
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
-        """Prompts, or chunks of prompts, were computed: evict what policies give up. ``written``: for
-        each of ``reqs``, positions whose KV is written. Returns how many slots were freed."""
+        """Evict what policies give up after prompts, or chunks of prompts, were computed. ``written``: for each
+        of ``reqs``, how many positions have their KV written. Returns how many slots were freed."""
         before = self.saved_positions
         if self.eviction.evicts_prompts and self.report.disabled is None:
             self.containment.together(self._poll_prompts, reqs, written)

@@ -18,7 +18,7 @@ _STOCK = "torch_native"
 
 
 def install() -> None:
-    """Register the backend where our platform is the one chosen by name. Idempotent."""
+    """Register the backend if ``SGLANG_PLATFORM`` names our platform. Idempotent."""
     name = compat.CPU_BACKEND
     if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME and name not in compat.ATTENTION_BACKENDS:
         compat.add_attention_backend_choices([name])
@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """Ours, compiled if need be, or SGLang's ``torch_native`` where C++ cannot be compiled."""
+    """Name of our backend, compiled if need be, or of SGLang's ``torch_native`` if C++ cannot be compiled."""
     if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
         try:
             native.library()
@@ -40,7 +40,7 @@ def default_backend() -> str:
 
 def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner) -> Any:
     """Make SGLang compute latent attention in absorbed form, because the backends here read latent rows.
-    For a backend name that SGLang does not know it would write the rows with Triton kernels."""
+    For a backend name that it does not know, SGLang would write these rows with Triton kernels."""
     if model_runner.use_mla_backend:
         absorbed = compat.AttnForwardMethod.MLA
         compat.AttentionBackendRegistry.register(name, lambda *_: absorbed)
@@ -48,7 +48,7 @@ def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
-    """The backend of a scheduler process. Without ``cached`` rows are read as they are.
+    """Make the backend of a scheduler process. If ``cached`` is None, keys are read as cached.
 
     Raises ValueError for what is not supported, RuntimeError where SGLang could not apply a hook.
     """
@@ -61,7 +61,7 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
         ours = functools.partial(PagedCpuBackend, cached=cached)
         return _absorbing(compat.CPU_BACKEND, ours, model_runner)
     except (ValueError, native.NativeUnavailable) as error:
-        # It is the default: the operator may not have named it.
+        # Our backend is the default, so the operator may not know that another can be named.
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
 
 

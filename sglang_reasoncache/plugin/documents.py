@@ -22,7 +22,7 @@ _ranks = itertools.count()
 def around_generate(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
-    """AROUND SGLang's ``generate_request``, which every API calls."""
+    """Hook around SGLang's ``generate_request``, which every API calls: prefills documents first."""
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
     marked = any(isinstance(each, dict) and _custom(each).get(marks.KEY) for each in alike)
@@ -40,9 +40,9 @@ async def _behind_documents(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
     """Prefill the documents of ``obj``, then generate. Documents that are cached already cost a prefill of
-    their last token. Raises ValueError for documents that are marked wrong.
+    their last token. Raises ValueError for wrongly marked documents.
 
-    A server that does not compose prompts computes this one in full."""
+    If the server does not compose prompts, it computes this prompt in full."""
     prompt = obj.input_ids
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
         told = "needs a single prompt, as input_ids or as messages"
@@ -52,7 +52,7 @@ async def _behind_documents(
     custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
     documents = marks.documents_of(custom, len(prompt))
     assert documents is not None
-    # SGLang asks for it if the client leaves before it has seen the request.
+    # SGLang reads ``is_single`` if the client leaves before SGLang has prepared the request.
     obj.is_single = True
     ranks = manager.server_args.dp_size
     if ranks > 1 and obj.routed_dp_rank is None:
@@ -63,7 +63,7 @@ async def _behind_documents(
     if not one and marks.asks_to_share(custom) and await _composes(manager):
         base = prompt[: documents.start]
         alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
-        # First one alone: the base is computed once, not once a document.
+        # The first document goes alone, so that the base is computed once and not once per document.
         for some in (
             alone[:1],
             *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
@@ -77,19 +77,19 @@ async def _behind_documents(
 
 
 def _verify(manager: Any, obj: Any) -> None:
-    """Raises ValueError for what SGLang will refuse once it has the request: nothing is prefilled for it."""
+    """Raises ValueError for a request that SGLang would refuse, before any of its documents is prefilled."""
     asked = {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
     sampling = manager.sampling_params_class(**asked)
     sampling.normalize(manager.tokenizer)
     sampling.verify(manager.model_config.vocab_size)
-    # Told to, SGLang shortens what is too long: here a copy.
+    # On a copy, because SGLang may be set to shorten a prompt that is too long.
     alike = copy.copy(obj)
     alike.sampling_params = asked
     manager._validate_one_request(alike, list(obj.input_ids))
 
 
 async def _composes(manager: Any) -> bool:
-    """Whether the schedulers compose prompts. They know once they have started, and say so once."""
+    """Whether the schedulers compose prompts. Once all of them have answered, they are not asked again."""
     known: bool | None = getattr(manager, "_reasoncache_composes", None)
     if known is None:
         # This may be the server's first request.
@@ -103,7 +103,7 @@ async def _composes(manager: Any) -> bool:
 
 
 def _request(prompt: Sequence[int], obj: Any, **custom_params: Any) -> Any:
-    """A request without output, for whom the cached prefixes of ``obj`` are, and nobody else's."""
+    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, keys and replica)."""
     sampling = {"max_new_tokens": 0, "custom_params": custom_params or None}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
     for name in ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority"):
@@ -113,15 +113,15 @@ def _request(prompt: Sequence[int], obj: Any, **custom_params: Any) -> Any:
 
 
 def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None) -> None:
-    """AFTER SGLang turned a chat request into tokens: turn numbers of messages into spans of tokens.
-    Raises ValueError for messages that are no span of the prompt."""
+    """Hook after SGLang turned a chat request into tokens: replaces the numbers of marked messages by spans of
+    tokens. Raises ValueError for messages whose tokens are no span of the prompt."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
     asked, messages = custom.get(marks.KEY), request.messages
     if asked == "messages":
         asked = list(range(1, len(messages) - 1))
     if not isinstance(asked, list) or any(type(number) is not int for number in asked):
-        # None, or spans; what is wrong is refused when it is sent on.
+        # None, or spans already; wrong spans are refused later, by ``documents_of``.
         return
     wrong = f"custom_params: {marks.KEY} must be"
     numbers = f"{wrong} 'messages' or numbers of 1 to {marks.MOST} messages that follow one another"
@@ -133,7 +133,7 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     marks.check_before(len(base), len(asked))
     spans, prompt, end = list[list[int]](), adapted.input_ids or [], len(base)
     for number in asked:
-        # Alone behind the base, as it is prefilled: its tokens are counted once, not with all before it.
+        # Base and this message only, as it is prefilled: the messages between are not tokenised again.
         tokens = _tokens(serving, request, [*messages[: asked[0]], messages[number]])
         start, end = end, end + len(tokens) - len(base)
         if end <= start or tokens != [*prompt[: len(base)], *prompt[start:end]]:
@@ -144,7 +144,7 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
 
 
 def _tokens(serving: Any, request: Any, messages: Sequence[Any]) -> list[int]:
-    """Of ``messages`` alone, in place of the request's."""
+    """The prompt's tokens if ``request`` had only ``messages``, without a generation prompt."""
     if not messages:
         return []
     alone = {"messages": [message.model_copy(deep=True) for message in messages]}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line flags and ``sglang.Engine`` keywords, and the switch they turn."""
+"""Command-line flags and ``sglang.Engine`` keywords, which switch the plugin on."""
 
 import argparse
 import logging
@@ -30,7 +30,7 @@ _SET = _PREFIX + "set"
 
 
 def install() -> None:
-    """Hook the two places where SGLang reads its command line, and ``Engine``'s record."""
+    """Hook the two functions with which SGLang reads its command line, and the maker of ``Engine``'s record."""
     register, kind = compat.HookRegistry.register, compat.HookType
     register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
     register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
-    """AFTER ``ServerArgs.add_cli_args``. Every default is None: a preset fills in the rest."""
+    """Hook after ``ServerArgs.add_cli_args``: adds our flags. Defaults are None: a preset fills them in."""
     group = parser.add_argument_group("ReasonCache: repeated reasoning shares KV memory")
     text = (
         "Let blocks that repeat in a response share KV slots: once the earlier one is old enough "
@@ -60,7 +60,7 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    """AROUND ``ServerArgs.from_cli_args``: attach the config to the record."""
+    """Hook around ``ServerArgs.from_cli_args``: attaches our config to SGLang's record."""
     values = {name: getattr(args, _PREFIX + name, None) for name in FLAGS}
     lists = getattr(args, _SET, None)
     server_args = original(cls, args)
@@ -90,7 +90,7 @@ def engine_server_args(**kwargs: Any) -> Any:
 
 
 def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
-    """Put the config on the raw record and install the hooks; ValueError for what is refused."""
+    """Attach the config to the raw record and install the hooks. Raises ValueError for refused settings."""
     if not enabled:
         os.environ.pop(ENABLED_ENV, None)
         if given:
@@ -98,21 +98,21 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
             raise ValueError(f"{flag} does nothing without --enable-reasoncache")
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
-    # Raise here, in the operator's face, rather than in the scheduler process.
+    # Checked here, where the operator sees the error, and not only in the scheduler process.
     filter_config(config, config.block, page_size=1)
     if config.span == "reasoning" and not server_args.reasoning_parser:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
     compat.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
     refusals.check_policies(config, refusals.other_attention(server_args))
-    # Not for processes without the flag.
+    # Imported here, to spare processes without the flag.
     import torch
 
     from sglang_reasoncache.plugin import hooks
 
     on_gpu = server_args.device != "cpu" and torch.cuda.is_available()
     if not on_gpu:
-        # Compiled before the scheduler processes want them.
+        # Compile the native code before the scheduler processes need it.
         try:
             native.library()
         except native.NativeUnavailable as error:
@@ -123,7 +123,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     os.environ[ENABLED_ENV] = "1"
     hooks.install()
     hooks.install_frontend()
-    # Children get this from load_plugins(); here it has already run.
+    # In child processes load_plugins() applies the hooks; in this process it has already run.
     compat.HookRegistry.apply_hooks()
     compat.check_applied(compat.HOOK_TARGETS.values())
     return server_args

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
 
-#: HTTP paths: totals as JSON, one entry per scheduler; with details of single requests; a page that
-#: shows them; one response. What a scheduler is asked for has its path as request id.
+#: HTTP paths: totals as JSON, one entry per scheduler; the same with details of single requests; a page that
+#: shows both; one response. A question to a scheduler has the path as its request id.
 _ROUTE = "/reasoncache"
 _DETAILS = "/reasoncache/details"
 _PAGE = "/reasoncache/ui"
 _RESPONSE = "/reasoncache/response"
-#: Asks for details without blocks.
+#: Request id of the question for details without blocks.
 _BRIEF = _DETAILS + "?blocks=false"
 #: The plugin's parts in a scheduler process; None in other processes.
 _server: ServerParts | None = None
@@ -65,8 +65,8 @@ def install_frontend() -> None:
 
 def add_routes() -> None:
     """Add ``GET /reasoncache`` and the paths below it to SGLang's HTTP application, in the server's main
-    process. Details and responses are of other clients, so they need the ``--admin-api-key`` if the
-    server has one."""
+    process. Details and responses show other clients' requests, so a caller needs the ``--admin-api-key`` if
+    the server has one."""
     from sglang_reasoncache.plugin import page
 
     present = {getattr(route, "path", None) for route in compat.http_app.routes}
@@ -96,7 +96,7 @@ async def _response(rid: str) -> dict[str, Any]:
 
 
 async def _schedulers(rid: str) -> list[Any]:
-    """Ask each scheduler, in the way in which ``/server_info`` asks for internal states."""
+    """Ask each scheduler the question ``rid``, in the way of ``/server_info``, for internal states."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)
@@ -105,9 +105,9 @@ async def _schedulers(rid: str) -> list[Any]:
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
-    """Raise ValueError for ``custom_params`` of ours that are wrong. SGLang answers with status 400
-    before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins; a
-    request that they let through opts out."""
+    """Raise ValueError for wrong values of our ``custom_params``. SGLang answers with status 400
+    before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins; a wrong
+    request that they let through counts as opted out."""
     from sglang_reasoncache.custom_params import asks_to_share, documents_of
 
     asks_to_share(params.custom_params)
@@ -121,7 +121,7 @@ def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> A
 
     global _server
     config = config_of(compat.get_server_args())
-    # None: this server is stock; one with the plugin ran in this process before and left its hooks.
+    # None: this server runs without the plugin; an earlier server in this process left its hooks.
     _server = None if config is None else ServerParts(config, result)
     return None if _server is None else _server.allocator
 
@@ -150,8 +150,8 @@ def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -
 
 
 def _after_hybrid_backend(result: Any, _runner: Any, attention: Any) -> None:
-    """Of a hybrid model SGLang puts the ``attention`` backend behind one that also runs the state layers,
-    and asks that one whether a prefill may run in a graph: have ours answer."""
+    """For a hybrid model SGLang wraps the ``attention`` backend in one that also runs the state layers, and
+    asks the wrapper whether a prefill may run in a graph: let our backend answer."""
     ours = getattr(attention, "can_run_prefill_cuda_graph", None)
     if ours is not None and result is not attention:
         result.can_run_prefill_cuda_graph = ours
@@ -175,10 +175,10 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _after_prefill(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    """Under ``--enable-mixed-chunk`` the last requests of a prefill batch decode."""
+    """Report a prefill batch. Under ``--enable-mixed-chunk`` its last requests decode."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    # A lazy map: the controller evaluates it where other ranks are told of a failure.
+    # A lazy map: evaluated by the controller, at a place where a failure is told to other ranks.
     written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
@@ -187,7 +187,7 @@ def _after_prefill(
 
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
-    """Before a prefill's forward, whose slots were just allocated."""
+    """Prepare repairs of documents before a prefill's forward, whose slots were just allocated."""
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.concerns(batch):
         controller.containment.together(repairs.prepare, batch, controller.tracker.ranks)
@@ -210,8 +210,8 @@ def _admit_again(processor: Any, yes: bool) -> None:
 def _after_count_uncached(
     controller: Controller, result: tuple[int, int], _checker: Any
 ) -> tuple[int, int]:
-    """SGLang counts the positions in the rows of running requests as slots. Those that were saved by
-    sharing and evicting are subtracted."""
+    """SGLang counts one slot per position in the rows of running requests: subtract the slots that sharing and
+    evicting saved."""
     full, window = result
     return full - controller.saved_positions, window
 
@@ -221,8 +221,8 @@ def _after_decode_log_parts(controller: Controller, result: list[str], _stats: A
 
 
 def _around_internal_state(stock: Callable[..., Any], owner: Any, asked: Any) -> Any:
-    """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. Who asks for ours
-    alone gets no other: SGLang's takes the scheduler three milliseconds."""
+    """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. A call for our entry
+    alone skips SGLang's entries, which take the scheduler three milliseconds."""
     controller, rid = None if _server is None else _server.controller, asked.rid or ""
     if controller is None or not rid.startswith(_ROUTE):
         result = stock(owner, asked)

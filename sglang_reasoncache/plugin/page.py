@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
-#: Tokens decoded before a part, so that blanks and characters at its begin come out as in the text.
+#: A part is decoded with so many tokens before it, so that blanks and characters at its start come out right.
 _BEFORE = 4
 
 
@@ -22,7 +22,7 @@ async def show() -> HTMLResponse:
 
 @functools.cache
 def _page() -> HTMLResponse:
-    """One file. A browser runs its script and no other, and asks nobody but this server."""
+    """Build the page, one file. A browser may run only its script and may connect only to this server."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -35,10 +35,10 @@ def _page() -> HTMLResponse:
 
 
 async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
-    """Runs of tokens of a response (result of ``Report.response``), one after the other: ``text``;
-    ``start`` and ``end``, positions in prompt and output; ``source``, the position whose slot the first one
-    reads, null if the run has its own slots; ``rid`` of the source, null within the response. A run begins
-    and ends also where a source does."""
+    """Cut a response (``found``, of ``Report.response``) into runs of tokens. Each has ``text``; ``start`` and
+    ``end``, positions in prompt and output; ``source``, the position whose slot the run's first token reads,
+    null if the run has its own slots; ``rid``, the request of the source, null if it is this one. Runs are also
+    cut where the source of another run begins or ends."""
     ids, first = found["output_ids"], found["prompt_tokens"]
     source = {
         dst + at: (src + at, *rid)
@@ -58,7 +58,7 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
     bounds = sorted(cut for cut in cuts if first <= cut <= end)
     parts = []
     for start, stop in itertools.pairwise(bounds):
-        # Streams of other clients go on meanwhile.
+        # Let the server go on with streams of other clients.
         await asyncio.sleep(0)
         begin, before = start - first, max(start - first - _BEFORE, 0)
         text = tokenizer.decode(ids[before : stop - first])

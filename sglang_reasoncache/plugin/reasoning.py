@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a server's model mark reasoning, by its ``--reasoning-parser``."""
+"""Finds the tokens that mark reasoning in a model's output, by the server's ``--reasoning-parser``."""
 
 import logging
 from typing import Any
@@ -14,7 +14,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
     """Start and end tokens of the parser's format; None: the whole response is reasoning.
 
     A tool call that SGLang's detector takes for the end of reasoning is an end marker too.
-    Formats whose markers are not single tokens are not followed, with a warning.
+    Formats whose markers are not single tokens are ignored, with a warning.
     """
     if not parser or tokenizer is None:
         return None
@@ -29,7 +29,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
             both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
             raise ValueError(f"{both} are not single tokens here")
     except Exception as error:
-        # Detectors encode, and check, in ways of their own; SGLang refuses what it cannot use.
+        # Any error: detectors have code of their own. SGLang itself refuses parsers that it cannot use.
         why = f"--reasoning-parser {parser} cannot be followed ({error})"
         logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None
@@ -43,7 +43,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
 
 
 def _single(tokenizer: Any, text: str, ids: list[int] | None = None) -> int | None:
-    """The one token of a marker; None for several, or for an unknown word's token."""
+    """The single token of a marker; None if it has several tokens, or only the token for unknown words."""
     if ids is None:
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1 or str(tokenizer.decode(list(ids))).strip() != text.strip():

@@ -58,12 +58,12 @@ CORRECTED_VARIABLES: Mapping[str, str] = {
         "groups of DP attention would not agree which graph they run"
     ),
 }
-#: Values of a field that is not set.
+#: Values that mean that a field is not set.
 _UNSET = (None, False, "", "null", "none", "cache", compat.TREE_BACKEND)
 
 
 def of_policy(policy: str, reason: str) -> ValueError:
-    """The error that refuses a policy; ``reason`` goes on after its name."""
+    """The error that refuses a policy. In the message ``reason`` follows the policy's name."""
     return ValueError(f"{flag_of('policy')} {policy} {reason}")
 
 
@@ -80,7 +80,7 @@ def check_corrected(args: ServerArgs, requested_by: str) -> None:
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and variables that exclude corrected keys on CUDA, with reasons. SGLang itself sets some."""
+    """Flags and variables that exclude corrected keys on CUDA, with reasons; SGLang sets some itself."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
@@ -105,15 +105,15 @@ def _refuse(subject: str, found: list[str]) -> None:
 
 
 def other_attention(args: ServerArgs) -> list[str]:
-    """Flags and names of attention that serves no policy."""
+    """Flags that choose attention backends which serve no policy, with the backends' names."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
 def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
-    """Raises ValueError for a policy that evicts positions beside ``others``: flags and names of attention
-    that reads everything."""
+    """Raises ValueError if a policy evicts positions and there are ``others``: flags and names of attention
+    backends that would read evicted positions too."""
     if others and config.policies.evictors:
         use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
         raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")

@@ -19,9 +19,9 @@ from sglang_reasoncache.sharing.stats import SharingStats
 _RECENT_REQUESTS = 32
 #: Most shared blocks listed for one request.
 _RECENT_BLOCKS = 1024
-#: Most tokens of a response that are kept for its text.
+#: Most tokens of a response that are kept in order to show its text.
 _KEPT_TOKENS = 16_384
-#: What only a call with details of blocks lists of a finished request.
+#: Fields of a finished request that are listed only if blocks are asked for.
 _OF_BLOCKS = ("blocks", "blocks_across", "evictions")
 #: Most groups of requests with one prompt that the endpoint describes.
 _GROUPS = 16
@@ -65,11 +65,11 @@ _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class SharingMetrics:
-    """Our Prometheus series. ``labels``: names and values of the labels, those of SGLang's scheduler."""
+    """Our Prometheus series. ``labels``: names and values of the labels of SGLang's scheduler series."""
 
     def __init__(self, labels: dict[str, Any]) -> None:
-        # The client picks its mode when it is imported: SGLang has set
-        # ``PROMETHEUS_MULTIPROC_DIR`` before it starts the scheduler.
+        # Imported here, because the client picks its mode at import: by now SGLang has set
+        # ``PROMETHEUS_MULTIPROC_DIR``.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = {key: str(value) for key, value in labels.items()}
@@ -81,7 +81,7 @@ class SharingMetrics:
         text = "Blocks not shared, by reason."
         self._counters["refusals"] = Counter(_PREFIX + "refusals", text, [*names, "reason"])
         for reason in Refusal:
-            # A rate needs a series from the start on.
+            # Made now: to compute a rate, Prometheus needs a series from the start on.
             self._counters["refusals"].labels(**self._labels, reason=reason.value)
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
@@ -123,7 +123,7 @@ class Report:
         documents_off: Why prompts are not composed of documents; None: they are.
         disabled: The failure that ended sharing and evicting (``containment.py``); None: there was none.
         recent: The last finished requests, oldest first.
-        kept: The newest ``keep_responses`` of them, with the ids of their output's tokens.
+        kept: The newest ``keep_responses`` finished requests, each with the token ids of its output.
         dp_rank: Number of the scheduler's replica, or of its group under DP attention.
     """
 
@@ -189,7 +189,7 @@ class Report:
             self.kept.append((self.recent[-1], array("i", req.output_ids[:_KEPT_TOKENS])))
 
     def response(self, rid: str) -> dict[str, Any] | None:
-        """A finished request with ``output_ids``, its first 16,384 tokens; None: it is not kept."""
+        """A finished request with ``output_ids``, at most its first 16,384; None if the request is not kept."""
         told = (
             entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == rid
         )
@@ -201,7 +201,7 @@ class Report:
         self.kept.clear()
 
     def publish(self, latency: float | None = None) -> None:
-        """Update the Prometheus series. ``latency``: seconds of a poll that judged blocks; None: none."""
+        """Update the Prometheus series. ``latency``: seconds of a poll that judged blocks, if there was one."""
         if self.metrics is None:
             return
         gauges = {
@@ -215,7 +215,7 @@ class Report:
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
-        ``details``: add ``recent``. ``blocks``: of these list also blocks, up to 197,000 numbers."""
+        ``details``: add ``recent``. ``blocks``: also list their blocks, up to 197,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]

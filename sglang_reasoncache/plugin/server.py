@@ -38,8 +38,8 @@ class ServerParts:
     """The plugin's parts of a scheduler process. SGLang asks for the allocator first, then for the
     attention backends, then for the prefix tree, which comes with the controller.
 
-    ``stock``: SGLang's allocator, just made. Ours replaces it. Raises ValueError for a pool that is not
-    served.
+    ``stock``: SGLang's allocator, just made. Ours replaces it. Raises ValueError for a KV pool that is not
+    supported.
     """
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
@@ -53,7 +53,7 @@ class ServerParts:
         self.attention = attention.AttentionParts()
         self.uncorrected: str | None = None
         self.controller: Controller | None = None
-        #: Over so many ranks the heads of a request are spread: those of an attention group.
+        #: Ranks of an attention group, over which the heads of a request are spread.
         self.attention_ranks: int = compat.get_parallel().attn_tp_size
 
     def attention_backend(
@@ -66,7 +66,7 @@ class ServerParts:
         return backend
 
     def _read_as_cached(self, model_runner: ModelRunner) -> None:
-        """If keys of the model have no positions, they need no rotation, so any backend serves."""
+        """Choose as-cached if the model's keys have no positions, so that no rotation is needed."""
         if served.is_without_positions(model_runner.model):
             self.config = dataclasses.replace(self.config, positions="as-cached")
 
@@ -78,7 +78,7 @@ class ServerParts:
         served.check_latent(pool, context.server_args)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
-        # The hook of the backend is not called for backends of SGLang alone.
+        # Again, because :meth:`attention_backend` is not called if SGLang chose a backend without ours.
         self._read_as_cached(runner)
         resolved, self.uncorrected = attention.resolve_positions(
             self.config, self.attention, runner
