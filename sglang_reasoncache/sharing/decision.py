@@ -27,7 +27,7 @@ class Refusal(Enum):
     OVERLAP = "overlap"
     """Source and destination overlap, or another candidate has some of the destination's positions."""
     TOO_YOUNG = "too_young"
-    """The block, or its source in another request, is less than ``min_age`` tokens behind the end."""
+    """The block, or its source in another request, ends less than ``min_age`` tokens before the response."""
     READERS = "readers"
     """Too many positions name the block's slots, or will; moving all of them would take long."""
     LATE = "late"
@@ -51,7 +51,7 @@ class BlockProposal:
         length: Tokens.
         row: The row of ``req`` when the block was proposed. Without that row the block is refused.
         lender: The request whose slots are read, ``req`` itself or another one.
-        lender_row: The row of the lender then. Without that row the block is refused.
+        lender_row: The row of ``lender`` when the block was proposed. Without that row the block is refused.
     """
 
     req: Request
