@@ -4,7 +4,7 @@
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
-#: #: The share among running requests is ignored while they have fewer output tokens in total.
+#: The share among running requests is ignored while they have fewer output tokens in total.
 _LEAST_RUNNING = 512
 
 

@@ -81,18 +81,18 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     page_size: int
     references: PageReferences
-    #: #: Whether a position may read a slot whose key was rotated for another position. True until a flush.
+    #: Whether a position may read a slot whose key was rotated for another position. True until a flush.
     has_shifted_slots: bool
     #: Whether rows may have entries below 0 (evicted positions). It stays True until a flush.
     has_evicted: bool
-    #: #: Row index in ``req_to_token`` -> the host's copy of that row. A row without an entry shares nothing.
+    #: Row index in ``req_to_token`` -> the host's copy of that row. A row without an entry shares nothing.
     rows: dict[int, HostRow]
-    #: #: Recomputes tokens of documents in composed prompts.
+    #: Recomputes tokens of documents in composed prompts.
     repairs: Repairs
-    #: #: The prefix tree, and the ``Controller``. None until they exist.
+    #: The prefix tree, and the ``Controller``. None until they exist.
     tree: Any = None
     controller: Any = None
-    #: #: Calls a function that only prepares a change. The plugin sets this to :meth:`Containment.once_more`,
+    #: Calls a function that only prepares a change. The plugin sets this to :meth:`Containment.once_more`,
     #: which calls the function a second time if it raises.
     once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
@@ -193,7 +193,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def reclaim_to(self, num_tokens: int) -> None:
         """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
         short = num_tokens - self.available_size()
-        # # Inside a free group no slot becomes free before the group ends.
+        # Inside a free group no slot becomes free before the group ends.
         if short > 0 and self.controller is not None and self.free_group is None:
             self.controller.reclaim(short)
 

@@ -77,7 +77,7 @@ def marked(req: Request | None) -> Documents | None:
         return None
     if not hasattr(req, _ATTRIBUTE):
         found, custom_params = None, getattr(req.sampling_params, "custom_params", None)
-        # # Building the error message may raise too: its repr of the value can exceed the recursion limit.
+        # Building the error message may raise too: its repr of the value can exceed the recursion limit.
         with suppress(Exception):
             found = documents_of(custom_params, len(req.origin_input_ids))
         setattr(req, _ATTRIBUTE, found if takes_part(req) else None)

@@ -55,7 +55,7 @@ class Ranks:
 
     def add(self, sums: torch.Tensor) -> None:
         """Add up ``sums`` over the ranks, in place. Raises RankFailed if a rank has failed."""
-        # # Checked first, because a rank that failed does not know the shape of ``sums``.
+        # Checked first, because a rank that failed does not know the shape of ``sums``.
         self.agree()
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)

@@ -24,7 +24,7 @@ from sglang_reasoncache.cache.ranks import RankFailed, Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 
-#: #: Most prompt tokens whose scores are kept. A prompt whose scores were dropped is served without its repair.
+#: Most prompt tokens whose scores are kept. A prompt whose scores were dropped is served without its repair.
 _MOST_SCORED = 1 << 24
 
 
@@ -94,15 +94,15 @@ class Repairs:
     """The repairs of a scheduler process."""
 
     def __init__(self) -> None:
-        # # By request id: what the newest prefill recomputes and scores.
+        # By request id: what the newest prefill recomputes and scores.
         self._prepared: dict[str, Repaired] = {}
-        # # Row index in ``req_to_token`` -> the row, and where SGLang expects its recomputed entries.
+        # Row index in ``req_to_token`` -> the row, and where SGLang expects its recomputed entries.
         self._rows: dict[int, tuple[RepairedRow, int]] = {}
-        # # By request id: scores of a prompt whose last chunk was not prefilled yet.
+        # By request id: scores of a prompt whose last chunk was not prefilled yet.
         self._scoring: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
         self._chosen: OrderedDict[Any, np.ndarray] = OrderedDict()
-        # # Whether placing failed. Then nothing is placed until the cache is flushed.
+        # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
@@ -119,7 +119,7 @@ class Repairs:
         scores = self._scores.get(key)
         if scores is None or len(scores) < end:
             return NO_POSITIONS
-        # # The choice is kept, because a waiting request is matched again at every step.
+        # The choice is kept, because a waiting request is matched again at every step.
         if (key, end) not in self._chosen:
             # The forward that wrote the scores ended before its request was answered.
             first = documents.ends[0]
@@ -143,7 +143,7 @@ class Repairs:
         self._prepared, token = {}, 0
         if self._failed:
             return
-        # # Stays True if anything below raises. SGLang computes what was not placed as an ordinary prefill.
+        # Stays True if anything below raises. SGLang computes what was not placed as an ordinary prefill.
         self._failed = True
         prepared, work = dict[str, Repaired](), list[Callable[[], None]]()
         for number, (req, count) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
@@ -209,11 +209,11 @@ class Repairs:
             del self._rows[index]
 
     def _scores_of(self, req: Request, prefix: Composition, device: Any) -> torch.Tensor | None:
-        """fp32 ``[length]`` to which a request's attention is added. None: the request does more than score."""
+        """fp32 ``[length]`` to which a request's attention is added. None: the request is not scored."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
         if req.prefix_len == prefix.length or req.rid not in self._scoring:
-            # # The first chunk of its prompt, perhaps once more after a retraction.
+            # The first chunk of its prompt, perhaps once more after a retraction.
             _keep(self._scoring, req.rid, torch.zeros(prefix.length, device=device))
         return self._scoring[req.rid]
 

@@ -31,9 +31,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.controller: Any = None
         #: Records that a path's slots are cached at positions 0 and on. Set with the controller.
         self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
-        #: #: Whether prompts may be composed of documents. Set with the controller.
+        #: Whether prompts may be composed of documents. Set with the controller.
         self.composes = False
-        # # The row whose slots are being freed, and the slots of the row that the tree is inserting.
+        # The row whose slots are being freed, and the slots of the row that the tree is inserting.
         self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
         super().__init__(params)
@@ -53,7 +53,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """
         running = not req.finished()
         if running and self.controller is not None and self.controller.keeps_prompt(req):
-            # # Skipped for the last chunk, which ``after_prefill`` sees, and inside a free group.
+            # Skipped for the last chunk, which ``after_prefill`` sees, and inside a free group.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
@@ -63,14 +63,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             once_more = self.token_to_kv_pool_allocator.once_more
             end = once_more(self._publishable, req, up_to, running)
         if self.is_mamba_enabled and end < up_to:
-            # # State layers have the state after all ``up_to`` positions, which does not fit a shorter prefix.
+            # State layers have the state after all ``up_to`` positions, which does not fit a shorter prefix.
             if running:
                 return
             if not self.enable_mamba_extra_buffer:
-                # # With the extra buffer, SGLang itself finds a copy of an earlier state that is short enough.
+                # With the extra buffer, SGLang itself finds a copy of an earlier state that is short enough.
                 end = 0
         if isinstance(req.last_node, Composition):
-            # # KV behind a moved document was computed from approximate KV, and the tree holds exact KV only.
+            # KV behind a moved document was computed from approximate KV, and the tree holds exact KV only.
             end = 0
         self._row = self._host_row(req.kv)
         try:
@@ -81,7 +81,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
         """The position up to which the row may be published."""
         if running and len(req.output_ids):
-            # # After a retraction, a request that is prefilled again already has output.
+            # After a retraction, a request that is prefilled again already has output.
             up_to = min(up_to, len(req.origin_input_ids))
         row = self._host_row(req.kv)
         # KV after the first evicted position was computed without it.

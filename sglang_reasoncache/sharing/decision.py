@@ -27,7 +27,7 @@ class Refusal(Enum):
     OVERLAP = "overlap"
     """Source and destination overlap, or another candidate has some of the destination's positions."""
     TOO_YOUNG = "too_young"
-    """The block, or its source in another request, ends less than ``min_age`` tokens before the response."""
+    """The block, or its source in another request, is less than ``min_age`` tokens behind the end."""
     READERS = "readers"
     """Too many positions name the block's slots, or will; moving all of them would take long."""
     LATE = "late"

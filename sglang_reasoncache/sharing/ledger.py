@@ -24,7 +24,7 @@ class Ledger:
 
     def clear(self) -> None:
         self.slots = 0
-        # # A heap by distance, then by order of arrival. Removed blocks may still be in it.
+        # A heap by distance, then by order of arrival. Removed blocks may still be in it.
         self._queue: list[tuple[float, int, BlockProposal]] = []
         # ``id`` of a request -> blocks in its row, and blocks that read its row.
         self._of: dict[int, dict[BlockProposal, None]] = {}

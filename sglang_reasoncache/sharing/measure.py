@@ -63,7 +63,7 @@ class BlockMeter:
         for layer in layer_ids(pool):
             rotation = None if rotations is None else rotations[layer]
             self._layers.setdefault(rotation, []).append(kv_of(pool, layer))
-        # # One kernel for each rotation. Most models have one rotation.
+        # One kernel for each rotation. Most models have one rotation.
         self._kernels = [DistanceKernel(some, rotation) for rotation, some in self._layers.items()]
         self._rows, self._cached_at, self._corrects = rows, cached_at, rotations is not None
         self._num_heads, self._ranks = num_heads, ranks

@@ -22,15 +22,15 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Most blocks measured at once, and most replies taken from the filter: many steps may end together.
 _MAX_BATCH = 256
-#: #: Most positions that may name one slot of a block before it is redirected. All of them move with the block,
+#: Most positions that may name one slot of a block before it is redirected. All of them move with the block,
 #: so more positions would save little and keep the scheduler's thread busy for long.
 MAX_READERS = 16
-#: #: Blocks are measured while more than this share of the pool is in use. With less in use, SGLang will not
+#: Blocks are measured while more than this share of the pool is in use. With less in use, SGLang will not
 #: run out of slots soon.
 _MEASURED_FROM = 0.5
 #: Blocks are also measured for this many polls after a request had to wait for slots.
 _POLLS_AFTER_WAIT = 256
-#: #: A shortage frees at least this many slots, because a shortage returns with every decode step.
+#: A shortage frees at least this many slots, because a shortage returns with every decode step.
 _LEAST_RECLAIMED = 64
 
 Batch = list[BlockProposal]
@@ -118,7 +118,7 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # # No block of the steps was left to measure. Looking took some time too, so it counts.
+                # No block of the steps was left to measure. Looking took some time too, so it counts.
                 done += 1
         if self.at_once:
             self._share(math.inf)
@@ -143,7 +143,7 @@ class BlockPipeline:
         waiting, state.pending = state.pending, []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # # Without its source the block is lost, but it stays in ``candidates``: ranks may differ in
+            # Without its source the block is lost, but it stays in ``candidates``: ranks may differ in
             # whether a request that only disappeared still exists.
             if source is None or source.finished():
                 continue
@@ -284,7 +284,7 @@ class BlockPipeline:
         if refusal is not Refusal.LATE:
             del state.candidates[block.dst_start]
         elif state.row is not None and state.row is block.row:
-            # # The request has its row, the source has none: the block waits for a row of the source.
+            # The request has its row, the source has none: the block waits for a row of the source.
             state.pending.append(candidate)
 
 

@@ -141,7 +141,7 @@ class RequestTracker:
             state = self.follow(req)
             if state.followed is None:
                 continue
-            # # The newest token is left out, because the next forward writes its KV.
+            # The newest token is left out, because the next forward writes its KV.
             ready = len(req.output_ids) - 1
             if ready > state.fed:
                 ids.append(state.followed.id)
