@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets admission count on sharing: a forecast of it, and SGLang's budget of slots with the forecast."""
+"""Lets admission count on slots that sharing will free: a forecast, and a budget that uses the forecast."""
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
-#: With fewer output tokens the running requests' share of shared positions is ignored.
+#: The share among running requests is ignored while they have fewer output tokens in total.
 _LEAST_RUNNING = 512
 
 
 class SharingBudget(compat.PrefillBudget):
     """SGLang's ``PrefillBudget`` with two additions.
 
-    It counts the slots that running requests can give by sharing, and reserves less for output to come
-    (``total_offset - current_offset``): the share ``credit``, in [0, 1), is left out.
+    It counts the slots that running requests can give by sharing. It also reserves fewer slots for output to
+    come (``total_offset - current_offset``): the share ``credit``, in [0, 1), is left out.
 
-    Reservations may rely on this, because decode retracts requests if slots are missing later. What a
-    prompt needs now is reclaimed before it is admitted, because an allocation that fails would end the
-    scheduler.
+    Reservations may rely on sharing, because decode retracts requests if slots are missing later. What a prompt
+    needs now is reclaimed before the prompt is admitted, because a failed allocation would end the scheduler.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class SharingBudget(compat.PrefillBudget):
         return left
 
     def _reclaim(self, tokens: int) -> bool:
-        """Whether ``tokens`` slots are free or evictable, after sharing if they are not yet."""
+        """Have requests share if slots are missing. Returns whether ``tokens`` slots are free or evictable."""
         free, short = self.allocator.available_size(), tokens - self._there()
         if short > 0 and self._shareable:
             self.allocator.reclaim_to(free + short)
@@ -66,8 +65,8 @@ class SharingBudget(compat.PrefillBudget):
     def prepare_load_back(
         self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
     ) -> bool:
-        """Whether what is loaded from the host and what is computed now have their slots: without a forecast,
-        because a load takes its slots at once. ``full_tokens`` includes ``max_new_tokens`` of output."""
+        """Whether slots exist for the tokens to load from the host and to compute now. The forecast is not
+        used: a load takes its slots at once. ``full_tokens`` includes ``max_new_tokens`` of output."""
         return (
             self._reclaim(self.ceil_paged_tokens(full_tokens - max_new_tokens)) or self._refuse()[0]
         )
@@ -95,8 +94,8 @@ class SharingBudget(compat.PrefillBudget):
 class SharingForecast:
     """Forecasts which share of output positions will need no slot.
 
-    The forecast is that share over recently finished requests, weighted exponentially with a memory of
-    ``horizon`` output tokens, or the share of the running requests if that is higher: long responses
+    The forecast is the share among recently finished requests, weighted exponentially with a memory of
+    ``horizon`` output tokens, or the share among running requests if that is higher, because long responses
     finish late. ``limit``: the highest forecast, in [0, 1).
     """
 
@@ -105,8 +104,8 @@ class SharingForecast:
         self._shared = self._tokens = self._running = 0.0
 
     def observe(self, shared: float, tokens: int) -> None:
-        """A request finished. ``shared`` of its ``tokens`` output positions needed no slot, or would
-        have needed none, had its blocks shared."""
+        """Count a finished request: ``shared`` of its ``tokens`` output positions needed no slot, or would have
+        needed none if its blocks had shared."""
         if tokens <= 0:
             return
         fade = max(0.0, 1.0 - tokens / self._horizon)
@@ -114,8 +113,8 @@ class SharingForecast:
         self._tokens = self._tokens * fade + tokens
 
     def poll(self, shared: float, tokens: int) -> None:
-        """A poll. ``shared`` of the ``tokens`` output positions of all running requests need no slot, or
-        would need none if their blocks shared."""
+        """Set the share among running requests: ``shared`` of their ``tokens`` output positions need no slot,
+        or would need none if their blocks shared."""
         self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
 
     @property

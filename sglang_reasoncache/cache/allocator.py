@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's slot allocators with reference counts for shared pages.
 
-Allocating is SGLang's. Freeing is ours: a shared page loses one reference for each entry that named
-it, and returns to the free list with its last reference. The host knows which entries of a row share
+SGLang's own code allocates. Our code frees: a shared page loses one reference for each entry that named it, and
+returns to the free list with its last reference. The host knows which entries of a row share
 (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
@@ -27,7 +27,7 @@ class ReferenceCountError(AssertionError):
 
 
 class PageReferences(dict[int, int]):
-    """Page id -> references, in host memory, for pages with two or more. Other pages in use have one.
+    """Page id -> number of references, in host memory, for pages with two or more. Other used pages have one.
 
     A *reference* is an entry that names the page: an entry of a tree node, or an entry of a live row
     that the request owns (from ``cache_protected_len`` on).
@@ -77,23 +77,23 @@ class Change(NamedTuple):
 
 
 class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
-    """What both allocators add to SGLang's. At page size 1 a page is a slot."""
+    """Code that both of our allocators add to SGLang's. At page size 1 a page is a slot."""
 
     page_size: int
     references: PageReferences
-    #: Whether any slot may be used away from its cached position. It stays True until a flush.
+    #: Whether a position may read a slot whose key was rotated for another position. True until a flush.
     has_shifted_slots: bool
     #: Whether rows may have entries below 0 (evicted positions). It stays True until a flush.
     has_evicted: bool
-    #: Index of a row in ``req_to_token`` -> what the host knows of it. A row that is absent shares nothing.
+    #: Row index in ``req_to_token`` -> the host's copy of that row. A row without an entry shares nothing.
     rows: dict[int, HostRow]
-    #: Of prompts that are composed of documents.
+    #: Recomputes tokens of documents in composed prompts.
     repairs: Repairs
-    #: The prefix tree and the ``Controller``, once they are made.
+    #: The prefix tree, and the ``Controller``. None until they exist.
     tree: Any = None
     controller: Any = None
-    #: Calls a function that changes nothing yet. The plugin sets :meth:`Containment.once_more`, which
-    #: calls it a second time if it raises.
+    #: Calls a function that only prepares a change. The plugin sets this to :meth:`Containment.once_more`,
+    #: which calls the function a second time if it raises.
     once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
 
@@ -119,8 +119,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         nothing waits for the device.
 
         Args:
-            slots: The entries, int ``[entries]`` on the device: whole pages, but for the last one.
-            known: What the host knows of them, see ``SharedRadixCache.known_of``.
+            slots: The entries, int ``[entries]`` on the device: whole pages; the last page may be cut.
+            known: The host's copy of these entries, see ``SharedRadixCache.known_of``.
         """
         page, first = self.page_size, known[:: self.page_size]
         pages = slots[::page] // page if page > 1 else slots
@@ -132,7 +132,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
 
     def row_of(self, index: int) -> HostRow:
-        """What the host knows of a live row, by its index in ``req_to_token``."""
+        """The host's copy of the live row with this index in ``req_to_token``; made if there is none yet."""
         if index not in self.rows:
             self.rows[index] = HostRow()
         return self.rows[index]
@@ -140,8 +140,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def commit(self, change: Change, *, evicts: bool = False) -> int:
         """Make a prepared change, all of it or nothing. Returns how many slots became free.
 
-        ``evicts``: positions were evicted. Two things can fail, and then SGLang cannot go on either:
-        SGLang's own free, which is tried twice, and setting the counts if host memory is used up.
+        ``evicts``: the change evicts positions. Only two steps can fail: SGLang's own free, which is tried
+        twice, and setting the counts, if host memory is used up. After either failure SGLang cannot go on.
         """
         self.has_evicted = self.has_evicted or evicts
         self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
@@ -154,8 +154,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages, but for
-        the last one."""
+        """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages; the last page
+        may be cut."""
         if self.tree is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         elif len(free_index):
@@ -180,7 +180,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return self.prepare(ids) if known else Change({}, pages)
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
-        """``ids`` without entries below 0. On a GPU this waits for the device once any was evicted."""
+        """``ids`` without entries below 0. On a GPU this waits for the device once any position was evicted."""
         return ids[ids >= 0] if self.has_evicted else ids
 
     def evict_to_free_tokens(self, tree_cache: PrefixTree, num_tokens: int) -> bool | None:
@@ -193,7 +193,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def reclaim_to(self, num_tokens: int) -> None:
         """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
         short = num_tokens - self.available_size()
-        # Inside a free group nothing would become free before its end.
+        # Inside a free group no slot becomes free before the group ends.
         if short > 0 and self.controller is not None and self.free_group is None:
             self.controller.reclaim(short)
 
@@ -222,9 +222,9 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
     """Page size above 1: pages are shared whole."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots in any order. A page loses as many references as its most frequent slot occurs:
-        rows may name a page several times, and may end inside a page. SGLang's ``free`` would count
-        each page once."""
+        """Free slots in any order. A page loses as many references as the number of times that its most
+        frequent slot occurs, because rows may name a page several times, and may end inside a page. SGLang's
+        ``free`` would count each page once."""
         if self.free_group is None:
             free_index = self.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:
@@ -248,7 +248,7 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
 
 def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPagedAllocator:
-    """Our allocator in place of SGLang's, which was just made. Raises ValueError for other pool layouts."""
+    """Our allocator to replace ``stock``, SGLang's new one. Raises ValueError for other pool layouts."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:

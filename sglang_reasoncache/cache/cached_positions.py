@@ -21,11 +21,11 @@ class CachedPositions:
         self.positions[slots.long()] = positions.to(torch.int32)
 
     def record_path(self, slots: torch.Tensor, stream: Any = None) -> None:
-        """Record positions 0 and on. ``slots``: a path of the prefix tree from its root, int ``[length]``;
-        SGLang loads some of them from the host.
+        """Record positions 0, 1, ... for ``slots``: int ``[length]``, a path of the prefix tree from its root.
+        SGLang loads some of these slots from the host.
 
-        ``stream``: the CUDA stream of forwards with the overlap schedule, None on a CPU. The forward in
-        flight may still read the former position of a slot that was freed since it began.
+        ``stream``: the CUDA stream of forwards with the overlap schedule, None on a CPU. Recording waits for
+        it: a forward in flight may still read the former position of a slot that was freed meanwhile.
         """
         if stream is None:
             self.record(slots, torch.arange(len(slots), device=slots.device))
@@ -39,6 +39,6 @@ class CachedPositions:
         current.wait_stream(stream)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
-        """By how many positions to rotate the key of each slot for a reader at ``used_at``: int32, shaped
-        as ``slots`` and ``used_at``."""
+        """How many positions to rotate each slot's key so that it can be read at ``used_at``: int32, shaped as
+        ``slots`` and ``used_at``."""
         return used_at.to(torch.int32) - self.positions[slots.long()]

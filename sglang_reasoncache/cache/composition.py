@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that are made of several paths of the prefix tree: the base with the first document, then the
-other documents, whose own paths begin with the same base."""
+"""Composes a prefix from several paths of the prefix tree. The first path gives the base and the first
+document. Every other path begins with the same base too, and gives only its document."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ NO_POSITIONS = np.zeros(0, dtype=np.int64)
 
 
 class Composition(int):
-    """The prefix of a request, in the place of a tree node's id. For SGLang it is the id of the node where
-    the path of the base and the first document ends.
+    """A composed prefix, used where SGLang expects the id of a tree node. As an integer it is the id of the
+    node where the path of the base and the first document ends.
 
     Attributes:
-        documents: What the client marked.
+        documents: The documents that the client marked.
         nodes: Ids of the nodes where the path of each composed document ends.
-        again: Positions that are computed again, int64 ``[n]`` ascending. None is in the first document,
-            which was prefilled where it stands.
-        repaired: Their row's entries; None: none is computed again, or SGLang has not asked for the row.
+        again: Positions that are computed again, int64 ``[n]`` ascending. The first document has none, because
+            it was prefilled at the position where it stands.
+        repaired: Entries of the row. None: ``again`` is empty, or SGLang has not asked for the row.
     """
 
     documents: Documents
@@ -53,13 +53,13 @@ class Composition(int):
 
     @property
     def kept(self) -> int:
-        """Positions that are not computed. SGLang takes them for the first ones of the prompt, and
-        ``again`` for those between them and ``length``."""
+        """Number of positions that are not computed. SGLang takes them for the first positions of the prompt,
+        and takes ``again`` for the positions between them and ``length``."""
         return self.length - len(self.again)
 
     def slots(self, path_slots: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """The cached slots of all positions, int64 ``[length]``. ``path_slots``: of the path that ends in
-        a node."""
+        """The cached slots of all positions, int64 ``[length]``. ``path_slots``: gives the slots of the path
+        that ends in a node."""
         # Clones: a slice would keep its whole path in memory.
         starts = 0, *[self.documents.start] * (len(self.nodes) - 1)
         parts = zip(self.nodes, starts, strict=True)
@@ -67,17 +67,17 @@ class Composition(int):
 
 
 class CompositionLock(list[Any]):
-    """SGLang's locks of all paths of a composition."""
+    """SGLang's locks, one for each path of a composition."""
 
 
 def marked(req: Request | None) -> Documents | None:
-    """The documents of a request; None if it marks none or opted out, if its KV depends on more than tokens,
-    and if it marks them wrong and no frontend refused it. Read once: a waiting request is matched often."""
+    """The documents that a request marks. None if it marks none, marks them wrongly, opted out, or has KV that
+    depends on more than its tokens. Kept on the request, because a waiting request is matched often."""
     if req is None:
         return None
     if not hasattr(req, _ATTRIBUTE):
         found, custom_params = None, getattr(req.sampling_params, "custom_params", None)
-        # Such as RecursionError: a repr is part of the message.
+        # Building the error message may raise too: its repr of the value can exceed the recursion limit.
         with suppress(Exception):
             found = documents_of(custom_params, len(req.origin_input_ids))
         setattr(req, _ATTRIBUTE, found if takes_part(req) else None)

@@ -5,7 +5,7 @@ import torch
 
 
 class Download:
-    """Tensors that are being copied to host memory. Tensors that are there already are not copied.
+    """Tensors that are being copied to host memory. Tensors already in host memory are not copied.
 
     ``host``: the copies, in the same order. Copies from a GPU must not be read before :meth:`ready`.
     """

@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 class HostRow:
-    """For each position: the id of its slot, ``EVICTED``, or ``UNKNOWN``.
+    """Holds for each position the id of its slot, ``EVICTED``, or ``UNKNOWN``.
 
     A position is ``UNKNOWN`` until :meth:`locate` is called for it. No other position names its slot:
     a slot is located before it is shared.
@@ -26,10 +26,10 @@ class HostRow:
         number: Unique in this process. After a retraction the request gets a row with a new number.
         saved: Slots saved inside this row: positions minus distinct slots that they name.
         borrowed: Slots of other requests that this row names.
-        first_shared: The lowest position that was ever redirected; None: none was.
+        first_shared: The lowest position that was ever redirected; None if there is none.
         evicted: Number of evicted positions.
         in_other_rows: Slots of this row that another request's row names, or has named. Positions that name
-            such a slot are not redirected again, because that might free no slot.
+            such a slot are not redirected again, because redirecting them might free no slot.
     """
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class HostRow:
             self._slots = np.pad(self._slots, (0, max(end, 2 * size, 256) - size))
 
     def locate(self, start: int, slots: Sequence[int]) -> None:
-        """Record the slots of consecutive positions from ``start`` on, as they were read from the
-        device. Positions that are no longer ``UNKNOWN`` keep what is recorded."""
+        """Record the slots of consecutive positions from ``start`` on, as they were read from the device. A
+        position that is not ``UNKNOWN`` keeps its entry."""
         self.reserve(start + len(slots))
         known = self._slots[start : start + len(slots)]
         known[known == UNKNOWN] = np.asarray(slots, dtype=np.int64)[known == UNKNOWN]
@@ -154,8 +154,8 @@ class HostRow:
 class Moved(NamedTuple):
     """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
 
-    ``positions`` is empty if both were the same slot. ``borrowed``: ``new`` belongs to another request,
-    and this row did not name it before. ``first``: ``first_shared`` of the row before the change."""
+    ``positions`` is empty if ``old`` and ``new`` are one slot. ``borrowed``: ``new`` belongs to another
+    request, and this row did not name it before. ``first``: ``first_shared`` of the row before the change."""
 
     row: HostRow
     positions: list[int]
@@ -165,7 +165,7 @@ class Moved(NamedTuple):
     first: int | None
 
     def undo(self) -> None:
-        """Take the change back. Later changes must have been taken back before."""
+        """Undo this change. Changes that were made after it must be undone first."""
         row = self.row
         if not self.positions:
             return
@@ -182,6 +182,6 @@ class Moved(NamedTuple):
 
 
 def undo(moves: Iterable[Moved]) -> None:
-    """Take back the most recent moves, which are given in the order in which they were made."""
+    """Undo ``moves``: the most recent moves, in the order in which they were made."""
     for move in reversed(list(moves)):
         move.undo()

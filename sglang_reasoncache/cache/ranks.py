@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions by which tensor-parallel ranks decide alike. All ranks make each call together."""
+"""Reductions that let tensor-parallel ranks make the same decisions. All ranks make each call together."""
 
 from typing import Any
 
@@ -8,15 +8,15 @@ import torch.distributed as dist
 
 
 class RankFailed(BaseException):
-    """A rank failed. The same call raises this on all ranks. It is no ``Exception``, so that no policy
+    """A rank failed. The same call raises this on all ranks. Not an ``Exception``, so that no policy's handler
     swallows it."""
 
 
 class Ranks:
-    """The ranks of a server, as one of them sees them.
+    """One rank's view of all ranks of a server.
 
-    Every call first tells whether all ranks are well. A rank that has ``failed`` says so in its next
-    call, whichever call the others make.
+    Every call first checks that no rank has failed. A rank with ``failed`` set reports this in its next call,
+    even if the other ranks make another call.
 
     Args:
         group: CPU process group of the ranks; None: this rank is alone.
@@ -55,7 +55,7 @@ class Ranks:
 
     def add(self, sums: torch.Tensor) -> None:
         """Add up ``sums`` over the ranks, in place. Raises RankFailed if a rank has failed."""
-        # First, because a rank that failed does not know the shape of ``sums``.
+        # Checked first, because a rank that failed does not know the shape of ``sums``.
         self.agree()
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes tokens of moved documents again, at their places, in slots of the request.
+"""Recomputes some tokens of moved documents at their new positions, in slots that the request owns.
 
 SGLang sees an ordinary prefill behind a prefix that is shorter by the number of these tokens. Before the
-forward they take the first places of the prefill: their ids, positions and slots in the row. Each reads
-the entries up to its own position. At the end the row names their slots where SGLang frees them. If
-anything here fails on any rank, SGLang computes the last tokens of the prefix again instead.
+forward, the first tokens of that prefill get the ids, positions and row entries of these tokens. Each token
+reads the entries up to its own position. At the end, their slots return to where SGLang frees them. If anything
+here fails on any rank, SGLang recomputes the last tokens of the prefix instead.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from sglang_reasoncache.cache.ranks import RankFailed, Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 
-#: Tokens of prompts whose scores are kept. Who waits behind more than these is served without its repair.
+#: Most prompt tokens whose scores are kept. A prompt whose scores were dropped is served without its repair.
 _MOST_SCORED = 1 << 24
 
 
 class Repaired(NamedTuple):
-    """What the newest prefill does for a request.
+    """What the newest prefill recomputes and scores for one request.
 
     Attributes:
-        number: The request's in the batch.
-        token: Its first token in the batch, which has ``new`` of them.
-        positions: Where its first tokens stand, int64 ``[n]``. The others follow the row's prefix.
-        least: Positions that the row has at least.
-        received: fp32 ``[length]`` on the device. Attention adds to each position how much the tokens attend
-            to it. None: it is not asked.
+        number: Index of the request in the batch.
+        token: Index in the batch of the request's first new token. The request has ``new`` new tokens.
+        positions: Positions of its first new tokens, int64 ``[n]``. Its other tokens follow the row's prefix.
+        least: The row has at least this many positions.
+        received: fp32 ``[length]`` on the device. Attention adds here how much the tokens attend to each
+            position. None: the request is not scored.
     """
 
     number: int
@@ -59,15 +59,15 @@ class RepairedRow:
     def placed(
         self, row: torch.Tensor, start: int, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entries once ``positions``, int64 ``[n]``, name the slots that SGLang put into ``row``, int32
-        ``[width]``, from ``start`` on; and these slots."""
+        """Compute the entries in which ``positions``, int64 ``[n]``, name the slots that SGLang put into
+        ``row``, int32 ``[width]``, from ``start`` on. Returns these entries and these slots."""
         own = row[start : start + len(positions)].to(torch.int64)
         slots = self._slots.clone()
         slots[upload(positions, row.device)] = own
         return slots, own
 
     def place(self, row: torch.Tensor, slots: torch.Tensor, own: torch.Tensor) -> None:
-        """Take over what :meth:`placed` gave."""
+        """Write the entries ``slots`` to ``row``, and remember the slots ``own``: both from :meth:`placed`."""
         row[: len(slots)] = slots
         self._slots = slots
         self._own.append(own)
@@ -79,14 +79,14 @@ class RepairedRow:
 
 
 def heads_of(ends: Sequence[int], count: int) -> np.ndarray:
-    """The first ``count`` positions of each document but the first, int64 ``[n]``. ``ends``: the position
-    behind each."""
+    """The first ``count`` positions of each document except the first one, int64 ``[n]``. ``ends``: for each
+    document, the position behind it."""
     heads = (range(a, min(a + count, b)) for a, b in pairwise(ends))
     return np.fromiter(chain.from_iterable(heads), dtype=np.int64)
 
 
 def highest_of(scores: torch.Tensor, count: int) -> np.ndarray:
-    """Where the ``count`` highest of ``scores``, fp32 ``[n]`` in host memory, are, or all; int64, ascending."""
+    """Indexes of the ``count`` highest ``scores``, fp32 ``[n]`` in host memory, or of all: int64, ascending."""
     return np.sort(scores.topk(min(count, len(scores))).indices.numpy())
 
 
@@ -94,20 +94,20 @@ class Repairs:
     """The repairs of a scheduler process."""
 
     def __init__(self) -> None:
-        # By request id, of the newest prefill.
+        # By request id: what the newest prefill recomputes and scores.
         self._prepared: dict[str, Repaired] = {}
-        # By index in ``req_to_token``: the row, and where SGLang takes its repaired entries to be.
+        # Row index in ``req_to_token`` -> the row, and where SGLang expects its recomputed entries.
         self._rows: dict[int, tuple[RepairedRow, int]] = {}
-        # By request id, until the last chunk of its prompt.
+        # By request id: scores of a prompt whose last chunk was not prefilled yet.
         self._scoring: OrderedDict[str, torch.Tensor] = OrderedDict()
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
         self._chosen: OrderedDict[Any, np.ndarray] = OrderedDict()
-        # Placing failed; nothing is placed until the cache is flushed.
+        # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
-        """The positions to compute again, int64 ``[n]`` ascending. For a share of what the query attends
-        to: none until a request that only scores has been prefilled."""
+        """The positions to compute again, int64 ``[n]`` ascending. A repair by attention (``share``) chooses
+        none until a request that only scores has been prefilled."""
         documents, end, repair = prefix.documents, prefix.length, prefix.documents.repair
         if self._failed:
             return NO_POSITIONS
@@ -119,7 +119,7 @@ class Repairs:
         scores = self._scores.get(key)
         if scores is None or len(scores) < end:
             return NO_POSITIONS
-        # A request is matched again at every step that it waits.
+        # The choice is kept, because a waiting request is matched again at every step.
         if (key, end) not in self._chosen:
             # The forward that wrote the scores ended before its request was answered.
             first = documents.ends[0]
@@ -138,12 +138,12 @@ class Repairs:
         return any(isinstance(req.last_node, Composition) for req in batch.reqs)
 
     def prepare(self, batch: ScheduleBatch, ranks: Ranks) -> None:
-        """Before a prefill: place what is computed again, and choose whose attention is scored. All ranks
-        do, or none: they compute one sequence of tokens."""
+        """Before a prefill, place the tokens to recompute, and choose the requests whose attention is scored.
+        All ranks do this or none, because all must compute the same tokens."""
         self._prepared, token = {}, 0
         if self._failed:
             return
-        # A row of which a part was not placed is SGLang's from there on.
+        # Stays True if anything below raises. SGLang computes what was not placed as an ordinary prefill.
         self._failed = True
         prepared, work = dict[str, Repaired](), list[Callable[[], None]]()
         for number, (req, count) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
@@ -164,8 +164,8 @@ class Repairs:
         self._prepared, self._failed = prepared, False
 
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
-        """For a forward of requests ``rids`` with so many new tokens each: what it does for some of them.
-        SGLang may pad ``counts``."""
+        """What the prefill of the requests ``rids`` does, for those that were prepared with the same number of
+        new tokens (``counts``). SGLang may pad ``counts``."""
         found = (self._prepared.get(rid) for rid in rids)
         return [
             each
@@ -174,7 +174,7 @@ class Repairs:
         ]
 
     def _positions(self, req: Request, prefix: Composition, count: int) -> np.ndarray:
-        """Where the first of a request's ``count`` new tokens stand."""
+        """The positions that the first of a request's ``count`` new tokens recompute, int64 ``[n]``."""
         start = req.prefix_len - prefix.kept
         return NO_POSITIONS if prefix.repaired is None else prefix.again[start : start + count]
 
@@ -186,7 +186,7 @@ class Repairs:
         token: int,
         positions: np.ndarray,
     ) -> Callable[[], None]:
-        """What places ``positions``, all of which may fail done."""
+        """Do everything that may fail in placing ``positions``. The returned function then places them."""
         ids = torch.tensor([req.full_untruncated_fill_ids[at] for at in positions.tolist()])
         index, repaired = req.kv.req_pool_idx, prefix.repaired
         assert repaired is not None
@@ -202,23 +202,23 @@ class Repairs:
         return place
 
     def restore(self, index: int, rows: torch.Tensor) -> None:
-        """A request is about to give its row back. ``rows``: int32 ``[num_rows, width]``."""
+        """Restore row ``index`` before its request gives it back. ``rows``: int32 ``[num_rows, width]``."""
         if index in self._rows:
             repaired, start = self._rows[index]
             repaired.restore(rows[index], start)
             del self._rows[index]
 
     def _scores_of(self, req: Request, prefix: Composition, device: Any) -> torch.Tensor | None:
-        """To which the attention of a request is added, if it only scores."""
+        """fp32 ``[length]`` to which a request's attention is added. None: the request is not scored."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
         if req.prefix_len == prefix.length or req.rid not in self._scoring:
-            # Its first chunk, perhaps for the second time: it was retracted.
+            # The first chunk of its prompt, perhaps once more after a retraction.
             _keep(self._scoring, req.rid, torch.zeros(prefix.length, device=device))
         return self._scoring[req.rid]
 
     def _publish(self, req: Request, prefix: Composition) -> None:
-        """Others see the scores of a request from the last chunk of its prompt on."""
+        """Let other requests see the scores of ``req``, at the last chunk of its prompt."""
         key = _key(req, prefix)
         for known in [known for known in self._chosen if known[0] == key]:
             del self._chosen[known]
@@ -237,6 +237,6 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """What the attention to a prompt depends on, and the choice by it."""
+    """Key of scores and of choices: everything that the attention to a prompt depends on."""
     tokens = array("q", req.origin_input_ids).tobytes()
     return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents

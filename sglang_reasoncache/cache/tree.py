@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's unified prefix cache (radix tree) over rows that share slots.
 
-A row is published up to its first position that is shared, evicted, or names a slot that another
-request had too. So a node names no slot twice, holds exact KV, and every slot of an unlocked node has
-one reference: both of SGLang's tree cores (Rust and Python) count correctly without change.
+A row is published up to its first position that is shared, or evicted, or whose slot another row names or has
+named. So a node names no slot twice, holds exact KV, and every slot of an unlocked node has one reference: both
+of SGLang's tree cores (Rust and Python) count correctly without change.
 """
 
 import contextlib
@@ -31,9 +31,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.controller: Any = None
         #: Records that a path's slots are cached at positions 0 and on. Set with the controller.
         self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
-        #: Prompts may be composed of documents. Set with the controller.
+        #: Whether prompts may be composed of documents. Set with the controller.
         self.composes = False
-        # While slots are freed: the row that they come from; while the tree inserts a row: its slots.
+        # The row whose slots are being freed, and the slots of the row that the tree is inserting.
         self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
         super().__init__(params)
@@ -45,15 +45,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         super().reset()
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish the row of ``req`` up to position ``up_to``, without what must not be published; nothing
-        if deciding that fails. All our code that may fail runs before the tree changes.
+        """Publish the row of ``req`` up to ``up_to`` or less, see :meth:`_publishable`; nothing if computing
+        that fails. All our code that may fail runs before the tree changes.
 
         A running request publishes its prompt only: positions that the tree owns cannot be redirected.
         If a policy may evict positions of the prompt, a running request publishes nothing.
         """
         running = not req.finished()
         if running and self.controller is not None and self.controller.keeps_prompt(req):
-            # Not for the last chunk, which ``after_prefill`` sees, and not inside a free group.
+            # Skipped for the last chunk, which ``after_prefill`` sees, and inside a free group.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
@@ -63,14 +63,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             once_more = self.token_to_kv_pool_allocator.once_more
             end = once_more(self._publishable, req, up_to, running)
         if self.is_mamba_enabled and end < up_to:
-            # The state of the state layers is that of the whole length.
+            # State layers have the state after all ``up_to`` positions, which does not fit a shorter prefix.
             if running:
                 return
             if not self.enable_mamba_extra_buffer:
-                # With a copy of an earlier state SGLang looks for one that is short enough itself.
+                # With the extra buffer, SGLang itself finds a copy of an earlier state that is short enough.
                 end = 0
         if isinstance(req.last_node, Composition):
-            # What lies behind a document that moved was computed beside approximate KV.
+            # KV behind a moved document was computed from approximate KV, and the tree holds exact KV only.
             end = 0
         self._row = self._host_row(req.kv)
         try:
@@ -79,9 +79,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self._row = _NOTHING_SHARED
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
-        """Up to which position the row may be published."""
+        """The position up to which the row may be published."""
         if running and len(req.output_ids):
-            # After a retraction a prefilling request has output already.
+            # After a retraction, a request that is prefilled again already has output.
             up_to = min(up_to, len(req.origin_input_ids))
         row = self._host_row(req.kv)
         # KV after the first evicted position was computed without it.
@@ -131,8 +131,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self.controller.on_release(req, row)
 
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
-        """Load evicted nodes of a path from the host. The tree holds exact KV only, so their keys are rotated
-        for their positions in the path, which are recorded."""
+        """Load evicted nodes of a path from the host. The tree holds exact KV only: each key is rotated for its
+        position in the path, and this position is recorded."""
         loaded: bool = super().load_back(node_id, mem_quota, req=req)
         if loaded:
             self.token_to_kv_pool_allocator.once_more(self._record_path, node_id, req)
@@ -143,8 +143,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.record_path(self.tree_core.collect_full_device_indices(node_id, root))
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
-        """Whether the row of any of ``reqs`` may name a slot away from its cached position: after a
-        redirect, or if its prefix is composed. A path of the tree is at its cached positions."""
+        """Whether the row of any of ``reqs`` may name a slot away from its cached position: after a redirect,
+        or if its prefix is composed. Slots of a single tree path stand at their cached positions."""
         return any(
             isinstance(req.last_node, Composition)
             or self._host_row(req.kv).first_shared is not None
@@ -152,7 +152,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         )
 
     def evicted_of(self, reqs: Sequence[Request]) -> list[int]:
-        """Evicted positions of each of ``reqs``, a number each. The tree holds none."""
+        """Number of evicted positions of each of ``reqs``. The tree holds no evicted positions."""
         return [self._host_row(req.kv).evicted for req in reqs]
 
     def match_prefix(self, params: Any) -> Any:
@@ -164,7 +164,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return found
 
     def _composed(self, documents: Documents, params: Any, found: Any) -> Any:
-        """What the tree matched, with a longer prefix if the documents make one."""
+        """The tree's match ``found``, with a composed prefix in its place if that is longer."""
         prefix = compose(documents, params.key, super().match_prefix)
         if prefix is None:
             return found

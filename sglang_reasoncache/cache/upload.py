@@ -15,5 +15,5 @@ def upload(
     if torch.device(device).type == "cpu":
         return torch.tensor(values, dtype=dtype)
     # A copy from pinned memory is queued; any other copy waits for the forward in flight.
-    # Pinned afterwards: ``torch.tensor(pin_memory=True)`` refuses numpy arrays.
+    # The tensor is pinned afterwards, because ``torch.tensor(pin_memory=True)`` refuses numpy arrays.
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)

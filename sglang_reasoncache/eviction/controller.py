@@ -40,11 +40,11 @@ class EvictionController:
 
     Attributes:
         described: Name and options of every policy, for the endpoint.
-        is_active: There is a policy.
+        is_active: Whether there is a policy.
         positions_now: Evicted positions of the running requests.
-        evicts_prompts: A policy may evict positions of prompts, so running requests do not publish
-            theirs.
-        waits: A policy has ``when=short``.
+        evicts_prompts: Whether a policy may evict positions of prompts. If so, running requests do not publish
+            their prompts.
+        waits: Whether a policy has ``when=short``.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class EvictionController:
 
         Args:
             req: A request that holds its row.
-            state: Of the request; is updated with what is evicted.
+            state: The request's state, which is updated with what is evicted.
             written: Positions whose KV is written; None: :func:`written_positions`.
             decide: False: do not ask the policies.
         """
         if written is None:
             written = written_positions(req)
         if len(state.again):
-            # Before the policies, because the row came back at its full size.
+            # This comes before the policies, because the row came back at its full size.
             self._evict_again(req, state, written)
         for name, policy in self._evictors if decide else ():
             decision = state.decisions.pop(name, None)
@@ -100,12 +100,12 @@ class EvictionController:
         """SGLang is about to retract a request, because ``wanted`` slots are missing: have policies with
         ``when=short`` evict positions of ``req``.
 
-        A policy evicts down to its budget at most. It evicts ``slack`` slots if fewer are wanted,
-        because a shortage returns with every decode step. For the same reason it is not asked about a
-        request with no more than ``slack`` slots above the budget, nor, if it could not give what it
-        was asked for, before ``slack`` new positions were written: a lasting shortage costs one scoring
-        for ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight
-        and the scores; computing a retracted request again would take far longer.
+        A policy evicts down to its budget at most. It evicts ``slack`` slots if fewer are wanted, because a
+        shortage returns with every decode step. For the same reason a policy is not asked about a request with
+        at most ``slack`` slots above the budget. A policy that could not give what it was asked for is not
+        asked again before ``slack`` new positions were written. So a lasting shortage costs one scoring for
+        ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight and for the
+        scores; computing a retracted request again would take far longer.
         """
         written = written_positions(req)
         for name, policy in self._evictors:
@@ -129,10 +129,10 @@ class EvictionController:
         written: int,
         most: int | None = None,
     ) -> Decision | None:
-        """What a policy gives up of a request: the slots above the budget, but no more than ``most``.
+        """A decision to free the request's slots above the budget, but no more than ``most``.
 
-        None: the slack is not used up, or fewer than ``slack`` positions were written since the policy
-        was asked last. More than the budget may have to stay, so there may be nothing to give.
+        None: the slack is not used up, or fewer than ``slack`` positions were written since the policy was
+        asked last, or no position may be evicted although the budget is exceeded.
         """
         row = self._row(req)
         slots = written - row.evicted - row.saved
@@ -200,7 +200,7 @@ class EvictionController:
         again, end = state.again, (written - 1) // self._page * self._page
         there = again < end
         state.again = again[~there]
-        # The prefix tree may own the first ones by now, if another response had the same text.
+        # The prefix tree may own the first positions by now, if another response had the same text.
         owned = req.kv.cache_protected_len
         self._apply(req, state, again[there & (again >= owned)], written)
 
@@ -211,7 +211,7 @@ class EvictionController:
         positions: np.ndarray,
         written: int,
     ) -> int:
-        """Evict those of ``positions``, int64 ``[n]``, that no other policy has evicted since. Returns
+        """Evict those of ``positions``, int64 ``[n]``, that were not evicted since they were chosen. Returns
         how many slots became free.
 
         A forward in flight reads the old slots or finds the positions evicted. Both are valid, because
@@ -249,15 +249,15 @@ class EvictionController:
         return self._allocator.row_of(req.kv.req_pool_idx)  # type: ignore[no-any-return]
 
     def forget(self, row: HostRow) -> int:
-        """The row is gone. Returns how many of its positions were evicted."""
+        """Stop counting a row that is gone. Returns how many of its positions were evicted."""
         self.positions_now -= row.evicted
         return row.evicted
 
     def reset(self) -> None:
-        """The cache was flushed, so no request runs."""
+        """Start anew after a flush of the cache: no request runs."""
         self.positions_now = 0
 
 
 def longest_first(reqs: Iterable[Request]) -> list[Request]:
-    """Requests in the order in which they give slots: those with the most positions first."""
+    """Requests in the order in which they give slots: those with the most allocated positions first."""
     return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)

@@ -15,7 +15,7 @@ class Decision(Download):
     """Chooses the lowest-scored candidates of one request, so that ``count`` slots become free.
 
     Args:
-        view: The request as it was scored.
+        view: The view of the request for which ``scores`` were computed.
         candidates: Positions that may be evicted: int64 ``[n]``, ascending, at least one.
         scores: This rank's scores: float ``[held]`` on the device where they were computed.
         count: Slots, above 0.

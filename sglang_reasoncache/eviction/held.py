@@ -26,7 +26,7 @@ class KeySource(NamedTuple):
     pool: Any  # SGLang's ``MHATokenToKVPool``
     rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
     cached_at: CachedPositions
-    #: By layer; None: cached positions are not recorded.
+    #: Rotation of each layer. None: cached positions are not recorded.
     rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None: no policy reads any
     stream: Any = None  # the CUDA stream of SGLang's forwards; None on a CPU
@@ -61,8 +61,8 @@ class HeldLayer:
         where: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
         written: int,
     ) -> None:
-        """``where``: index of the row; held positions and their slots, int64 ``[held]``; by how many
-        positions each key is shifted, None: none is."""
+        """``where``: index of the row; held positions and their slots, int64 ``[held]``; by how many positions
+        each key is shifted, int32 ``[held]``, or None if no key is."""
         self._source, self._number, self._written = source, number, written
         self._row, self._positions, self._slots, self._shift = where
         self.rotation = None if source.rotations is None else source.rotations[number]

@@ -83,7 +83,7 @@ class RecentQueries:
         self._where = self._tokens = None
 
     def begin_decode(self, rows: torch.Tensor, positions: torch.Tensor) -> None:
-        """Begin a decode step, with one token of each request. A CUDA graph may contain it.
+        """Begin a decode step, with one token of each request. A CUDA graph may contain this call.
 
         ``rows``: indexes in ``req_to_token``, int ``[batch]``; ``positions``: int64 ``[batch]``. Both on
         the device.
@@ -92,8 +92,8 @@ class RecentQueries:
         self.positions[self._where] = positions
 
     def begin_extend(self, rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]) -> None:
-        """Begin a prefill, or a chunk of one. The last queries of each request are kept. A row that was
-        given to a request since its last prefill forgets the queries before.
+        """Begin a prefill, or a chunk of one. The last queries of each request are kept. A row that was given
+        to a request again since its last prefill loses its older queries.
 
         Args:
             rows: Indexes in ``req_to_token``, int ``[batch]``, on the device.
@@ -125,9 +125,9 @@ class RecentQueries:
     def read(
         self, layer: int, row: int, first: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of positions ``[first, end)`` of a row, as far as the buffer reaches. The results are
-        those of ``policies.contract.Layer.queries``. The current stream must come after the forwards
-        that wrote them."""
+        """Queries of positions ``[first, end)`` of a row, as far as the buffer reaches. Returns the same three
+        tensors as ``policies.contract.Layer.queries``. The current stream must come after the forwards that
+        wrote these queries."""
         at = np.arange(max(first, end - self.size, 0), end)
         positions = upload(at, self._device)
         entries = positions % self.size

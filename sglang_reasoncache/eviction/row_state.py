@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction stores about one request, and what it counts. Its row knows which positions are evicted."""
+"""Eviction's state of one request, and its counts. The request's row knows which positions are evicted."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,13 +13,13 @@ from sglang_reasoncache.eviction.decision import Decision
 
 
 def written_positions(req: Request) -> int:
-    """Number of positions whose KV is written: all but the newest token's, which the next forward writes."""
+    """Number of positions whose KV is written. The next forward writes the KV of the newest token."""
     return min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
 
 
 @dataclass
 class EvictionStats:
-    """Totals since the start or the last flush. An evicted position that shared its slot frees none."""
+    """Totals since the start or the last flush. Evicting a position that shares its slot frees no slot."""
 
     eviction_decisions: int = 0
     positions_evicted: int = 0
@@ -27,8 +27,8 @@ class EvictionStats:
 
 
 class Totals(NamedTuple):
-    """Running totals of an accumulating policy. ``scores``: fp32 ``[positions]`` on the device; ``seen``:
-    the queries of positions ``[0, seen)`` are counted in them."""
+    """Running totals of an accumulating policy. ``scores``: fp32 ``[positions]`` on the device; ``seen``: the
+    queries of positions ``[0, seen)`` are counted in ``scores``."""
 
     scores: torch.Tensor
     seen: int
@@ -50,8 +50,8 @@ class RowState:
     totals: dict[str, Totals] = field(default_factory=dict)
 
     def forget_row(self, row: HostRow) -> None:
-        """The ``row`` is gone (finished, aborted or retracted). The next one starts without evicted
-        positions; ``again`` remembers them."""
+        """Forget ``row``, which is gone (its request finished, was aborted or retracted). The request's next
+        row starts without evicted positions; ``again`` remembers them."""
         self.next_eviction.clear()
         self.decisions.clear()
         self.totals.clear()

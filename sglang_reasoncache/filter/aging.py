@@ -11,10 +11,10 @@ from sglang_reasoncache.filter.settings import FilterConfig
 class AgeRule:
     """Holds a block pair back until the block that reads is ``min_age`` tokens behind the end.
 
-    A model attends most to what it just wrote, so replacing that by an older copy does most of the
-    damage. In direction ``newest`` the earlier block reads the slots of the newest equal block. That
-    block is looked up when the pair is released, at the end of the chain of equal blocks, so a block is
-    mostly redirected once in ``min_age`` tokens, however often it repeats.
+    A model attends most to what it just wrote, so replacing its newest text by an older copy does most of the
+    damage. In direction ``newest`` the earlier block reads the slots of the newest equal block. The newest
+    block is looked up when the pair is released, at the end of the chain of equal blocks. So a block is mostly
+    redirected once in ``min_age`` tokens, however often it repeats.
     """
 
     def __init__(self, config: FilterConfig) -> None:
@@ -55,8 +55,8 @@ class AgeRule:
         return at
 
     def _next(self, at: int) -> int | None:
-        """Start of the later block that the block at ``at`` reads; None: it reads none. A block without
-        an entry may lie across two neighbours whose sources are neighbours too."""
+        """Start of the later block that the block at ``at`` reads; None if it reads none. A block without an
+        entry of its own may lie across two neighbours whose sources are neighbours too."""
         pairs = (self._waiting, self._released)
         for back in range(self._block):
             found = [one[at - back] for one in pairs if at - back in one]

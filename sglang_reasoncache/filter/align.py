@@ -38,12 +38,12 @@ def align_blocks(
 
     Args:
         block: Tokens per block.
-        page_size: Above 1 blocks are whole pages inside both steps, and ``block`` equals it.
+        page_size: If above 1, blocks are whole pages inside both steps, and ``block`` equals ``page_size``.
         mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. If several blocks of
             ``src`` are equal, the one that continues the last pair is taken (for the first pair: the
             one at the same offset), else the nearest later one, else the first one. A ``src`` block may
             be paired twice. Linear, except for a binary search among equal blocks.
-            ``index`` pairs the k-th block with the k-th whatever their tokens, as the papers do.
+            ``index`` pairs the k-th blocks of both steps, whatever their tokens, as the papers do.
         covered: One byte per token of ``dst``, 0 or 1; blocks with a 1 are left out.
     """
     if mode == "index":

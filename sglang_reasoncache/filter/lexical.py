@@ -15,7 +15,7 @@ from sglang_reasoncache.filter.segment import Step
 
 Floats = npt.NDArray[np.float64]
 
-# (number of the step, count of the token), flattened; 32 bits each.
+# A list of postings: pairs (number of the step, count of the token), flattened; 32 bits each.
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 _TOKENS_AT_ONCE = 32
@@ -24,7 +24,7 @@ _FIXED_POINT = 2.0**40
 
 
 def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
-    """``tau = strict - (strict - soft) * mean(sims)``; ``strict`` without history.
+    """``tau = strict - (strict - soft) * mean(sims)``, or ``strict`` if there are no earlier steps.
 
     The mean is computed from the integers ``rint(sim * 2**40)``. Their sum does not depend on the order
     of summation, so every rank gets the same bits.

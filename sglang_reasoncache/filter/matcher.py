@@ -21,13 +21,13 @@ class Matcher:
     counters = FilterCounters()
 
     def build(self, start: int, tokens: Sequence[int]) -> Step:
-        """Make the step of ``tokens``, which begins at position ``start``. Steps are built in their
-        order."""
+        """Make the step of ``tokens``, which begins at position ``start``. Steps are built in the order of the
+        response."""
         return Step.build(start, tokens, "")
 
     def propose(self, step: Step) -> list[BlockPair]:
-        """Pairs of a block of ``step`` and an earlier block, ascending. ``step`` becomes an earlier
-        step."""
+        """Pairs of a block of ``step`` and an earlier block, ascending. Later steps may then be paired with
+        ``step``."""
         raise NotImplementedError
 
     def across(self) -> list[AcrossPair]:
@@ -35,7 +35,7 @@ class Matcher:
         return []
 
     def join(self, member: int, group: Any) -> None:
-        """Join a group under the id ``member``; None: leave the group."""
+        """Join ``group`` under the id ``member``. ``group`` None: leave the group."""
 
 
 class RandomPairs(Matcher):
@@ -45,7 +45,7 @@ class RandomPairs(Matcher):
     def __init__(self, config: FilterConfig, seed: int) -> None:
         self._config = config
         self._random = random.Random(seed)
-        # Starts of all earlier blocks; for each remembered step, how many it added.
+        # Starts of all earlier blocks; for each remembered step, how many starts it added.
         self._starts: list[int] = []
         self._per_step: list[int] = []
 

@@ -17,7 +17,7 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 LENGTH = struct.Struct("!I")
 
-#: How many of the steps that a feed finished were shed, and the results of the others.
+#: How many of the steps that a feed finished were shed, and the results of the other steps.
 Reply = tuple[int, list[StepResult]]
 
 #: Tokens that open reasoning, tokens that close it; None: all output counts as reasoning.
@@ -42,7 +42,7 @@ class Feed(NamedTuple):
         joined: Requests that joined a group, or left theirs: id, number of the group or -1.
         closed: Ids of requests to forget.
         requests: Ids of the requests with new tokens.
-        counts: Number of new tokens of each.
+        counts: Number of new tokens of each of ``requests``.
         tokens: All new tokens, in the order of ``requests``.
     """
 

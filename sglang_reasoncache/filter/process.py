@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 START_SECONDS = 180.0
-#: The process counts as hung after it was polled for so long without a reply to an outstanding feed.
+#: The process counts as hung after polls of this many seconds without a reply to an outstanding feed.
 SILENT_SECONDS = 30.0
 #: Bytes of feeds that may wait to be sent.
 _MAX_UNSENT = 8 << 20
@@ -48,10 +48,10 @@ class FilterProcess:
 
     Args:
         markers: Tokens that open reasoning, tokens that close it; None: all output counts as reasoning.
-        max_pending: New steps are shed (not compared) while so many compared steps were not taken.
+        max_pending: New steps are shed (not compared) while this many results of steps were not taken.
 
     Attributes:
-        steps_shed: Steps in taken replies that were shed.
+        steps_shed: Number of shed steps, as told by the replies that were taken.
         restarts: Times that the process failed and was restarted.
         given_up: The process failed too often or was shut down; nothing is compared any more.
 
@@ -93,9 +93,9 @@ class FilterProcess:
         self._outstanding = self._steps_taken = 0
 
     def open(self, start_position: int, inside: bool) -> int:
-        """Follow a new request. Returns its id for this class.
+        """Follow a new request. Returns the id by which this class knows it.
 
-        ``start_position``: position of its first output token; ``inside``: reasoning is open there.
+        ``start_position``: position of its first output token; ``inside``: whether reasoning is open there.
         """
         request = self._next_request
         self._next_request += 1
@@ -127,7 +127,7 @@ class FilterProcess:
     def ready(self) -> int:
         """Number of replies that :meth:`take` can return now; -1 if the process has failed.
 
-        Ranks use the smallest number of all ranks. If that is -1, all of them call :meth:`restart`.
+        Ranks use the smallest number of all ranks. If it is -1, all ranks call :meth:`restart`.
         """
         if self.given_up:
             return 0

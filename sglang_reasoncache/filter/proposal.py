@@ -16,7 +16,7 @@ class FilterCounters:
         candidates: Earlier steps above the lexical threshold (``match=steps``), or paired blocks
             (``match=runs``).
         dropped_structure: Candidates whose formal content differs.
-        over_bound: Steps that were parsed to compare this one and exceeded a bound of ``Limits``.
+        over_bound: Steps that exceeded a bound of ``Limits`` when they were parsed to compare this step.
     """
 
     candidates: int = 0
@@ -27,8 +27,8 @@ class FilterCounters:
 class Proposal(NamedTuple):
     """A finished step, and the block pairs that may share now, ascending in ``dst_start``.
 
-    With ``min_age`` above 0 the pairs are mostly those of earlier steps. ``across``: pairs with blocks
-    of the request's group.
+    With ``min_age`` above 0 most of the pairs were found in earlier steps. ``across``: pairs with blocks of the
+    request's group.
     """
 
     step: Step

@@ -20,8 +20,8 @@ class RequestFilter:
         classes: Token classes of ``vocabulary``.
         vocabulary: Gives the text of steps.
         start_position: Position, in prompt plus output, of the first token to come.
-        span: Tells which tokens are reasoning; a new object, used by this filter only. None: all
-            tokens are. A token that is not reasoning ends the open step and advances the position.
+        span: Tells which tokens are reasoning; a new object, used by this filter only. None: all tokens are
+            reasoning. A token that is not ends the open step and advances the position.
 
     Attributes:
         position: Position of the next token.
@@ -84,8 +84,8 @@ class RequestFilter:
             yield self._matcher.build(span[0], finished)
 
     def propose(self, step: Step) -> Proposal:
-        """Block pairs that may share now. ``step``: the last one that :meth:`steps` yielded. It becomes
-        an earlier step."""
+        """Block pairs that may share now. ``step``: the step that :meth:`steps` yielded last. Later steps may
+        then be paired with it."""
         matcher = self._matcher
         pairs = self._age_rule.release(matcher.propose(step), step.end)
         return Proposal(step, tuple(pairs), matcher.counters, tuple(matcher.across()))

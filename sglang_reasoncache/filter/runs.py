@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks whose tokens occur earlier in the response, or in another response to the same prompt.
-Where steps begin does not matter."""
+"""Finds blocks whose tokens occur earlier in the response, or in another response to the same prompt, wherever
+steps begin."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
-#: Most runs remembered for one request, and for one group: 15 MB. With more, all are forgotten and new
-#: ones collected.
+#: Most runs remembered for one request, and for one group (15 MB). When there are more, all are forgotten and
+#: collecting begins anew.
 _MAX_RUNS = 1 << 17
-#: What became of a token: its block reads another block, or another block reads its block.
+#: The fate of a token: its block reads another block, or another block reads its block.
 _READS, _IS_READ = 1, 2
 
 
@@ -54,14 +54,14 @@ class RunMatcher(Matcher):
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
         # Hash of a window -> offset of its first block (direction oldest) or newest block.
         self._runs: dict[int, int] = {}
-        # Offset of a block -> offset of the later block that it reads. What became of each token, or 0.
+        # Offset of a block -> offset of the later block that it reads. By offset: the fate of the token, or 0.
         self._reads: dict[int, int] = {}
         self._fate = bytearray()
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # Offset of the next block to look up in the group; where the last block was found: the member,
-        # and the offset there minus the offset here.
+        # Offset of the next block to look up in the group. For the last block found there: the member that has
+        # it, and its offset in that member minus its offset here.
         self._old = self._at
         self._followed = -1, 0
 
@@ -92,15 +92,15 @@ class RunMatcher(Matcher):
     def _begin(self, offset: int) -> None:
         """Let no window begin before ``offset``."""
         first = offset + self._lead
-        # Offsets of the next block to look up and to remember; how many tokens back the last pair's
-        # earlier block lies, 0: there was none.
+        # Offsets of the next block to look up and of the next to remember; how many tokens back the last pair's
+        # earlier block lies, 0 if there is no last pair.
         self._at = self._remembered = first + -(self._start + first) % self._page
         self._distance = 0
 
     def _take(self, earlier: int) -> bool:
-        """Note which block reads: the one at ``_at`` (direction oldest), or the last one of the chain of
-        blocks that read each other from ``earlier`` on (newest), see :class:`AgeRule`. False if that
-        one overlaps another block that reads or is read."""
+        """Mark the block that reads: in direction oldest the block at ``_at``; in direction newest the last
+        block of the chain of reads that begins at ``earlier``, see :class:`AgeRule`. False, if that last block
+        overlaps another block that reads or is read."""
         if self._keeps_first:
             self._mark(self._at, _READS)
             return True
@@ -143,9 +143,8 @@ class RunMatcher(Matcher):
         return pairs
 
     def _copy(self, group: RunGroup, at: int, window: array[int]) -> tuple[RunMatcher | None, int]:
-        """A member that has a block with the ``window`` of the one at ``at``, and its offset there: the
-        block that continues the last pair, else the group's copy. The member is None if neither is
-        usable."""
+        """The member and the offset of a block with the ``window`` of the block at ``at``: the block that
+        continues the last pair, else the group's copy. The member is None if neither block is usable."""
         last, distance = self._followed
         anywhere = group.copies.get(self._hash(at), (-1, 0))
         for member, start in ((last, at + distance), anywhere):
@@ -198,8 +197,8 @@ class RunMatcher(Matcher):
             self._remembered = at + self._page
 
     def _earlier(self, at: int) -> int | None:
-        """Offset of an earlier block with the window of the one at ``at``: the block that continues the
-        last pair, else the one in the table. None: there is none."""
+        """Offset of an earlier block with the window of the block at ``at``: the block that continues the last
+        pair, else the block in the table. None if there is none."""
         behind = at - self._distance
         if self._distance and self._window(behind) == self._window(at):
             return behind

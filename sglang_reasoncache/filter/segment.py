@@ -175,8 +175,8 @@ class ReasoningSpan:
 
 
 class ReasoningMarkers(NamedTuple):
-    """Tokens that open reasoning and tokens that close it. ``force``: a response begins inside reasoning
-    if its prompt has no marker."""
+    """Tokens that open reasoning and tokens that close it. ``force``: whether a response begins inside
+    reasoning if its prompt has no marker."""
 
     start_ids: frozenset[int]
     end_ids: frozenset[int]
@@ -185,9 +185,9 @@ class ReasoningMarkers(NamedTuple):
     def inside_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the response to a prompt begins inside reasoning.
 
-        The last marker of the prompt decides; without a marker, ``force``. That marker may be the chat
-        template's, or the end of reasoning of an earlier turn. In the latter case a response whose
-        reasoning starts without a marker shares nothing.
+        The last marker of the prompt decides; without a marker, ``force``. The last marker may come from the
+        chat template, or end the reasoning of an earlier turn. In the second case a response whose reasoning
+        starts without a marker shares nothing.
         """
         # Vectorised, because a prompt may have 100 000 tokens and the scheduler waits for this.
         prompt = np.asarray(prompt_ids, dtype=np.int64)

@@ -52,8 +52,8 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 class FilterConfig:
     """Everything that decides which blocks are proposed. The defaults are ReasonCache's.
 
-    Most fields are settings of ``ReasonCacheConfig``, which gives their bounds and help texts;
-    ``strict`` and ``soft`` are its ``tau_strict`` and ``tau_soft``. The others are explained here.
+    Most fields are settings of ``ReasonCacheConfig``, which gives their bounds and help texts; ``strict`` and
+    ``soft`` are its ``tau_strict`` and ``tau_soft``. The other fields are explained here.
 
     Raises:
         ValueError: ``page_size`` is above 1 and ``block`` differs from it.

@@ -55,7 +55,7 @@ class StepMatcher(Matcher):
             tau = dynamic_threshold(sims, config.strict, config.soft)
         above = np.flatnonzero(sims > tau)
         self.counters.candidates = len(above)
-        # Stable sort of the reversed order: equal similarities, latest first.
+        # Reversed before the stable sort, so that the latest of equal similarities comes first.
         order = above[::-1]
         order = order[np.argsort(-sims[order], kind="stable")]
         kept = order[: config.max_structure_checks]
@@ -88,7 +88,7 @@ class StepMatcher(Matcher):
 
     def _passes(self, step: Step, earlier: Step) -> bool:
         if earlier.signature is None:
-            # Parse a bounded number of earlier steps for one step.
+            # Only a bounded number of characters of earlier steps is parsed for one step.
             if self._readable <= 0:
                 return False
             self._readable -= len(earlier.text)

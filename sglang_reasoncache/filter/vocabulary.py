@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the bytes of every token id once, so that steps get their text without the tokenizer.
 
-Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``,
-``##``), and what a piece adds to a text may depend on its neighbours. This module tries an exact way
-to read them, then a way through the tokenizer's ``decode``. It compares each with ``decode`` on some
-hundred sequences and takes the one that agrees more.
+Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``, ``##``), and what a
+piece adds to a text may depend on its neighbours. This module first reads the exact bytes of the tokens. If
+this fails, or disagrees with the tokenizer's ``decode`` on some hundred sequences, it also reads the tokens
+through ``decode``, and takes the reading that agrees more.
 
 Concatenated bytes cannot reproduce three things, which no step needs: the space that some tokenizers
 leave out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), and
@@ -99,7 +99,7 @@ def _size(tokenizer: Any) -> int:
 
 
 def _sequences(tokenizer: Any, size: int) -> tuple[list[list[int]], int]:
-    """Sequences of ids on which to compare, and how many of the first ones are texts."""
+    """Sequences of ids to compare decoded texts on, and how many of the first sequences are texts."""
     texts = [list(tokenizer.encode(text, add_special_tokens=False)) for text in _SAMPLES]
     rng = random.Random(size)
     drawn = [[rng.randrange(size) for _ in range(_RANDOM_LENGTH)] for _ in range(_NUM_RANDOM)]
@@ -119,7 +119,7 @@ def _comparable(text: str) -> str:
 
 
 def _added(tokenizer: Any) -> dict[int, str]:
-    """Text of added and special tokens by id. It is plain text whatever the tokenizer's spelling."""
+    """Text of added and special tokens by id. This text is plain, however the tokenizer spells other tokens."""
     entries = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {int(i): str(getattr(token, "content", token)) for i, token in entries.items()}
 

@@ -61,7 +61,7 @@ class Worker:
             began = time.thread_time()
             try:
                 for step in self._filters[request].steps(tokens):
-                    # Counted by calls, not by time: every rank sheds the same steps.
+                    # Depends on the calls made, not on time, so every rank sheds the same steps.
                     if self._num_compared - feed.steps_taken >= self._setup.max_pending:
                         num_shed += 1
                         continue
@@ -74,7 +74,7 @@ class Worker:
                 # Other ranks may have enough memory: this process ends, and all ranks restart theirs.
                 raise
             except Exception:
-                # The same happens on all ranks: this request shares nothing more, the others go on.
+                # The same exception comes on all ranks: this request shares nothing more, others go on.
                 traceback.print_exc()
                 self._forget(request)
         return num_shed, results
@@ -116,7 +116,7 @@ def main() -> None:
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
         scheduler.makefile("rb") as told,
     ):
-        # First, because another version may not understand the setup.
+        # The version is sent first: a process of another version may not understand the setup.
         say(__version__)
         worker = Worker(pickle.load(told))
         gc.freeze()

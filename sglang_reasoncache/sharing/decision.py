@@ -51,7 +51,7 @@ class BlockProposal:
         length: Tokens.
         row: The row of ``req`` when the block was proposed. Without that row the block is refused.
         lender: The request whose slots are read, ``req`` itself or another one.
-        lender_row: The row of the lender then. Without that row the block is refused.
+        lender_row: The row of ``lender`` when the block was proposed. Without that row the block is refused.
     """
 
     req: Request

@@ -15,7 +15,7 @@ class Ledger:
     """Accepted blocks by distance. One per scheduler; the same on all tensor-parallel ranks.
 
     Attributes:
-        slots: Slots that come back if every block shares.
+        slots: Slots that become free if every block shares.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class Ledger:
 
     def clear(self) -> None:
         self.slots = 0
-        # A heap by distance, then by arrival, which may still hold removed blocks.
+        # A heap by distance, then by order of arrival. Removed blocks may still be in it.
         self._queue: list[tuple[float, int, BlockProposal]] = []
         # ``id`` of a request -> blocks in its row, and blocks that read its row.
         self._of: dict[int, dict[BlockProposal, None]] = {}
@@ -35,7 +35,7 @@ class Ledger:
         return self._length
 
     def add(self, block: BlockProposal, distance: float) -> None:
-        """``distance``: between the block's KV and its source's, whose slots are located."""
+        """Add a block whose slots are located, as are its source's. ``distance``: between the KV of the two."""
         heapq.heappush(self._queue, (distance, next(self._numbers), block))
         for req in (block.req, block.lender):
             self._of.setdefault(id(req), {})[block] = None
@@ -47,7 +47,7 @@ class Ledger:
         return list(self._of.get(id(req), ()))
 
     def slots_of(self, req: Request) -> int:
-        """Slots that come back from the row of ``req`` if its blocks share."""
+        """Slots that the row of ``req`` frees if its blocks share."""
         return sum(block.length for block in self._of.get(id(req), ()) if block.req is req)
 
     def remove(self, block: BlockProposal) -> None:

@@ -39,15 +39,15 @@ class Measurement(Download):
 
 
 class BlockMeter:
-    """KV distances over all layers and all KV heads, those of other tensor-parallel ranks included.
+    """Computes KV distances over all layers, and over the KV heads of all tensor-parallel ranks.
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        rotations: Of each layer, rotates a source key to the position that would read it before it is
-            compared; None: keys are compared as cached.
+        rotations: By layer: rotates a source key, before it is compared, to the position that would read it.
+            None: keys are compared as cached.
         num_heads: KV heads of all ranks together; 1 for latent rows.
-        ranks: Those whose heads are added; all measure the same blocks in the same order. Of latent rows,
-            which every rank has whole, the sum is what makes ranks agree to the bit.
+        ranks: Ranks whose sums are added; all measure the same blocks in the same order. Every rank holds
+            latent rows whole; their sums are added too, so that ranks get the same bits.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class BlockMeter:
         for layer in layer_ids(pool):
             rotation = None if rotations is None else rotations[layer]
             self._layers.setdefault(rotation, []).append(kv_of(pool, layer))
-        # Most models have one rotation.
+        # One kernel for each rotation. Most models have one rotation.
         self._kernels = [DistanceKernel(some, rotation) for rotation, some in self._layers.items()]
         self._rows, self._cached_at, self._corrects = rows, cached_at, rotations is not None
         self._num_heads, self._ranks = num_heads, ranks
@@ -79,7 +79,7 @@ class BlockMeter:
         self._squares(slots, slots, slots.int() if self._corrects else None)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        """Compare K and V of the pairs, all of one length. On a GPU this launches and does not wait."""
+        """Compare K and V of block pairs of one length. On a GPU this launches kernels without waiting."""
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
         reqs = [(b.req.kv.req_pool_idx, b.lender.kv.req_pool_idx) for b in blocks]
@@ -97,7 +97,7 @@ class BlockMeter:
     def _squares(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
     ) -> torch.Tensor:
-        """Of all layers, those with one rotation side by side."""
+        """Sums of squares over all layers. Layers with the same rotation are side by side."""
         sides = dst_slots, src_slots, shift
         first, *others = (kernel.squares(*sides) for kernel in self._kernels)
         return torch.cat((first, *others), dim=1) if others else first

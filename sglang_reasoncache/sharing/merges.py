@@ -39,8 +39,8 @@ class Merges:
         return any(number != key[0] for number, _ in self._set(key))
 
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> bool:
-        """Join each of ``dst`` with the one at the same index of ``src``. Returns False and changes
-        nothing if the two positions of any pair will name one slot anyway."""
+        """Join the sets of ``dst[i]`` and ``src[i]`` for every ``i``. Returns False and changes nothing if the
+        two positions of any pair will name one slot anyway."""
         joined: dict[Hashable, Hashable] = {}
         pairs = list(zip(dst, src, strict=True))
         for one, other in pairs:
@@ -60,7 +60,6 @@ class Merges:
         return True
 
     def remove(self, number: int) -> None:
-        """Forget the positions of row ``number``, which is gone. Those that were in a set with them
-        stay in it."""
+        """Forget the positions of row ``number``, which is gone. Positions of other rows stay in their sets."""
         for position, positions in self._sets.pop(number, {}).items():
             positions.discard((number, position))

@@ -22,15 +22,15 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Most blocks measured at once, and most replies taken from the filter: many steps may end together.
 _MAX_BATCH = 256
-#: Most positions that may name one slot of a block before it is redirected. All of them are redirected
-#: with it; more would save little and take the scheduler's thread long.
+#: Most positions that may name one slot of a block before it is redirected. All of them move with the block,
+#: so more positions would save little and keep the scheduler's thread busy for long.
 MAX_READERS = 16
-#: Blocks are measured while more than this share of the pool is in use. With less in use SGLang will
-#: not be short soon.
+#: Blocks are measured while more than this share of the pool is in use. With less in use, SGLang will not
+#: run out of slots soon.
 _MEASURED_FROM = 0.5
 #: Blocks are also measured for this many polls after a request had to wait for slots.
 _POLLS_AFTER_WAIT = 256
-#: Least slots that one shortage takes back, because a shortage returns with every decode step.
+#: A shortage frees at least this many slots, because a shortage returns with every decode step.
 _LEAST_RECLAIMED = 64
 
 Batch = list[BlockProposal]
@@ -76,7 +76,7 @@ class BlockPipeline:
 
     @property
     def across(self) -> int:
-        """Those of :attr:`saved` that several requests share."""
+        """The part of :attr:`saved` that is due to sharing between requests."""
         return self.saved - self.redirector.within
 
     @property
@@ -94,15 +94,14 @@ class BlockPipeline:
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
     def expected_of(self, req: Request, state: RequestState) -> float:
-        """:meth:`expected` of the row of ``req`` alone, without pending blocks of other sources."""
+        """As :meth:`expected`, for the row of ``req`` alone. Leaves out pending blocks with other sources."""
         unmeasured = sum(candidate.source is None for candidate in state.pending)
         return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
     def advance(self) -> None:
-        """Judge and launch batches until the next one would have to wait, or ``_MAX_BATCH`` pairs are
-        done.
+        """Judge and launch batches until the next batch would have to wait, or ``_MAX_BATCH`` pairs are done.
 
-        One batch at a time is measured. Meanwhile steps wait in the filter, which sheds new ones when
+        One batch at a time is measured. Meanwhile finished steps wait in the filter, which sheds new steps when
         too many wait.
         """
         self._polls_to_measure = max(self._polls_to_measure - 1, 0)
@@ -119,7 +118,7 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # The steps had no blocks, or the rules refused them all. That took some time too.
+                # No block of the steps was left to measure. Looking took some time too, so it counts.
                 done += 1
         if self.at_once:
             self._share(math.inf)
@@ -129,23 +128,23 @@ class BlockPipeline:
         self._polls_to_measure = _POLLS_AFTER_WAIT
 
     def reclaim(self, wanted: int) -> int:
-        """Let blocks share, the smallest distance first, until ``wanted`` slots came back or the ledger
-        is empty. Returns how many slots came back. All ranks call this together."""
+        """Let blocks share, the smallest distance first, until ``wanted`` slots are free again or the ledger is
+        empty. Returns how many slots became free. All ranks call this together."""
         before = self.saved
         while self.ledger.slots and self.saved - before < wanted:
             self._share(max(wanted - (self.saved - before), _LEAST_RECLAIMED))
         return self.saved - before
 
     def requeue(self, req: Request, state: RequestState) -> None:
-        """Queue the pending blocks of ``req``, which has its row, to be measured. Does nothing unless
+        """Queue the pending blocks of ``req``, which must have its row, to be measured. Does nothing unless
         SGLang may be short of slots soon. A block whose source has no row stays pending."""
         if not self._measures:
             return
         waiting, state.pending = state.pending, []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # The source is gone for good. The block keeps its positions: whether a request that only
-            # disappeared still exists may differ between ranks.
+            # Without its source the block is lost, but it stays in ``candidates``: ranks may differ in
+            # whether a request that only disappeared still exists.
             if source is None or source.finished():
                 continue
             if has_row(source):
@@ -154,7 +153,7 @@ class BlockPipeline:
                 state.pending.append(candidate)
 
     def returning(self) -> set[int]:
-        """``id`` of the requests that wait for a block to be judged which shared before a retraction."""
+        """``id`` of every request with an unjudged block that shared before a retraction."""
         return {id(block.req) for block in self._unjudged if block.candidate.shared_at}
 
     def forget(self, req: Request) -> None:
@@ -176,7 +175,7 @@ class BlockPipeline:
                 self.ledger.remove(block)
 
     def drop(self) -> None:
-        """Forget all blocks that do not share yet, and that a request waited."""
+        """Forget all blocks that do not share yet, and earlier calls of :meth:`request_waits`."""
         self._waiting.clear()
         self._polls_to_measure = 0
         self._in_flight = None
@@ -214,7 +213,7 @@ class BlockPipeline:
         return blocks
 
     def _block(self, req: Request, candidate: Candidate, lender: Request) -> BlockProposal:
-        """A proposal for the current rows."""
+        """A proposal that refers to the current rows of both requests."""
         rows = _state_of(req).row, _state_of(lender).row
         return BlockProposal(req, candidate, self.block, rows[0], lender, rows[1])
 
@@ -252,8 +251,8 @@ class BlockPipeline:
                 self._refuse(block, refusal)
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
-        """Why the other accepted blocks forbid this one. None: they do not, and the block's positions
-        are joined with its source's."""
+        """Why other accepted blocks forbid ``block``. If they do not, joins its positions with its source's and
+        returns None."""
         merges, (row, lender_row) = _state_of(block.req).merges, block.rows
         pages = range(0, self.block, self.redirector.page)
         dst = [(row.number, block.dst_start + at) for at in pages]
@@ -265,13 +264,13 @@ class BlockPipeline:
         return None if merges.join(dst, src) else Refusal.SAME_SLOTS
 
     def _share(self, wanted: float) -> None:
-        """Redirect one batch of blocks, fewer once ``wanted`` slots came back."""
+        """Redirect one batch of blocks, which ends early once ``wanted`` slots became free."""
         for block, refusal in self.redirector.share(self.ledger, wanted):
             self._stats.blocks_missed += 1
             self._refuse(block, refusal)
 
     def _allows(self, block: BlockProposal) -> bool:
-        """Whether the rules allow the block; counts it if they refuse it."""
+        """Whether the rules allow the block. A refusal is counted."""
         refusal = self.redirector.refusal_of(block)
         if refusal is not None:
             self._refuse(block, refusal)
@@ -285,7 +284,7 @@ class BlockPipeline:
         if refusal is not Refusal.LATE:
             del state.candidates[block.dst_start]
         elif state.row is not None and state.row is block.row:
-            # The source has no row: the block waits for it.
+            # The request has its row, the source has none: the block waits for a row of the source.
             state.pending.append(candidate)
 
 

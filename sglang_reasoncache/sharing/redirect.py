@@ -35,9 +35,9 @@ class Redirected(NamedTuple):
 class Redirector:
     """Redirects blocks between two forwards. One per scheduler.
 
-    A forward in flight may still read the old slots. SGLang can hand them out at once, because only a
-    later forward on the same stream overwrites them. ``min_age``: tokens that a block must lie behind
-    the end of its response.
+    A forward in flight may still read the old slots. SGLang can hand these out at once, because only a later
+    forward on the same stream overwrites them. ``min_age``: fewest tokens between a block and the end of its
+    response.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Redirector:
 
     @property
     def within(self) -> int:
-        """Those of :attr:`saved` that rows save by naming one slot at several of their positions."""
+        """The part of :attr:`saved` that rows save by naming one slot at several of their own positions."""
         return sum(row.saved for row in self._allocator.rows.values())
 
     def row_of(self, req: Request) -> HostRow:
@@ -66,9 +66,9 @@ class Redirector:
         return self._allocator.row_of(req.kv.req_pool_idx)
 
     def share(self, ledger: Ledger, wanted: float) -> list[tuple[BlockProposal, Refusal]]:
-        """Take blocks from ``ledger``, the smallest distance first, and redirect them, until ``wanted``
-        slots came back or ``_MAX_BATCH`` is reached. Returns the taken blocks that cannot share any
-        more, and why. If this raises, no row or count has changed."""
+        """Take blocks from ``ledger``, the smallest distance first, and redirect them, until ``wanted`` slots
+        became free or ``_MAX_BATCH`` is reached. Returns the taken blocks that cannot share any more, and why.
+        If this raises, no row or count has changed."""
         done, refused = list[Redirected](), list[tuple[BlockProposal, Refusal]]()
         freed = moved = 0
         try:
@@ -103,8 +103,8 @@ class Redirector:
         return refusal_of(block, self._min_age, self.page)
 
     def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
-        """Why the slots of a block that the rules allow must not be shared now, or None. Its slots and
-        its source's must be located."""
+        """Why a block that the rules allow must not share now, because of its slots; or None. The slots of the
+        block and of its source must be located."""
         row, lender = block.rows
         read = range(block.src_start, block.src_end)
         if block.is_across:
@@ -117,9 +117,9 @@ class Redirector:
         return None if row.in_other_rows.isdisjoint(slots) else Refusal.ACROSS
 
     def prepare(self, done: Sequence[Redirected]) -> Callable[[], None]:
-        """Do all of the change that can fail. The returned function then writes the rows and moves the
+        """Do all work of the change that can fail. The returned function then writes the rows and moves the
         references."""
-        # A position may move twice: it gets its last slot, or after a failure its first one again.
+        # A position may move twice: ``new`` has its last slot; ``old`` its first, for use after a failure.
         new: dict[tuple[int, int], int] = {}
         old: dict[tuple[int, int], int] = {}
         lost, gained = list[int](), list[int]()

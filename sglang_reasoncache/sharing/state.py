@@ -16,7 +16,7 @@ _ATTRIBUTE = "_reasoncache_state"
 
 @dataclass(eq=False)
 class Candidate:
-    """A block of a response that may read the slots of another block, or does. It outlives rows.
+    """A block of a response that reads another block's slots, or may come to. It outlives rows.
 
     Attributes:
         dst_start, src_start: First positions of the block and of its source.
@@ -45,11 +45,11 @@ class PromptGroup:
 class Followed:
     """A request that the filter follows, until :meth:`close`.
 
-    The request is a member of ``group``, if it has one, while its row is complete.
+    While its row is complete, the request is a member of ``group``, if that is not None.
 
-    SGLang drops a request that is aborted while it waits to be scheduled again, and tells nobody. Then
-    the id is appended to ``orphans``, and the thread that feeds the filter closes it: the garbage
-    collector may run in any thread.
+    SGLang drops a request that is aborted while it waits to be scheduled again, and tells nobody. When such a
+    request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The thread that
+    feeds the filter then closes it.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Followed:
         self.join(True)
 
     def join(self, yes: bool) -> None:
-        """Join the group, as the row is complete; with False leave it, as the row is gone."""
+        """True: join the group, because the row is complete. False: leave it, because the row is gone."""
         if self.group is not None and self._dropped.alive:
             self._process.join(self.id, self.group.number if yes else -1)
 
@@ -77,13 +77,13 @@ class Followed:
             self._process.close(self.id)
 
     def abandon(self) -> None:
-        """The filter process ended and knows the request no more: there is nothing to close."""
+        """Do not close the request any more: the filter process that knew it has ended."""
         self._dropped.detach()
 
 
 @dataclass
 class RequestState(RowState):
-    """What the plugin knows of one request.
+    """What sharing and eviction store about one request.
 
     Attributes:
         followed: The filter's handle of the request. None: the filter does not follow it, because it
@@ -91,11 +91,11 @@ class RequestState(RowState):
         takes_part: False: the row is never touched, because the request opted out or is of a kind that
             cannot share (:func:`takes_part`).
         fed: Output tokens handed to the filter.
-        row: The row, once a poll has seen that all of it was computed. None before, and again after a
-            retraction.
+        row: The row, once a poll has seen that all of it was computed. None before that, and from a retraction
+            until the next such poll.
         candidates: Blocks that may share, or do, by ``dst_start``. They outlive a retraction.
-        pending: Candidates that wait to be measured: for the row, for the source's row, or until SGLang
-            may be short of slots.
+        pending: Candidates that wait to be measured, because the row or the source's row is missing, or because
+            SGLang has slots enough.
         redirected: Candidates that share in this row, in the order in which they began.
         merges: Sets of the positions of the group's rows, or of the request's row if it has no group.
     """
@@ -110,8 +110,8 @@ class RequestState(RowState):
     merges: Merges = field(default_factory=Merges)
 
     def claim(self, candidate: Candidate, length: int) -> bool:
-        """Add to ``candidates``. False, without adding, if another candidate has some of its positions.
-        ``length``: tokens of a block."""
+        """Add ``candidate`` to ``candidates``. Returns False, without adding, if another candidate has some of
+        its positions. ``length``: tokens of a block."""
         start = candidate.dst_start
         if any(at in self.candidates for at in range(start - length + 1, start + length)):
             return False
@@ -141,7 +141,7 @@ def is_running(req: Request) -> bool:
 
 
 def has_row(req: Request) -> bool:
-    """Whether the request runs and a poll has seen its row complete. Before that, after a retraction,
-    some positions may not even have slots."""
+    """Whether the request runs and a poll has seen its row complete. Between a retraction and that poll, some
+    positions may not even have slots."""
     state = state_of(req)
     return state is not None and state.row is not None and is_running(req)

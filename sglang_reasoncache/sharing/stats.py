@@ -20,12 +20,12 @@ class SharingStats(EvictionStats):
         shortages: Times SGLang had fewer slots than it wanted and nothing left to evict.
         blocks_missed: Blocks that the ledger counted but that could not share when they were needed.
         finished_positions: Positions of finished requests, prompts included.
-        finished_redirected: Of these, positions that named a slot which another position owns.
-        finished_evicted: Of these, evicted positions.
-        prompts_composed: Prompts (again after a retraction) made of documents that were cached.
-        documents_composed: Documents that they read.
-        tokens_composed: Tokens that were not computed because of that, base included.
-        tokens_repaired: Tokens of the documents that were computed again.
+        finished_redirected: The finished positions that named a slot which another position owns.
+        finished_evicted: The finished positions that were evicted.
+        prompts_composed: Prompts that were composed of cached documents, counted again after a retraction.
+        documents_composed: Documents that composed prompts read from the cache.
+        tokens_composed: Tokens that composed prompts did not compute, base included.
+        tokens_repaired: Tokens of the composed documents that were computed again.
         sum_saved: Slots that the running requests saved by sharing and eviction, added up over all polls.
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
@@ -90,8 +90,8 @@ class SharingStats(EvictionStats):
             self.sum_final_ratio += (redirected + evicted) / logical
 
     def composed(self, documents: int, tokens: int, repaired: int) -> None:
-        """Count a prompt that was composed of ``documents``, of which ``repaired`` tokens are computed
-        again and ``tokens`` not."""
+        """Count a prompt composed of ``documents``: ``tokens`` of it are not computed, base included, and
+        ``repaired`` tokens are computed again."""
         self.prompts_composed += 1
         self.documents_composed += documents
         self.tokens_composed += tokens

@@ -44,10 +44,10 @@ class RequestTracker:
         process: The scheduler's side of the filter. None: nothing is shared and no request is followed.
         ranks: All ranks take the same results at the same poll.
         markers: Tokens around the reasoning part. None: all output may share.
-        groups: Requests with the same prompt share with each other.
+        groups: Whether requests with the same prompt share with each other.
 
     Attributes:
-        in_groups: ``groups``.
+        in_groups: The argument ``groups``.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RequestTracker:
         self._requests: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
 
     def follow(self, req: Request) -> RequestState:
-        """The request's state. A new request gets one, and is followed if it may share."""
+        """The request's state, made if there is none. The filter then follows the request if it may share."""
         state = state_of(req)
         if state is not None:
             return state
@@ -85,9 +85,9 @@ class RequestTracker:
         return state
 
     def _group_of(self, req: Request) -> PromptGroup | None:
-        """The group of requests that the prefix tree would let read each other's prompt, compared
-        token by token. None for a request that is kept out of the prefix tree, or has documents, because
-        its KV depends on more than its tokens."""
+        """The group of requests with the same prompt, token by token, and equal keys of the prefix tree. None
+        without groups, and for a request that is kept out of the prefix tree or has documents, because its KV
+        depends on more than its tokens."""
         if not self.in_groups or req.skip_radix_cache_insert or marked(req):
             return None
         prompt = array("q", req.origin_input_ids).tobytes()
@@ -104,8 +104,8 @@ class RequestTracker:
         return source if source is not None and in_one_group(req, source) else None
 
     def describe_groups(self, most: int) -> list[dict[str, Any]]:
-        """JSON of groups with several running requests, at most ``most``, those first whose members read
-        most slots of each other."""
+        """JSON of at most ``most`` groups with several running requests. The groups whose members read the most
+        slots of each other come first."""
         members: dict[PromptGroup, list[tuple[Request, HostRow]]] = {}
         for req in list(self._requests.values()):
             state = state_of(req) if is_running(req) else None
@@ -141,7 +141,7 @@ class RequestTracker:
             state = self.follow(req)
             if state.followed is None:
                 continue
-            # The next forward writes the KV of the newest token.
+            # The newest token is left out, because the next forward writes its KV.
             ready = len(req.output_ids) - 1
             if ready > state.fed:
                 ids.append(state.followed.id)
@@ -199,7 +199,7 @@ class RequestTracker:
         self.stats.filter_given_up = int(process.given_up)
 
     def reset(self) -> None:
-        """The cache was flushed and the counts are 0. Restarts of the filter process still count."""
+        """Count restarts of the filter process again after a flush, which set all counts to 0."""
         if self._process is not None:
             self._shed_before = self._process.steps_shed
             self._count(self._process)

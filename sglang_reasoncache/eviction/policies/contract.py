@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types that an evicting policy reads. Neither SGLang nor ids of slots appear in them."""
+"""Types that an evicting policy reads. They contain no types of SGLang and no slot ids."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Layer(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of the positions from ``first`` on, as far as they were kept.
 
-        ``end``: before that one. None: all, with that of the forward in flight, if there is one.
+        ``end``: the position behind the last one read. None: read all, with the forward in flight's query.
 
         Returns fp32 ``[queries, heads, head_dim]`` after rotary embedding, their positions, int64
         ``[queries]``, and bool ``[queries]``: False where nothing was kept for that position.
         """
 
     def weights(self, first: int, end: int | None = None) -> torch.Tensor:
-        """fp32 ``[heads, held]``: softmax weights that the positions got from the queries of
-        :meth:`queries`, summed over these. A query gives nothing to later positions."""
+        """fp32 ``[heads, held]``: softmax weight of each held position, summed over the queries that
+        :meth:`queries` returns. A query gives nothing to later positions."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,9 @@ class View:
     def candidates(self, recent: int = 1) -> np.ndarray:
         """int64, ascending: positions that may be evicted, in whole pages.
 
-        They are owned and held. The ``recent`` newest positions are left out, at least 1, because the
-        next forward reads the newest slot to place its own. Positions that share a slot with one that
-        stays are left out, because evicting them frees nothing.
+        They are held, and not before ``owned``. The ``recent`` newest positions are left out, at least 1,
+        because the next forward reads the newest slot to place its own. A position that shares a slot with a
+        position that stays is left out, because evicting it frees nothing.
         """
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))

@@ -22,10 +22,10 @@ ALWAYS, SHORT = "always", "short"
 
 @dataclass(frozen=True)
 class Evictor:
-    """A policy scores positions (:meth:`scores`). Those of lowest score are evicted until the budget is met.
+    """A policy scores positions (:meth:`scores`). The lowest scores are evicted until the budget is met.
 
-    A policy keeps no state: its scores follow from its options and the view. Its fields are options of
-    ``--reasoncache-policy``. Exactly one of ``budget`` and ``share`` must be given.
+    A policy keeps no state: its scores follow from its options and the view. The fields of a policy are options
+    of ``--reasoncache-policy``. Exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
         budget: Slots that a request may take, prompt included. Positions that share a slot count once.
@@ -70,7 +70,7 @@ class Evictor:
             raise OptionError("when", f"one of {ALWAYS}, {SHORT}")
 
     def allowed(self, positions: int) -> int:
-        """Slots that a request with so many positions may take."""
+        """Slots that a request with this number of ``positions`` may take."""
         if self.share is not None:
             return math.ceil(self.share * positions)
         assert self.budget is not None, "one of the two is given"
@@ -85,9 +85,9 @@ class Evictor:
         return view.candidates(self.recent)
 
     def scores(self, view: View) -> torch.Tensor:
-        """How much each held position is worth: float ``[held]`` on any device. The lowest are evicted
-        first, of equal ones the oldest; NaN is evicted last. Each rank scores by its own heads, and
-        the ranks' scores are added up."""
+        """How much each held position is worth: float ``[held]`` on any device. The lowest scores are evicted
+        first, and the oldest position among equal scores; NaN is evicted last. Each rank scores by its own
+        heads, and the ranks' scores are added up."""
         raise NotImplementedError
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""H2O: heavy hitters stay."""
+"""H2O: keeps the heavy hitters, positions with the most attention in total."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,18 +10,18 @@ import torch
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
-#: Queries kept; totals grow about as often as so many were made.
+#: Queries kept. The totals are updated about once for this number of new queries.
 _WINDOW = 32
 
 
 @dataclass(frozen=True)
 class H2O(Evictor):
-    """H2O (Zhang et al., arXiv 2306.14048): the positions of the least total weight go. The paper
-    decides at every token.
+    """H2O (Zhang et al., arXiv 2306.14048) evicts the positions with the least total attention weight. The
+    paper decides at every token.
 
     Attributes:
-        recent_share: Of the budget, for the newest positions; at least ``recent`` of them.
-        prompt_queries: Queries at the end of what was computed last of a prompt that count; the
+        recent_share: Share of the budget for the newest positions; at least ``recent`` positions.
+        prompt_queries: How many of the last queries of the prompt count, as far as the prompt is computed; the
             paper adds up all of them.
     """
 
@@ -39,7 +39,7 @@ class H2O(Evictor):
         return view.candidates(max(self.recent, newest))
 
     def scores(self, view: View) -> torch.Tensor:
-        """The running total, with what the queries since then gave."""
+        """The running total, plus the weights by queries since the last scoring."""
         first = max(view.seen, min(view.prompt, view.written) - self.prompt_queries)
         total = view.mean(lambda layer: layer.weights(first, view.written))
         return total if view.earlier is None else total + view.earlier

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KeyDiff: keys unlike the others stay."""
+"""KeyDiff: keeps keys that are unlike the others."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ import torch
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 
-#: The paper guards its denominators and does not say with what.
+#: The paper guards its denominators with a constant that it does not give.
 _EPSILON = 1e-8
 
 
@@ -21,10 +21,10 @@ def similarity(keys: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KeyDiff(Evictor):
-    """KeyDiff (Park et al., arXiv 2504.15364): the keys most like the mean of all held keys go.
+    """KeyDiff (Park et al., arXiv 2504.15364) evicts the keys that are most like the mean of all held keys.
 
-    Keys are compared as cached, rotated; the paper leaves that open. The paper protects no recent
-    positions (``recent=1``), or 10 to 20% of the budget.
+    Keys are compared as cached, after rotation; the paper leaves open whether before or after. The paper
+    protects no recent positions (``recent=1``), or 10 to 20% of the budget.
     """
 
     def scores(self, view: View) -> torch.Tensor:

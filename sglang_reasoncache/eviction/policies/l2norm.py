@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""L2 norm: keys of low norm stay."""
+"""L2 norm: keeps keys of low norm."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 
 
 def relative_norms(keys: torch.Tensor) -> torch.Tensor:
-    """``[held, heads, head_dim]`` to ``[heads, held]``: norms over their mean in the head.
+    """``[held, heads, head_dim]`` to ``[heads, held]``: each key's norm over the mean norm of its head.
 
-    Within a head the order is the paper's; plain norms of different layers cannot be averaged.
+    Within a head this keeps the paper's order. Plain norms of different layers cannot be averaged.
     """
     norms = keys.norm(dim=-1)
     return (norms / norms.mean(dim=0).clamp_min(1e-12)).T
@@ -20,7 +20,7 @@ def relative_norms(keys: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class L2Norm(Evictor):
-    """Key norms (Devoto et al., arXiv 2406.11430): the largest keys go. Rotation changes no norm."""
+    """Key norms (Devoto et al., arXiv 2406.11430): evicts the largest keys. Rotation changes no norm."""
 
     def scores(self, view: View) -> torch.Tensor:
         return -view.mean(lambda layer: relative_norms(layer.stored()))

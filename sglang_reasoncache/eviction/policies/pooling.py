@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of neighbours taken together."""
+"""Pools the scores of neighbouring positions."""
 
 import torch
 from torch.nn import functional
 
 
 def pooled(weights: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """``max`` or ``avg`` of the ``kernel`` weights around each, so that what is kept hangs together.
-    Beyond the ends lie zeros; an even ``kernel`` reaches one further back than forth.
+    """``max`` or ``avg`` of the ``kernel`` weights around each position, so that neighbours stay together.
+    Zeros lie beyond the ends; an even ``kernel`` reaches one position further back than ahead.
 
     ``weights``: fp32 ``[held]``, none below 0, neighbours in the cache side by side.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random Attention: the prompt stays, of the rest a uniform sample."""
+"""Random Attention: keeps the prompt, and a uniform sample of the other positions."""
 
 from dataclasses import dataclass
 
@@ -12,18 +12,18 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
 @dataclass(frozen=True)
 class RandomAttention(Evictor):
-    """Random Attention (arXiv 2609.03430): reasoning tokens go uniformly at random, the prompt stays
-    (unless ``prompt=true``). The paper draws in each head, here a slot holds all heads.
+    """Random Attention (arXiv 2609.03430) evicts reasoning tokens uniformly at random; the prompt stays (unless
+    ``prompt=true``). The paper draws in each head; here a slot holds all heads.
 
-    Each slot draws a number once, from ``seed`` and the prompt; the lowest go first. So what is
-    left is a uniform sample of all that could go, however often the policy acted, and the same on
-    every rank and in every run.
+    Each slot draws a number once, from ``seed`` and the prompt, and the lowest numbers are evicted first. So
+    the positions that stay are a uniform sample of all that could be evicted, however often the policy acted,
+    and they are the same on every rank and in every run.
     """
 
     seed: int = bounded(0, 0, 2**63 - 1)
 
     def scores(self, view: View) -> torch.Tensor:
-        # The first numbers are the same however long the request gets.
+        # The first numbers do not change when the request gets longer.
         draws = np.random.default_rng((self.seed, view.seed)).random(view.written)
         # A page has the number of its first position: a mean of 16 would not be uniform.
         return torch.from_numpy(draws[view.first_readers // view.page * view.page])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""R-KV: what is looked at, and not said again."""
+"""R-KV: keeps positions that get attention and are not redundant."""
 
 from dataclasses import dataclass
 
@@ -15,11 +15,11 @@ _ELEMENTS = 1 << 20
 
 
 def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor:
-    """``[held, heads, head_dim]`` to ``[heads, held]``, the paper's R: a softmax over positions
-    of how similar the others are to each on average.
+    """The paper's R, ``[held, heads, head_dim]`` to ``[heads, held]``: a softmax over positions of each key's
+    mean cosine with the other keys.
 
-    Each key spares the newest of those whose cosine with it is above ``threshold``, sought
-    among the newest ``reach`` keys: one of several similar keys has to stay.
+    For each key, the newest key whose cosine with it is above ``threshold``, among the newest ``reach`` keys,
+    is spared this cosine: one of several similar keys has to stay.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
@@ -31,7 +31,7 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
     rows = max(1, _ELEMENTS // max(1, len(unit) * len(order)))
     for begin in range(0, count, rows):
         cosines = unit[:, begin : begin + rows] @ newest
-        # No key is like itself.
+        # A key's cosine with itself does not count.
         cosines.diagonal(begin - first, 1, 2).zero_()
         spared = ((cosines > threshold) * order).max(dim=-1, keepdim=True)
         saved = cosines.gather(-1, spared.indices) * (spared.values > 0)
@@ -41,18 +41,18 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
 
 @dataclass(frozen=True)
 class RKV(Evictor):
-    """R-KV (Cai et al., arXiv 2505.24133): the positions of lowest
-    ``mix * importance - (1 - mix) * redundancy`` go.
+    """R-KV (Cai et al., arXiv 2505.24133) evicts the positions with the lowest
+    ``mix * importance - (1 - mix) * redundancy``.
 
-    Importance is the mean weight by the newest ``alpha`` queries over all heads, then the maximum
-    of ``kernel`` neighbours. The paper compresses every 128 tokens and keeps the newest ``alpha``.
+    Importance is the mean attention weight by the newest ``alpha`` queries over all heads, then the maximum of
+    ``kernel`` neighbours. The paper compresses every 128 tokens and keeps the newest ``alpha``.
 
     Attributes:
         mix: The paper's lambda.
         alpha: Queries that count.
         kernel: Held positions whose weights are pooled.
         threshold: Cosine from which two keys count as similar.
-        reach: Newest held positions among which a key finds one like it; none in the paper,
+        reach: How many of the newest held positions are searched for a similar key; unbounded in the paper,
             which holds no more than its budget.
     """
 
@@ -69,7 +69,7 @@ class RKV(Evictor):
         return self.alpha
 
     def scores(self, view: View) -> torch.Tensor:
-        # That of the forward in flight is the newest one.
+        # The newest query is the one of the forward in flight.
         first = view.written + 1 - self.alpha
         weights = view.mean(lambda layer: layer.weights(first))
         # A query's weights sum to 1, so this divides by the number of queries.

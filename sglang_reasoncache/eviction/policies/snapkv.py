@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SnapKV: of the prompt stays what its end looks at."""
+"""SnapKV: keeps the positions of the prompt that the prompt's end attends to."""
 
 from dataclasses import dataclass
 
@@ -17,15 +17,15 @@ class SnapKV(Evictor):
     """SnapKV (Li et al., arXiv 2404.14469): brings the prompt down to the budget once it has been
     computed; the response stays.
 
-    Kept are the prompt's last ``window`` positions, and those with the highest weight by the newest
-    ``window`` queries, pooled over neighbours. A prompt in chunks is brought down after each.
+    The prompt's last ``window`` positions stay, and those with the highest attention weight by the newest
+    ``window`` queries, averaged over neighbours. A chunked prompt is brought down after each chunk.
 
     Attributes:
         window: Positions at the end of the prompt that stay, and queries that count.
-        kernel: Positions averaged.
+        kernel: Neighbouring positions that are averaged.
     """
 
-    # At once: later queries push those of the prompt out of the window.
+    # Acts at once, because later queries push the prompt's queries out of the window.
     slack: int = bounded(1, 0, 65_536)
     prompt: bool = True
     window: int = bounded(32, 1, 256)

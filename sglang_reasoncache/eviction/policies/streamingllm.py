@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""StreamingLLM: sinks and a window."""
+"""StreamingLLM: keeps the first positions (sinks) and a window of the newest."""
 
 import dataclasses
 import math
@@ -14,8 +14,8 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
 @dataclass(frozen=True)
 class StreamingLLM(Evictor):
-    """StreamingLLM (Xiao et al., arXiv 2309.17453): the oldest positions behind the sinks go.
-    Positions keep their numbers, where the paper counts anew within its cache.
+    """StreamingLLM (Xiao et al., arXiv 2309.17453) evicts the oldest positions behind the sinks. Positions keep
+    their numbers; the paper numbers them anew within its cache.
 
     Attributes:
         sinks: First positions of the request that stay. The prompt stays anyway.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TriAttention: what queries like the recent ones will look at."""
+"""TriAttention: keeps keys that queries like the recent ones will attend to."""
 
 from dataclasses import dataclass
 
@@ -14,18 +14,18 @@ class TriAttention(Evictor):
     """TriAttention (Mao et al., arXiv 2604.04921): before rotary embedding queries lie close to a
     centre, so the logits that a key will get from later queries follow from its position.
 
-    For frequency f of a head, with the mean query q, the key k, both complex before rotation, and a
-    distance D between them the paper's score is the trigonometric series
-    ``sum |q| |k| cos(w_f D + arg(q / k))``, averaged over distances up to those of queries 1, 2, 4,
-    ... ``reach`` positions ahead, plus ``sum (mean |query| - |q|) |k|`` for how far queries are from
-    their centre. Each head's scores are brought to mean 0 and deviation 1.
+    For frequency f of a head, the mean query q and the key k, both complex and before rotation, and a distance
+    D between them, the paper's score is the trigonometric series ``sum |q| |k| cos(w_f D + arg(q / k))``,
+    averaged over the distances of queries 1, 2, 4, ... ``reach`` positions ahead, plus
+    ``sum (mean |query| - |q|) |k|``, which accounts for how far queries are from their centre. Each head's
+    scores are brought to mean 0 and deviation 1.
 
-    The authors measure centres on other texts before; here they are the request's newest
-    ``window`` queries. They take the highest score of any head; here heads are averaged.
+    The authors measure centres beforehand on other texts; here a centre is the mean of the request's newest
+    ``window`` queries. They take the highest score of any head; here the heads' scores are averaged.
 
     Attributes:
-        window: Queries whose centre counts.
-        reach: Farthest query ahead, at most as far as the rotary table goes.
+        window: How many of the newest queries make up the centre.
+        reach: Distance to the farthest query ahead, at most the length of the rotary table.
     """
 
     slack: int = bounded(128, 0, 65_536)
@@ -49,9 +49,8 @@ class TriAttention(Evictor):
             count = kept.sum().clamp_min(1)
             centre = plain.sum(dim=0) / count
             spread = rotation.magnitudes(plain).sum(dim=0) / count - rotation.magnitudes(centre)
-            # The series is the product of keys as they are used with the centre, turned to where
-            # queries will be: sums over frequencies are dot products, so distances are averaged
-            # before.
+            # The series is the product of the used keys with the centre, rotated to where queries will be. It
+            # is linear in the rotated centre, so the centres for all distances are averaged before the product.
             last = min(self.reach, len(rotation.cos) - 1)
             steps = 2 ** torch.arange(last.bit_length(), device=centre.device)
             now = rotation.rotate(centre, torch.full_like(steps[0], view.written))

@@ -52,7 +52,7 @@ class Parser:
     argument is one digit or group, as TeX reads ``x^12``."""
 
     def __init__(self, tokens: list[Token], max_depth: int, latex: bool) -> None:
-        # A stack of tokens, the next one on top. At the bottom is one that ends every expression.
+        # A stack of tokens, the next one on top. The token at the bottom ends every expression.
         self._left: list[Token] = [("close", ""), *reversed(tokens)]
         self._max_depth, self._latex = max_depth, latex
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the structure signature of a step, and compares two. SymPy and zss are imported on first use,
-because they take half a second to load and only the filter process needs them."""
+"""Computes the structure signature of a step, and compares two signatures. SymPy and zss are imported on first
+use, because they take half a second to load and only the filter process needs them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def same_structure(a: Signature, b: Signature, tolerance: int = 0, limits: Limit
         return False
     if a.content is None or b.content is None:
         return True
-    # Fast: SymPy keeps hashes, and different content mostly has different ones.
+    # Hashes first, which is fast: SymPy keeps them, and different content mostly has different hashes.
     if hash(a.content) == hash(b.content) and a.content == b.content:
         return True
     return tolerance > 0 and _is_near(a.content, b.content, tolerance, limits.max_edit_nodes)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF001 - mathematical signs look alike on purpose
-"""Finds what is formal in a step, as tokens with one label for each sign.
+"""Extracts what is formal in a step as tokens. All spellings of a sign get the same label.
 
 Most models write mathematics without mark-up ("so x + 1 = 2"), so this module decides for every word of
-plain text whether it is formal. In case of doubt it is: the worst result is that a block is not shared.
+plain text whether it is formal. In doubt a word counts as formal: at worst, a block is not shared.
 
 * Numbers, scripts, LaTeX commands, mathematical signs and *names* count. Names: single letters, up
   to six capitals, functions, words that touch a digit, script or bracket (3rd, h_1, f(x)).
@@ -81,8 +81,8 @@ _SCANNER = re.compile(
     r"|[A-Za-z]+|.|$))|(?P<newline>\n)|(?P<other>\S)",
     re.DOTALL,
 )
-# Where a part fails to end, no other of its kind begins inside, so matching is linear. An open fence
-# reaches to the end. Dollars as Pandoc reads them: no space inside of them, no digit behind.
+# If a part does not end, no other part of its kind begins inside it, so matching is linear. An open fence
+# reaches to the end of the text. Dollars are read as by Pandoc: no space just inside, no digit behind.
 _REGION = re.compile(
     r"```(?:[ \t]*+\S*+[ \t\r]*+\n)?(?P<code>.*?)(?:```|\Z)|`(?P<code1>[^`\n]+)`"
     r"|\\\[(?P<latex>(?:[^\\]|\\[^][])*+)\\\]|\\\((?P<latex1>(?:[^\\]|\\[^()])*+)\\\)"
@@ -150,10 +150,10 @@ def _read(pieces: Iterable[Token]) -> Iterator[Token]:
 
 
 def _formal(pieces: list[Token]) -> Iterator[Token]:
-    """The pieces of plain text, with a comma in place of each that is not formal."""
+    """The pieces of plain text, with a comma in place of each piece that is not formal."""
     near = [("", ""), *pieces, ("", "")]
     for i in range(1, len(near) - 1):
-        # "word - a better way": the article makes no difference of the dash.
+        # In "word - a better way" the article does not make the dash a minus sign.
         is_sign = near[i - 1][0] in _OPERANDS or near[i + 1][0] in _BESIDE
         if near[i][1] in _WEAK and not is_sign:
             near[i] = "other", near[i][1]
