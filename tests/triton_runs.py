@@ -37,7 +37,7 @@ if INTERPRETED:
         return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
 
     def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        """Triton's own looks for builtins anew at every call in a kernel, half of the time; caches them."""
+        """Caches a module's builtins: Triton looks for them at every call in a kernel, half of the time."""
         for name in _builtins(module):
             if is_builtin(member := getattr(module, name)):
                 interpreter._patch_attr(module, name, member, builder, scope)

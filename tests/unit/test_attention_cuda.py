@@ -239,7 +239,7 @@ def chosen(
 
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_asks_for_our_kernels(positions: str) -> None:
-    """Without such a policy SGLang's backend stays; different backends for prefill and decode also leave it."""
+    """Without such a policy SGLang's backend stays; two backends, one for each phase, are refused later."""
     runner = Rig(shifted=0.0).runner
     runner.prefill_attention_backend_str = "triton"
 
