@@ -418,7 +418,7 @@ def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
     stopped = []
     for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):
         assert free == other_free, site
-        # Only a failure before the last reduction can stop the other rank.
+        # A failure after the last reduction stops neither rank.
         assert (well is None) == (failed is None), site
         assert well in (None, "another tensor-parallel rank failed"), site
         if not site.file.startswith("cache"):  # a late failure to publish has no reduction behind it

@@ -216,7 +216,7 @@ def test_polls_the_requests_now_and_then() -> None:
 def test_ratios_of_the_endpoint() -> None:
     names = ("finished_redirected", "finished_positions", "finished_evicted")
     for finished, affected, final in (
-        # ``final_saving_ratio`` weighs tokens or requests unlike ``affected_ratio``.
+        # ``affected_ratio`` is over tokens, ``final_saving_ratio`` is a mean over requests.
         ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
         # Evicted positions count as saved.
         ([(10, 100, 30)], 0.4, 0.4),
