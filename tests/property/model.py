@@ -163,7 +163,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Blocks of the ledger may share since the last call; which, is not for the model to say."""
+        """Notes ledger blocks that began to share; reads them from the state, as the model cannot know them."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:

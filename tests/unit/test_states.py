@@ -76,7 +76,7 @@ class States(World):
         self.set_state(slot, kv.kv_committed_len)
 
     def cached(self, tokens: list[int]) -> int:
-        """Positions of ``tokens`` that a new request gets; its state has seen as many."""
+        """Number of ``tokens`` that a new request finds cached; checks that its state has seen as many."""
         req = self.request("again", [*tokens, 1])
         req.init_next_round_input(self.tree)
         found = req.prefix_len
