@@ -111,7 +111,7 @@ def llama2() -> PreTrainedTokenizerFast:
 _MAKERS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(_byte_level, pattern) for name, pattern in _BYTE_LEVEL.items()},
     "llama2": llama2,
-    # The word-level tokenizer of the embedded reasoner; it knows some 130 words.
+    # The word-level tokenizer of the embedded reasoner, with about 130 words.
     "embedded": lambda: AutoTokenizer.from_pretrained(CHECKPOINT),
 }
 NAMES = list(_MAKERS)

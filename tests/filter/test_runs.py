@@ -55,7 +55,7 @@ def test_runs_are_those_of_brute_force(
         else:
             at += page
     if newest:
-        # Sources are equal or do not overlap.
+        # Earlier blocks are equal or do not overlap.
         starts = sorted({earlier for _, earlier in found})
         assert all(b - a >= block for a, b in itertools.pairwise(starts))
     else:

@@ -26,8 +26,8 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-#: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products of any dtype, and where
-#: source keys were rotated in fp32.
+#: Relative tolerances of sums in fp32 over up to 19 * 8 * 256 products of any dtype, the second one for
+#: source keys that were rotated in fp32.
 SUM, TURNED_SUM = 3e-6, 1e-5
 
 

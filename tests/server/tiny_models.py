@@ -66,7 +66,7 @@ _LATENT: dict[str, Any] = dict(
         mscale_all_dim=0.5,
     ),
 )
-#: Every second layer sees all positions, the others ``sliding_window`` positions.
+#: Every second layer sees all positions, the others ``sliding_window``. OLMo 3 has its checkpoints' fields.
 _WINDOW: dict[str, Any] = dict(
     num_hidden_layers=4,
     head_dim=16,
