@@ -421,7 +421,7 @@ def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
         # A failure after the last reduction stops neither rank.
         assert (well is None) == (failed is None), site
         assert well in (None, "another tensor-parallel rank failed"), site
-        if not site.file.startswith("cache"):  # a late failure to publish has no reduction behind it
+        if not site.file.startswith("cache"):  # no reduction follows a late failure to publish
             stopped.append(well is not None)
     assert sum(stopped) > len(stopped) * 0.8 > 10
 
