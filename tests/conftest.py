@@ -22,17 +22,17 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let a terminated run still end its servers: SIGTERM unwinds like Ctrl-C. Two thirds of a
-    server's start are imports: its processes are forked, but where a spec says otherwise."""
+    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Forks server
+    processes unless a spec says otherwise: two thirds of a server's start would be imports."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["REASONCACHE_FORK"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark server tests and keep those of one server, the parameter ``server`` or ``spec``, together,
-    so that it starts once. They run last; under pytest-xdist first, a group to a worker, then what is
-    marked ``slow``, so that no worker is left with a long one at the end."""
+    """Marks server tests and sorts them by server (parameter ``server`` or ``spec``), so that each server
+    starts once. Server tests run last. Under pytest-xdist they run first, each group on one worker, and
+    tests marked ``slow`` run next, so that no worker is left with a long test at the end."""
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         spec = params.get("server", params.get("spec"))
         if spec and spec.long:
             item.add_marker(pytest.mark.long)
-        # Tests without a fixed server stay together after their module's others.
+        # Server tests without a spec are grouped by their file.
         name = spec.name if spec else item.path.name
         group = f"group {spec.group or name}" if spec else name
         if parallel:
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """A failure at once, to the file descriptor REASONCACHE_FAILURES: a run that takes too long is
-    ended by a signal, and then pytest shows none. Under pytest-xdist the controller does."""
+    """Writes each failure at once to the file descriptor REASONCACHE_FAILURES: pytest shows no failures
+    if a signal ends a run that takes too long. Under pytest-xdist only the controller writes."""
     to = os.environ.get("REASONCACHE_FAILURES")
     if to and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         lines = report.longreprtext.splitlines()[-25:]
@@ -68,7 +68,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Uninitialized memory reads as NaN, so that nothing is left unwritten unnoticed."""
+    """Makes uninitialized memory read as NaN, so that a test sees what was left unwritten."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -79,7 +79,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def few_objects() -> Iterator[None]:
-    """Collecting garbage, a second of it, need not look at all that was imported."""
+    """Exempts all imported objects from garbage collection, which would take a second each time."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -96,7 +96,7 @@ def model_path() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model_path: Path) -> Any:
-    """Tokenizer and model, fp32, of a loop whose attention can be masked."""
+    """Tokenizer and fp32 Hugging Face model, whose attention a test can mask."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -108,7 +108,7 @@ def reference(model_path: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """Every test's servers; REASONCACHE_TEST_SERVERS (default 2) stay alive at once."""
+    """The servers of all tests; at most REASONCACHE_TEST_SERVERS (default 2) are alive at once."""
     # Imported here so that unit tests need no server dependencies.
     from tests.server.harness import ServerPool
 
@@ -146,7 +146,7 @@ def published_config() -> Iterator[None]:
 
 @pytest.fixture
 def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's rotary module asks for a CUDA kernel elsewhere than on a platform like ours."""
+    """Runs SGLang's rotary module on our platform: on others it would ask for a CUDA kernel."""
     from sglang.srt.layers.rotary_embedding import base
 
     from sglang_reasoncache.cpu_platform import TorchCpuPlatform

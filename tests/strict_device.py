@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for a CUDA device: tensors that say ``cuda:0``, lie in host memory, and are as strict.
+"""A stand-in for a CUDA device: tensors that report ``cuda:0``, lie in host memory, and are as strict.
 
-What CUDA forbids raises RuntimeError or TypeError. Inside :func:`no_wait` so does what waits for
-the device, more than ``torch.cuda.set_sync_debug_mode("error")`` sees. PyTorch's own ways to have a
-device without one (fake tensors, PrivateUse1) hold no numbers, or do not say ``cuda``."""
+Operations that CUDA forbids raise RuntimeError or TypeError. Inside :func:`no_wait`, operations that
+wait for the device raise too, more of them than ``torch.cuda.set_sync_debug_mode("error")`` sees.
+PyTorch's own device stand-ins (fake tensors, PrivateUse1) hold no numbers, or do not report ``cuda``."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
 CUDA = torch.device("cuda", 0)
-#: Of a device tensor, what gives the host its numbers, or moves it there.
+#: Functions that give the host the numbers of a device tensor, or move the tensor there.
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _READS |= {"__repr__", "__format__", "__complex__"}
 _NUMPY = {"numpy", "__array__", "__array_wrap__", "__dlpack__"}
 _MOVES = {"to", "cpu", "cuda", "type_as"}
-#: Factories that read Python numbers; on a device they copy them from pageable memory.
+#: Factories that read Python numbers; for a device they copy the numbers from pageable memory.
 _FROM_HOST = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
 _INDEX = torch.ops.aten.index.Tensor
 _INDEXING = (
@@ -37,7 +37,7 @@ _INDEXING = (
 
 
 class WouldWait(RuntimeError):
-    """The host would have to know what is in a tensor; the message names the operator."""
+    """The host would have to wait for the content of a tensor; the message names the operator."""
 
 
 class Refused(TorchDispatchMode):
@@ -47,7 +47,7 @@ class Refused(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Whether the host knows the shape all the same.
+        # Whether the host knows the shape of the result all the same.
         sized = func is _INDEX or kwargs.get("output_size") is not None
         waits = torch.Tag.data_dependent_output in func.tags or (
             torch.Tag.dynamic_output_shape in func.tags and not sized
@@ -61,7 +61,7 @@ class Refused(TorchDispatchMode):
 
 
 class DeviceTensor(Tensor):
-    """Plain memory of the host that says otherwise."""
+    """A tensor in plain host memory that reports ``cuda:0``."""
 
     device = property(lambda self: CUDA)  # type: ignore[assignment]
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
@@ -73,7 +73,7 @@ class DeviceTensor(Tensor):
 
 
 def on_device(value: Any) -> Any:
-    """The same memory as a device tensor; in lists too. Others stay as they are."""
+    """Turns tensors, also in lists, into device tensors of the same memory; other values stay."""
     return tree_map(_on_device, value)
 
 
@@ -82,7 +82,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Event:
-    """Like those of CUDA: what is queued before it is done when it says so, the second time."""
+    """Like a CUDA event. Its second query after a record says that it is done, and finishes the queue."""
 
     def __init__(self, device: "StrictDevice") -> None:
         self._device, self._asked = device, False
@@ -101,12 +101,12 @@ class _Event:
 
 
 class StrictDevice(TorchFunctionMode):
-    """Copies to the host arrive when the device is :meth:`finish`'ed; before, the host reads rubbish."""
+    """Copies to the host arrive at :meth:`finish`; until then the host reads rubbish."""
 
     def __init__(self) -> None:
         super().__init__()
         self.strict = 0
-        # Storages stay, so that no other one gets the address.
+        # Keeps pinned storages alive, so that no other storage gets an address of theirs.
         self._pinned: dict[int, Any] = {}
         self._queued: list[Callable[[], object]] = []
 
@@ -127,7 +127,7 @@ class StrictDevice(TorchFunctionMode):
                 done()
 
     def _copied(self, host: Tensor, source: Tensor, what: str, non_blocking: bool) -> None:
-        """To the host. Copies arrive in order, as they leave."""
+        """Copies to the host; copies that do not block are queued, and arrive in order."""
         if not (non_blocking and self.is_pinned(host)):
             self.waits(what)
             host.copy_(source)
@@ -200,7 +200,7 @@ class StrictDevice(TorchFunctionMode):
         return tree_map(_on_device, found) if device else found
 
     def _check_indices(self, name: str, args: Any, tensors: list[Tensor]) -> None:
-        """No host tensor among those of a device, but for numbers; indices are copied there."""
+        """Refuses host tensors, but for scalars, among device tensors; host indices are a waiting copy."""
         indexing = name in ("__getitem__", "__setitem__", "index_put_", "index_put")
         here = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim()]
         if indexing and not isinstance(args[0], DeviceTensor):
@@ -238,7 +238,7 @@ class StrictDevice(TorchFunctionMode):
             self._sent(source, f"{name} from the host", non_blocking)
         found = source.to(*kept, **{"copy": True, **kwargs} if there != was else kwargs)
         if was and not there:
-            # PyTorch pins the target of a copy that does not block.
+            # PyTorch pins the target of a non-blocking copy.
             target = torch.empty_like(found)
             target = self._pin(target) if non_blocking else target
             self._copied(target, found.as_subclass(Tensor), f"{name} to the host", non_blocking)
@@ -267,7 +267,7 @@ def _on_device(value: Any) -> Any:
 
 @contextlib.contextmanager
 def strict_device() -> Iterator[StrictDevice]:
-    """``cuda`` means the stand-in in here."""
+    """Inside this context ``cuda`` means the stand-in."""
     device = StrictDevice()
     stream = SimpleNamespace(
         wait_stream=lambda _: None,
@@ -286,7 +286,7 @@ def strict_device() -> Iterator[StrictDevice]:
     run = GridExecutor.__call__
 
     def launch(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        """Under Triton's interpreter, in place."""
+        """Runs a kernel under Triton's interpreter, on the tensors' own host memory."""
         with torch._C.DisableTorchFunction():
             return run(kernel, *map(_plain, args), **{k: _plain(v) for k, v in kwargs.items()})
 
@@ -300,7 +300,7 @@ def strict_device() -> Iterator[StrictDevice]:
 
 @contextlib.contextmanager
 def no_wait() -> Iterator[None]:
-    """In here, what waits for the device raises RuntimeError: the stand-in, or a real one."""
+    """Inside this context waiting for the device, stand-in or real, raises RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -310,6 +310,6 @@ def no_wait() -> Iterator[None]:
 
 
 def guarded(owner: Any, *names: str) -> None:
-    """Calls of these methods must not wait, whoever calls them."""
+    """Wraps these methods in :func:`no_wait`, whoever calls them."""
     for name in names:
         setattr(owner, name, no_wait()(getattr(owner, name)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, refusals and the switch, through SGLang's own argument parser."""
+"""Flags, their refusals and the switch that enables the plugin, through SGLang's own parser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _server_args(**fields: object) -> Any:
-    """SGLang's record with its own defaults but for ``fields``, none of which it checks."""
+    """SGLang's ``ServerArgs`` with its defaults except for ``fields``, which SGLang does not check here."""
     record = compat.ServerArgs(model_path="unused")
     for name, value in fields.items():
         assert hasattr(record, name)
@@ -37,7 +37,7 @@ def _server_args(**fields: object) -> Any:
 
 
 def _config(*argv: str) -> ReasonCacheConfig:
-    """What the words on a command line come to, the record of SGLang aside."""
+    """The configuration that the words of a command line give."""
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "attach", lambda _record, _enabled, given: found.update(given))
@@ -47,7 +47,7 @@ def _config(*argv: str) -> ReasonCacheConfig:
 
 
 def _examples(name: str) -> tuple[Any, list[Any]]:
-    """A value of a setting that is not its default, and values that are refused."""
+    """For a setting, a valid value other than its default, and values that are refused."""
     field, kind = SETTINGS[name], type_of(name)
     if field.metadata["choices"]:
         return next(each for each in field.metadata["choices"] if each != field.default), ["other"]
@@ -64,7 +64,7 @@ def _examples(name: str) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_can_be_typed(name: str) -> None:
-    """Also as a keyword of ``sglang.Engine``."""
+    """Every setting can be given on a command line and as a keyword of ``sglang.Engine``."""
     value, _ = _examples(name)
     values = {name: value, **({} if name in ("match", "scope") else {"match": "steps"})}
     typed = _config(*arguments_of(values))
@@ -111,7 +111,7 @@ def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> No
 
 
 def test_messages_name_flags_that_can_be_typed() -> None:
-    """A setting without a flag is named as it is given."""
+    """A message names a setting without a flag in the way in which an operator gives it."""
     known = {flag_of(name) for name in FLAGS} | {SET}
     for file in Path(arguments.__file__).parent.rglob("*.py"):
         named = set(re.findall(r"--reasoncache-[a-z-]*[a-z]", file.read_text()))
@@ -130,7 +130,7 @@ def test_engine_keywords_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_settings_document_is_made_from_the_class() -> None:
-    """``python -m tools.settings_table > docs/settings.md``."""
+    """``python -m tools.settings_table > docs/settings.md`` writes the document."""
     document = Path(__file__).parent.parent / "docs" / "settings.md"
     assert document.read_text() == "\n".join(settings_table.lines()) + "\n"
 
@@ -153,7 +153,7 @@ def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the operator insists."""
+    """An untested version is refused unless the operator allows it."""
     monkeypatch.setattr(compat, "installed_version", lambda: "0.4.0")
     message = "found 0.4.0; pass --reasoncache-set allow_untested_sglang=true"
     with pytest.raises(ValueError, match=message):
@@ -162,7 +162,7 @@ def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 def _python(*argv: str, platform: str = "reasoncache_cpu") -> subprocess.CompletedProcess[str]:
-    """Run on a platform, ours for the CPU, sharing not switched on by a parent."""
+    """Runs Python on ``platform`` without a GPU, and without the switch that a parent may have set."""
     env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
     env |= {"SGLANG_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
@@ -203,8 +203,8 @@ print("attention:", *base.attention_backends_of(base.resolving_view(args)))
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
-    """Without the flag only flags are hooked. The flag alone takes attention whose keys are corrected,
-    up to SGLang's resolution; ``test_attention_cuda.py`` has the branches."""
+    """Without our flag only argument parsing is hooked. With our flag alone, SGLang's resolution ends
+    at FlashInfer, where keys are corrected; ``test_attention_cuda.py`` tests the other cases."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: flashinfer flashinfer" in done.stdout, done.stderr

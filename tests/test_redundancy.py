@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.redundancy`` on responses made here, some of them not what they should be."""
+"""``python -m eval.redundancy`` on made-up responses, some of them broken."""
 
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,9 @@ OTHER = "nothing here looks like that"
 
 
 def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """Cells of the table by the name of a line."""
+    """Runs the program; returns the name of each table row -> its cells."""
     out, traces = tmp_path / "out", write_rows(tmp_path / "traces.jsonl", *rows)
-    # As some programs leave the last line.
+    # Without a newline at the end, as some programs write files.
     traces.write_text(traces.read_text(encoding="utf-8").removesuffix("\n"), encoding="utf-8")
     command.run(Options, work, [str(traces), "--out", str(out), *options])
     lines = (out / "redundancy.md").read_text().splitlines()
@@ -29,10 +29,10 @@ def test_counts_by_hand(tmp_path: Path) -> None:
     """Five steps: new, new, copy of the first, half as long again, copy of the second."""
     response = "\n\n".join([STEP, OTHER, STEP, f"{STEP} {STEP}", OTHER])
     found = run(tmp_path, {"dataset": "made", "response": response})["made"]
-    # 78 tokens. Twice the same words have cosine 1 and half the length.
+    # 78 tokens. A step repeated within a step has cosine 1 and twice the length.
     assert found[:3] == ["1", "15.6", "50.0%"]
-    # With the two newlines behind it the first copy has 17 tokens; the second one has 5. No block is old
-    # enough for the default rule.
+    # With its two newlines the first copy has 17 tokens; the second copy has 5. No block is old enough
+    # for the default rule.
     ends = [f"{shared / 78:.1%}" for shared in (0, 4 * 4 + 4, 2 * 8, 16)]
     assert [cell.partition(" / ")[0] for cell in found[3:]] == ends
     assert 0 < float(found[4].partition(" / ")[2][:-1]) < 100 * 20 / 78
@@ -78,7 +78,7 @@ def test_nothing_to_measure_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_real_tokenizer(tmp_path: Path, model_path: Path) -> None:
-    """The embedded reasoner's, whose blank line is one token."""
+    """Uses the embedded reasoner's tokenizer, in which a blank line is one token."""
     step = "so we know which line gives us the value of it"
     row, options = {"response": f"{step} .\n\n{step} .\n\n"}, ("--tokenizer", str(model_path))
     assert run(tmp_path, row, options=options)["traces"][2] == "100.0%"

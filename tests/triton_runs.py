@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where Triton tests run: on a GPU if there is one, else under Triton's interpreter.
 
-The interpreter replaces Triton as a whole when it is imported, so interpreted tests
+Once imported, the interpreter replaces all of Triton, so interpreted tests
 run in a process of their own, which runs their file again.
 """
 
@@ -37,7 +37,7 @@ if INTERPRETED:
         return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
 
     def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        """Triton's, which looks for them anew at every call within a kernel: half of the time."""
+        """Caches a module's builtins: Triton looks for them at every call in a kernel, half of the time."""
         for name in _builtins(module):
             if is_builtin(member := getattr(module, name)):
                 interpreter._patch_attr(module, name, member, builder, scope)
@@ -58,7 +58,7 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
     )
 
 
-#: Importing SGLang takes its seconds: tests of these files run beside those of another one.
+#: File -> files whose tests run in its process: importing SGLang takes seconds in each process.
 _BESIDE = {
     "test_attention": [
         f"tests/kernels/test_{name}.py" for name in ("attention_triton", "distance", "plan")
@@ -70,7 +70,7 @@ _BESIDE = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
-    """The tests of the file that imports this pass interpreted too, and there are some."""
+    """Tests of the importing file, of which there must be some, also pass under the interpreter."""
     files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
     done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -78,7 +78,7 @@ def test_interpreted(request: pytest.FixtureRequest) -> None:
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:
-    """On the device, strides and distance from an aligned address included."""
+    """Copies a tensor to the device, with its strides and its offset from an aligned address."""
     if DEVICE == "cpu":
         return tensor
     storage = tensor.untyped_storage().to(device=DEVICE)
@@ -87,7 +87,7 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shrink_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles and programs for short rows; the interpreter takes 10 ms for an idle one."""
+    """Makes short rows take several tiles, in few programs: the interpreter takes 10 ms for an idle one."""
     for name, value in _SMALL.items():
         monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
 

@@ -20,7 +20,7 @@ def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) ->
 
 
 def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) -> list[Any]:
-    """What ``work(rank, group)``, a function of a module, returns on either, within ``seconds``."""
+    """Results of ``work(rank, group)``, a module-level function, on both ranks, each within ``seconds``."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     arguments = str(folder / "meet"), answers, work
@@ -37,7 +37,7 @@ def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) 
 
 
 def in_two_threads(work: Callable[[int, Any], Any]) -> list[Any]:
-    """What ``work(rank, group)`` returns on either rank."""
+    """Results of ``work(rank, group)`` on both ranks."""
     store = torch.distributed.HashStore()
 
     def run(rank: int) -> Any:

@@ -20,14 +20,14 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
 from sglang_reasoncache.plugin import attention
 
-#: Of a class Python parses the whole file each time.
+#: Cached: for each class Python would parse its whole file again.
 _source = functools.cache(inspect.getsource)
 STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
 STOCK_OF_LATENT = STOCK | {"flashinfer": "FlashInferMLAAttnBackend"}
 
 
 def _accepts(target: Any, parameters: str) -> bool:
-    """Whether its parameters are these; those before ``...`` where it ends ``parameters``."""
+    """Whether ``target`` has these ``parameters``; if they end in ``...``, whether it begins with them."""
     target = pkgutil.resolve_name(target) if isinstance(target, str) else target
     found = list(inspect.signature(target).parameters)
     first, more, _ = parameters.partition(" ...")
@@ -41,7 +41,7 @@ def test_name_exists(name: str) -> None:
 
 _ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
 _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
-#: Parameters our hooks are called with; ``...``: more may follow, or what they are called with has names.
+#: Parameters of each hook target; ``...``: more may follow, or SGLang passes the others by name.
 HOOKS = {
     "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
     "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
@@ -55,7 +55,7 @@ HOOKS = {
 
 
 def test_version_and_hook_target_signatures() -> None:
-    """``last_loc`` hands all arguments on to SGLang's torch version."""
+    """The hook ``last_loc`` passes its arguments to ``get_last_loc_torch``, which must take the same."""
     assert compat.installed_version() in compat.SUPPORTED_SGLANG
     targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
     targets |= compat.FRONTEND_HOOK_TARGETS
@@ -77,7 +77,7 @@ def _ours() -> Iterator[type]:
 
 
 def _overrides() -> Iterator[tuple[Any, Any]]:
-    """Methods of ours with those of SGLang that they stand in front of."""
+    """Pairs of a method of ours and the method of SGLang that it overrides."""
     for cls in _ours():
         stock = [base for base in cls.__mro__ if base.__module__.startswith("sglang.")]
         for base in cls.__mro__ if stock else ():
@@ -91,7 +91,7 @@ OVERRIDES = sorted(set(_overrides()), key=lambda pair: (pair[0].__qualname__, pa
 
 @pytest.mark.parametrize(("ours", "theirs"), OVERRIDES, ids=lambda method: method.__qualname__)
 def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any) -> None:
-    """Parameters have SGLang's names and order; ours may take some without a name."""
+    """Our parameters have SGLang's names and order; ``*args`` or ``**kwargs`` may stand for the rest."""
     found = inspect.signature(ours).parameters.values()
     named = [p for p in found if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     in_order = [p.name for p in named if p.kind is not p.KEYWORD_ONLY]
@@ -169,7 +169,7 @@ def test_fields_exist() -> None:
 
 
 def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
-    """Graph preparation goes through the three methods we stand in front of, and no other."""
+    """SGLang's backends prepare graphs only in the three methods that we override."""
     assert set(STOCK) == set(compat.CUDA_BACKENDS)
     base = pkgutil.resolve_name("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
     for stock in map(compat.resolve, {*STOCK.values(), *STOCK_OF_LATENT.values()}):
@@ -221,7 +221,7 @@ def test_every_protocol_has_a_class() -> None:
     ("protocol", "attribute"), ATTRIBUTES, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_attribute_exists(protocol: type, attribute: str) -> None:
-    """Set by the class, by one it inherits from, or declared there."""
+    """The class or one of its bases sets the attribute, or declares it."""
     found = pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}")
     assigned = re.compile(rf"\bself\.{attribute}\b[^=\n]*(:[^=\n]+)?=[^=]")
     assert hasattr(found, attribute) or any(

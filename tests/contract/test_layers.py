@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's rooms import downward only, those of one layer not in a circle."""
+"""The package's rooms import only from layers below or their own, and never in a circle."""
 
 import ast
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 
 import sglang_reasoncache
 
-#: From the ground up.
+#: The rooms of each layer, lowest layer first.
 LAYERS = (
     ("arguments", "platform", "policy_options"), ("compat",), ("custom_params",),
     ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
@@ -47,7 +47,7 @@ def test_no_import_runs_upward(file: Path) -> None:
 
 
 def test_rooms_import_in_no_circle() -> None:
-    """Within a layer, take away rooms that import none of the others until none is left."""
+    """Removes rooms that import no remaining room, again and again: in the end no room may be left."""
     needs: dict[str, set[str]] = {room: set() for room in LAYER}
     for file in FILES:
         room = room_of(file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP peer that answers chat completions, the server of a run that speaks for it, and rows."""
+"""An HTTP peer that answers chat completions, a ``Server`` in front of it, and makers of test records."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def answer(text: str, finish_reason: str = "stop") -> bytes:
 
 
 def ask_all(url: str, model: str, requests: Sequence[Request]) -> list[Response]:
-    """Responses to requests sent all at once, in their order; none is retried."""
+    """Sends all requests at once, without retries; returns the responses in the order of the requests."""
     ended: list[Response] = []
     asyncio.run(send_all(url, model, requests, ended.append, 600.0))
     found = {response.problem_id: response for response in ended}
@@ -49,20 +49,20 @@ def ask_all(url: str, model: str, requests: Sequence[Request]) -> list[Response]
 
 
 class Peer(ThreadingHTTPServer):
-    """Sends each request the next script; the last one again and again. A context manager."""
+    """Answers each request with the next script, and repeats the last script. A context manager."""
 
     request_queue_size = 256  # the requests of a run all come at once
 
     def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
-        self.bodies: list[dict[str, Any]] = []  # of the requests, in order of arrival
+        self.bodies: list[dict[str, Any]] = []  # request bodies, in order of arrival
         self.scripts = scripts or (answer("a"),)
-        self.open = self.most_open = 0  # requests at once
+        self.open = self.most_open = 0  # requests in flight now, and the most so far
         self.pause, self.endless, self.lock = pause, endless, threading.Lock()
 
     def __enter__(self) -> Self:
-        # Half a second, the default, is how long each end would take.
+        # Polls every 10 ms: with the default, shutdown would take half a second.
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
@@ -94,10 +94,10 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class PeerServer(Server):
-    """A peer as what a cell is measured on; faults can be had on demand."""
+    """The server that a cell is measured on, with a peer behind it; can fail on demand."""
 
     def __init__(self, peer: Peer, *flags: str) -> None:
-        self.log = ""  # what it has written
+        self.log = ""  # text of the server log
         process: Any = SimpleNamespace(
             url=peer.url,
             command=["serve", *flags],
@@ -106,8 +106,8 @@ class PeerServer(Server):
             log_text=lambda since: self.log,
         )
         super().__init__(process)
-        self.totals: dict[str, Any] = {}  # of its report
-        self.settling: Exception | None = None  # raised when it is to settle
+        self.totals: dict[str, Any] = {}  # ``totals`` of the report; empty: no report
+        self.settling: Exception | None = None  # what ``settle`` raises
 
     def reports(self) -> list[dict[str, Any]]:
         return [{"totals": dict(self.totals)}] if self.totals else []
@@ -149,7 +149,7 @@ def moment(step: int, running: int = 1, used: int = 10, saved: int = 3) -> Momen
 
 
 def write_rows(path: Path, *rows: Any) -> Path:
-    """A JSONL file; a row that is text becomes a line as it is, whatever it says."""
+    """Writes a JSONL file; a row of type ``str`` becomes a line unchanged, valid JSON or not."""
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention benchmark's batches and figures; what it times is checked where it runs."""
+"""The attention benchmark's batches and figures; the benchmark itself checks the kernels that it times."""
 
 import json
 import re
@@ -26,7 +26,7 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
     assert shifted == pytest.approx(percent / 100, abs=RUN / SHAPE.tokens)
-    # Used later than computed, at the slot that the same request wrote for it.
+    # Shifted entries are used later than computed, in slots that the same request wrote.
     assert bool((shift >= 0).all()) and bool((shift % RUN == 0).all())
     assert torch.equal((rows - 1) % SHAPE.requests, torch.arange(3)[:, None].expand(3, 989).int())
     unshared = lay_rows(SHAPE, 0)
@@ -75,8 +75,8 @@ with torch.inference_mode():
 
 
 def test_the_gpu_batch_interpreted() -> None:
-    """Plans and decode of what is timed on a GPU, with PyTorch and Triton alone, and that a
-    wrong result is seen."""
+    """The GPU benchmark's plans and decode run with PyTorch and Triton alone, and its check finds a
+    wrong result."""
     done = interpreted("-c", GPU_BATCH, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     *lines, last = done.stdout.splitlines()

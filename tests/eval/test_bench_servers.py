@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``eval.bench.servers``: its runs are what ``eval.run`` takes; and one on the CPU, a narrow shape."""
+"""``eval.bench.servers``: ``eval.run`` accepts its runs; one run of a narrow shape on the CPU."""
 
 import functools
 from pathlib import Path
@@ -20,7 +20,7 @@ from tests.eval.peer import write_rows
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Responses of the embedded reasoner's task; two go round in circles."""
+    """Responses of the embedded reasoner's task; two of them repeat themselves endlessly."""
     monkeypatch.chdir(tmp_path)
     texts = [problem.response for problem in generate(seed=5, count=6)]
     texts += [text * 20 for text in texts[:2]]

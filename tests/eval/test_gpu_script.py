@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/gpu.sh`` between stand-ins for the programs it calls: what it runs and what it reports."""
+"""``tools/gpu.sh`` with stand-ins for the programs that it calls: what it runs and what it reports."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu.sh"
-#: What the script finds on PATH besides what a test puts there.
+#: Programs that the script finds on PATH besides those of a test.
 TOOLS = "cat date dirname env git grep ls mkdir rm sed sh sleep tail timeout"
-#: Notes how it was called; fails, hangs, or lets every test be skipped, as told.
+#: In place of Python: notes its arguments; fails, hangs or skips all tests as variables say.
 PYTHON = """#!/bin/sh
 echo "$*" >>calls
 case "$*" in
@@ -35,7 +35,7 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """The script, a set-up that has nothing to do, and a PATH with a GPU's program."""
+    """A folder with the script, an empty set-up, and a PATH with a stand-in for ``nvidia-smi``."""
     (tmp_path / "tools").mkdir()
     shutil.copy(SCRIPT, tmp_path / "tools")
     program(tmp_path / "tools" / "setup.sh", "#!/bin/sh\n: >installed\n")

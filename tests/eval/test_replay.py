@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays: what was recorded comes back, over a real server that is short of memory."""
+"""Replays: recorded responses come back, also from a real server that is short of memory."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.eval.peer import ask_all, write_rows
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Reference responses of the embedded reasoner's task; they repeat themselves."""
+    """A file of reference responses of the embedded reasoner's task, which repeat themselves."""
     asked = enumerate(generate(seed=5, count=12))
     rows = [{"id": f"r{i}", "question": p.prompt, "response": p.response} for i, p in asked]
     return write_rows(tmp_path_factory.mktemp("recorded") / "responses.jsonl", *rows)
@@ -55,7 +55,7 @@ def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None
 
 
 def test_grading(recorded: Path) -> None:
-    """Also of a response with the tags of reasoning, which belong to the record."""
+    """A response is right if it equals the record, including tags of reasoning, but for outer blanks."""
     task = load(recorded, 1)
     (problem,) = task.problems
     record = records(recorded)[problem.id]
@@ -96,7 +96,7 @@ def test_the_model_spells(
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert max(ids) < VOCABULARY_SIZE
         assert tokenizer.decode(ids) == text
-    # A step's weights against a token's KV, as the module says.
+    # Weights read for a step relative to the KV of a token, as documented in the module.
     config = AutoConfig.from_pretrained(folder)
     heads, size = config.num_key_value_heads, config.head_dim
     kv_bytes = 4 * config.num_hidden_layers * heads * size

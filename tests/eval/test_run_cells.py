@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells and requests where servers misbehave, and what logs and reports say."""
+"""Cells and requests while servers misbehave, and reading of logs and reports."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import END, HEAD, Peer, PeerServer, answer, event, raw, response, served
 
 SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "polls": 4, "memory_saving_ratio": 0.1}
-# As stock and sharing servers of version 0.5.23 wrote them.
+# Log lines as written by stock and sharing servers of version 0.5.23.
 CUT = (
     "[2026-11-21 16:57:55{rank}] Request length is longer than the KV cache pool size or the max "
     "context length. Truncated. len(req.origin_input_ids)=90, max_req_input_len=50.\n"
@@ -53,8 +53,8 @@ def run_cell(cell: Cell, server: PeerServer) -> Served:
 
 
 def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, int]:
-    """Whether a session's cells were whole, and how often it closed its servers; a peer serves all,
-    the method ``fault`` never settles."""
+    """Runs a session over ``peer``; returns whether all cells were whole, and how often it closed its
+    servers. The server of the method ``fault`` never settles."""
     closed: list[None] = []
 
     def get(name: str, flags: list[str]) -> PeerServer:
@@ -65,7 +65,7 @@ def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, i
 
     chosen = RunOptions(tasks=("tiny_reasoner",), methods=methods, limit=2, warm_up=3)
     plan = Plan(chosen, {"temperature": 0.0, "max_tokens": 5000})
-    # The length of a response is left to the run.
+    # Without lengths of their own, problems take the run's ``max_tokens``.
     problems = plan.tasks["tiny_reasoner", 0].problems
     problems[:] = [dataclasses.replace(p, max_tokens=None) for p in problems]
     config: dict[str, Any] = {"tasks": ["tiny_reasoner"], "methods": list(methods), "seeds": [0]}
@@ -94,7 +94,7 @@ def test_one_bad_cell_of_two(
     assert work(tmp_path, peer, "dense", "memshare", fault="dense") == (False, 1)
     assert "dense, seed 0: /flush_cache was refused" in capsys.readouterr().out
     assert [cell.method for cell in cells(tmp_path)] == ["memshare"]
-    # Gone on with: what is measured is graded again and not asked.
+    # The session goes on: measured cells are graded again, but not asked again.
     asked = len(peer.bodies)
     assert work(tmp_path, peer, "dense", "memshare") == (True, 0)
     assert len(peer.bodies) == asked + 5
@@ -110,7 +110,7 @@ def test_cut_responses_are_told(
     told = capsys.readouterr().out
     assert "max_tokens is 5000, the server has 4000 KV slots" in told
     assert "2 responses were cut before max_tokens" in told
-    # Cut short is less than what was asked for.
+    # A response counts as cut if it ended by length before its ``max_tokens``.
     cut = {"output_tokens": 50, "finish_reason": "length"}
     rows = [response("a", **cut | {"output_tokens": 99}), response("c", output_tokens=50)]
     rows += [response("b", **cut | {"output_tokens": 100}), response("d", **cut, error="broken")]
@@ -125,7 +125,7 @@ def test_cut_responses_are_told(
     [
         (STOCK, [(4, 6, 180, 0, 5.92), (4, 6, 220, 0, 290.61)]),
         (DECODE.format(6, 1016, "#shared token: 88, ", 456.49, 4), [(6, 4, 1016, 88, 456.49)]),
-        # Evicted positions are saved too.
+        # Evicted positions count as saved.
         (DECODE.format(1, 448, "#shared token: 16, #evicted token: 288, ", 170.57, 0),
          [(1, 0, 448, 304, 170.57)]),
         ("[2026-11-21 16:57:10] Decode batch, #running-req: 6, #tok", []),
@@ -160,7 +160,7 @@ def test_schedulers_weigh_by_what_they_counted() -> None:
     assert found.saving == pytest.approx(told["memory_saving_ratio"])
     assert found.final_saving == pytest.approx(told["final_saving_ratio"])
     assert found.affected == pytest.approx(told["affected_ratio"])
-    # Stock saves nothing.
+    # A stock server has no report and saves nothing.
     assert figures([], served(), []).saving == ratio(served(), "affected_ratio") == 0.0
     assert ratio(served({"polls": 1}), "affected_ratio") is None
 
@@ -202,7 +202,7 @@ def test_a_stream_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ask(Peer(HALF, answer("a")), attempts=3)
     assert first.error and (second.error, second.text) == (None, "a")
     assert len(ask(Peer(b""), attempts=3)) == 3
-    # One that never ends is cut.
+    # An endless response is cut.
     monkeypatch.setattr(client, "MAX_CHARACTERS", 10_000)
     (response,) = ask(Peer(HEAD, endless=True))
     assert response.error == "the response has more than 10000 characters"
@@ -211,7 +211,7 @@ def test_a_stream_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("in_flight", "expected"), [(2, 2), (None, 150)])
 def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
-    """Without a bound all are open at once, whatever the client's library is used to."""
+    """Without a bound all requests are open at once, beyond the default of the client's library."""
     peer = Peer(pause=0.01 if in_flight else 2.0)
     count = expected if in_flight is None else 10
     responses = ask(peer, count, in_flight=in_flight)

@@ -27,7 +27,7 @@ BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
 
 def start(*argv: str) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-m", "eval.run", *argv], subprocess.PIPE
-    # Tests that run in the background of a shell inherit that Ctrl-C is ignored.
+    # Restores SIGINT, which processes in the background of a shell inherit as ignored.
     heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     return subprocess.Popen(
         command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, preexec_fn=heeded
@@ -35,7 +35,7 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
-    """Ctrl-C in the second of two cells: the first is kept, no server is left, nothing asked twice."""
+    """After Ctrl-C in the second of two cells the first is kept, no server is left, and the run resumes."""
     out = tmp_path / "run"
     argv = (*BASE, "--methods", "dense,reasoncache", "--kv-budget", "4000", "--out", str(out))
     first = start(*argv)
@@ -61,11 +61,11 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
         assert all(row.output_tokens > 0 and row.text for row in rows)
         assert sum(row.correct for row in cell.results()) >= PROBLEMS - 2
         assert served.leaked_slots == 0 and served.decode_steps > 0 and served.cpu_seconds > 0
-        # A step that ends the last request is logged after its slots came back.
+        # ``used`` may be 0: the last step is logged after its slots came back.
         assert all(0 <= moment.used <= 4000 for moment in timeline)
         assert max(moment.used for moment in timeline) > 0
     (totals,) = ours.served().totals()
-    # The warm-up was flushed away, and the totals with it.
+    # Totals do not count the warm-up: the flush after it reset them.
     assert totals["requests_finished"] == PROBLEMS and dense.served().reports == []
     command.run(Options, report_of, [str(out)])
     document = (out / "report" / "REPORT.md").read_text()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks and in which order, its command lines, methods and folder, and grading again."""
+"""The order of a run, its command lines, methods and folder, and grading again."""
 
 import argparse
 import dataclasses
@@ -31,7 +31,7 @@ def write(path: Path, *answers: int) -> str:
 
 
 def test_order() -> None:
-    """Methods turn round between seeds."""
+    """The order of methods is reversed with each seed."""
     names = ["dense", "reasoncache", "p20"]
     turned = {4: names, 5: names[::-1], 6: names}
     expected = [(task, seed, name) for task in "ab" for seed in turned for name in turned[seed]]
@@ -59,7 +59,7 @@ def test_flags_of_a_server() -> None:
         "--max-total-tokens", "500", "--of-task", "--tp", "2",
         *find_method("reasoncache").flags,
     ]  # fmt: skip
-    # A replay's own stream interval, or the operator's, takes the place of ours.
+    # The stream interval of a replay, or of the operator, replaces ours.
     one, other = ["--stream-interval", "16"], ["--stream-interval=16"]
     for plan, own_flags in ((planned(one), one), (planned(server_flags=tuple(other)), other)):
         flags = flags_of(plan, "dense")
@@ -68,7 +68,7 @@ def test_flags_of_a_server() -> None:
 
 
 def test_sampling_draws_other_numbers_with_each_seed() -> None:
-    """Greedy servers serve every seed; others begin with numbers of the seed."""
+    """With greedy sampling the flags are the same for every seed; otherwise they depend on the seed."""
     plan = planned(seeds=(0, 1))
     for body, same in (({"temperature": 0.0}, True), ({"temperature": 0.6}, False), ({}, False)):
         plan.body = body
@@ -96,11 +96,11 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     assert config["problems"]["tiny_reasoner/1"]["count"] == 3
     assert config["sampling"]["temperature"] == 0.0 and config["versions"]["sglang"]
     assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
-    # Another machine is recorded, not refused.
+    # A run may go on on another machine.
     again = config_of(OPTIONS)
     again["machine"]["cores"] = 1024
     settle_config(tmp_path, again)
-    # The default folder is the command's own.
+    # The default folder depends only on the command.
     folder = default_folder(config_of(OPTIONS))
     assert folder == default_folder(config_of(OPTIONS)) and folder.parent == Path("out")
     assert folder.name.startswith("tiny_reasoner-tiny_reasoner-")
@@ -142,7 +142,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> None:
-    """A response cut off within it has neither tag; a request that failed is a wrong answer."""
+    """A response cut off within such reasoning has no tags; a failed request counts as a wrong answer."""
     cell = Cell(tmp_path, "aime24", "dense", 0)
     task = EvalTask("aime24", Source(file=write(tmp_path / "x.jsonl", 7, 7, 7, 7)))
     rows = [response("0", text="Perhaps \\boxed{7}? No,")]
@@ -179,7 +179,7 @@ def test_defaults_lists_and_pairs(tmp_path: Path) -> None:
 
 
 def test_flags_of_a_file(tmp_path: Path) -> None:
-    """In its place: those behind it win."""
+    """Flags of a file take its place on the command line: later flags win."""
     file = tmp_path / "run.flags"
     file.write_text(
         "# Ours.\n--model m --tasks a --out there --seeds 1,2\n--methods '\n dense,\n p20'"
@@ -218,7 +218,7 @@ def test_the_bad_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_options_become_values_and_flags() -> None:
-    """SGLang's parser with our flags reads them back."""
+    """A parser with our flags reads a method's flags back as its values."""
     spec = "reasoncache:block=32,use-structure=false,fixed_tau=0.8"
     method = find_method(spec, EMBEDDED_SETTINGS)
     own = {**EMBEDDED_SETTINGS, "block": 32, "use_structure": False, "fixed_tau": 0.8}
@@ -232,7 +232,7 @@ def test_options_become_values_and_flags() -> None:
     assert {"block": args.reasoncache_block, **parse_settings(others)} == own
     assert find_method("memshare", EMBEDDED_SETTINGS).flags[-4:] == EMBEDDED_FLAGS
     assert find_method("memshare:block=4", EMBEDDED_SETTINGS).values["block"] == 4
-    # Further words come last.
+    # ``more`` comes last.
     method = dataclasses.replace(find_method("p50"), more=("--page-size", "8"))
     assert method.flags == [*find_method("p50").flags, "--page-size", "8"]
 

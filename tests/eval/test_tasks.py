@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task files, what they refuse, and graders in bounded time."""
+"""Task files, refusals of broken files, and graders in bounded time."""
 
 import contextlib
 import time
@@ -55,12 +55,12 @@ CLASS = {"question": "?", "context": "c", "answers": ["Number"], "all_classes": 
     ],
 )
 def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
-    """Ours in our own words, those of lm-eval's tasks as the data set on the hub has them."""
+    """Our tasks read rows with our own field names, lm-eval's tasks rows of their data set on the hub."""
     file = write_rows(tmp_path / "x.jsonl", row, {**row, "id": 7})
     task = EvalTask(name, Source(file=str(file), limit=2))
     assert len(task.problems) == 2
     if name == "gpqa_diamond":
-        # Shuffled by the seed.
+        # Choices are shuffled by the seed.
         prompts = [problem.messages[0]["content"] for problem in task.problems]
         right, other = (f"({prompt[prompt.index(') r') - 1]})" for prompt in prompts)
         wrong = "(A)" if other != "(A)" else "(B)"
@@ -138,7 +138,7 @@ def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
     # How the templates of QwQ-32B, the R1 distills, Qwen3 and Qwen2.5 end.
     opening = [_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", _TURNS + r1]
     others = [_TURNS + _ASKED + _HYBRID + "{%- endif %}", _TURNS + _ASKED + "{%- endif %}"]
-    # Without a generation prompt the user's own words come last.
+    # This template has no generation prompt, so the user's own words come last.
     others += ["{{- messages[0]['content'] + '<think></think>' }}"]
     others += ["{{ raise_exception('no such role') }}", "{% if %}"]
     for number, template in enumerate([*opening, *others, None]):
@@ -152,14 +152,14 @@ def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
 
 
 def _grade(reference: str, response: str) -> bool:
-    """As the harness does: reasoning away, filter, grader."""
+    """Grades like the harness: removes reasoning, then filters and compares."""
     ((answer,),) = grading.boxed([[_after_thinking(response, False)]], [])
     found = grading.equal_mathematics({"target": reference}, [answer])["score"]
     assert found in (0.0, 1.0)
     return found == 1.0
 
 
-#: Right and wrong answers by reference. What else is equal is for math-verify to test.
+#: Reference -> right and wrong answers. Other equalities are for math-verify to test.
 ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     "204": ([" 204 ", "204.", "n = 204"], ["205", "-204", "204x"]),
     "1002": (["1,002"], []), "\\frac{1}{3}": ([], ["0.33"]), "\\text{Evelyn}": (["Evelyn"], ["Evan"]),
@@ -222,7 +222,7 @@ HOSTILE = {
 def test_hostile_answers_are_wrong_and_in_time(name: str) -> None:
     begin = time.monotonic()
     assert not _grade("3", "\\boxed{" + HOSTILE[name])
-    # A parse, a comparison and a process killed and started again, on a busy machine.
+    # Time for a parse, a comparison and a restart of the process, on a busy machine.
     assert time.monotonic() - begin < 30
     assert _grade("3", "\\boxed{\\frac{6}{2}}")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests do with the requests of a world, and that in the end every slot is free."""
+"""Helpers for requests of a world, and a fixture that checks that in the end every slot is free."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 def everything_comes_back(
     published_config: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[tuple[World, Req]]]:
-    """At the end all requests of all worlds finish, and then every slot is free."""
+    """After a test finishes all requests of all worlds, and checks that every slot is free."""
     made: list[tuple[World, Req]] = []
     request = World.request
 
@@ -38,19 +38,19 @@ def everything_comes_back(
 
 
 def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
-    """A world whose evicting policies are these."""
+    """A world with ``policies`` as its evicting policies."""
     named = [NamedPolicy(f"policy{i}", policy) for i, policy in enumerate(policies)]
     return World(setup, evictors=named, **options)
 
 
 def begun(setup: Setup, *policies: Any, **options: Any) -> tuple[World, Req]:
-    """A world and a request in it; without policies it answers what a test tells it to."""
+    """A world and a request in it; without ``policies`` a test scripts the evictions."""
     world = world_of(setup, *policies, **options)
     return world, world.start()
 
 
 def steps(world: World, *reqs: Req, count: int = 1, first: int = 0) -> None:
-    """Decode steps, each followed by a poll; ``first``: token of the first one."""
+    """Runs decode steps, each followed by a poll; ``first``: token of the first step."""
     for token in range(first, first + count):
         for req in reqs:
             world.step(req, token)

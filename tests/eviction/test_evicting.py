@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicts on SGLang's pools and rows by policies; scripted evictions are in ``tests/property``."""
+"""Policies evict on SGLang's pools and rows; ``tests/property`` tests scripted evictions."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Eviction, Pair, Setup, SlowMeter, World
 from tests.unit.test_pipeline import arrive, lack, used
 
-#: Positions of :func:`start`'s request whose KV is there, all but the first of them its own.
+#: Positions of the request of ``World.start`` whose KV is written.
 WRITTEN = len(PROMPT) + OUTPUT
 
 
 def evict(world: World, req: Req, *evictions: Eviction) -> int:
-    """The policy gives up ``evictions`` at the next poll; returns slots that came back."""
+    """Lets the scripted policy give up ``evictions`` at a poll; returns how many slots came back."""
     world.evictor.waiting[req.rid] = list(evictions)
     return world.controller.after_decode([req])
 
@@ -52,7 +52,7 @@ def test_policies_are_described_with_their_options() -> None:
 
 @SETUPS
 def test_a_budget_counts_slots(setup: Setup) -> None:
-    """What sharing saves need not be given up, and a slot goes with all of its names."""
+    """Slots that sharing saved do not count, and a slot is evicted at all its positions or at none."""
     budget = WRITTEN + 6
     world, req = begun(setup, StreamingLLM(budget=budget, slack=1, recent=1))
     world.propose(req, Pair(20, 8))
@@ -66,10 +66,10 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
         if not evicted(world, req):
             assert slots == len(row) - 4
             before.append(len(row))
-        # The older name of a slot stays as long as the newer one.
+        # Both positions of a shared slot stay, or both go.
         assert (row[8:12] == row[20:24]).all()
     assert before[-1] == budget + 4 + 1, "evicted while the slots were within the budget"
-    # All but the prompt, which stays, up to the newest one that is left.
+    # All positions between the prompt and the newest positions are gone.
     gone = evicted(world, req)
     assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
     totals = world.controller.stats
@@ -79,7 +79,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
 
 @SETUPS
 def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> None:
-    """Its blocks are applied again some polls later, and policies do not run before."""
+    """Policies do not run until the blocks of the recomputed row are applied again, some polls later."""
     policy = RandomAttention(budget=WRITTEN - 2, slack=4, recent=4)
     world = world_of(setup, policy, meter_type=SlowMeter)
     arrive(world, True)
@@ -97,7 +97,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> No
         world.controller.after_decode([req])
         assert evicted(world, req) == gone
     assert world.controller.pipeline.saved == 8
-    # Later it runs as before.
+    # From then on the policy evicts as before.
     steps(world, req, count=20)
     assert len(evicted(world, req)) > len(gone)
 
@@ -109,7 +109,7 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
     world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
     assert evict(world, req, run) == run.length
-    # Its slots are somebody else's by now.
+    # Another request gets the evicted slots.
     other = world.start("other", first=300)
     row = world.row(other).copy()
     arrive(world, True)
@@ -128,7 +128,7 @@ def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
 
 @pytest.mark.parametrize(("order", "decisions"), [(1, 2), (-1, 1)])
 def test_policies_in_sequence(order: int, decisions: int) -> None:
-    """The second one sees what the first one left."""
+    """The second policy decides on what the first policy left."""
     both = [kind(budget=b, slack=1, recent=1) for kind, b in ((StreamingLLM, 20), (KeyDiff, 16))]
     world, req = begun(SINGLE, *both[::order])
     assert WRITTEN - len(evicted(world, req)) == 16
@@ -137,7 +137,7 @@ def test_policies_in_sequence(order: int, decisions: int) -> None:
 
 # -- prompts, chunk by chunk ---------------------------------------------------------
 
-#: Smaller than a prompt.
+#: Pools smaller than a prompt.
 SMALL = pytest.mark.parametrize(
     "setup", [dataclasses.replace(setup, slots=64) for setup in (SINGLE, PAGED)], ids=str
 )
@@ -147,7 +147,7 @@ BUDGET, CHUNK = 24, 8
 
 
 def chunks(world: World, req: Req) -> Iterator[None]:
-    """Compute the prompt as the scheduler does; what a test asserts between two chunks it does here."""
+    """Computes the prompt chunk by chunk as the scheduler does; yields between two chunks."""
     while not req.output_ids:
         req.init_next_round_input(None if req.kv.holds_kv else world.tree)
         if req.lock is None:
@@ -157,7 +157,7 @@ def chunks(world: World, req: Req) -> Iterator[None]:
         slots = world.extend(req)
         world.write(slots, range(begin, req.extend_end))
         if req.extend_end < total:
-            # The next round begins with this.
+            # The scheduler begins its next round with this call.
             checkpoint_kv_cache(req, world.tree)
             yield
             continue
@@ -175,7 +175,7 @@ def prefilled(world: World) -> Req:
 
 
 def held(world: World, req: Req) -> list[int]:
-    """Positions of the row that have a slot; each must hold what was computed for it."""
+    """Returns the positions that have a slot; checks that each slot holds the position's own KV."""
     row = world.row(req)
     kept = np.flatnonzero(row >= 0)
     assert (world.contents()[row[kept]] == kept).all()
@@ -186,14 +186,14 @@ def held(world: World, req: Req) -> list[int]:
 @TREES
 @pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
 def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
-    """KeyDiff's N + B, with a prompt that the pool could not hold."""
+    """At most N + B slots, as in the KeyDiff paper, with a prompt that is larger than the pool."""
     policy = kind(budget=BUDGET, slack=0, recent=1, prompt=True)
     world = world_of(setup, policy, no_tree=no_tree)
     req = world.request("r", LONG)
     before = np.zeros(0)
     for _ in chunks(world, req):
         assert len(held(world, req)) <= BUDGET
-        # What was kept stays where it is, and evicted positions stay evicted positions.
+        # A position keeps its slot or is evicted; evicted positions stay evicted.
         after = world.row(req)[: len(before)]
         assert ((after == before) | (after == -1)).all()
         before = world.row(req).copy()
@@ -208,7 +208,7 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
 @SMALL
 @TREES
 def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: bool) -> None:
-    """Also where no tree owns it, whatever a policy wants to give up."""
+    """Also where no tree owns the prompt, and whatever positions a policy wants to give up."""
     policy = StreamingLLM(budget=8, slack=0, recent=1)
     world = world_of(setup, policy, no_tree=no_tree)
     req = prefilled(world)
@@ -239,7 +239,7 @@ def grown(world: World, name: str, length: int) -> Req:
 def several(
     setup: Setup, policy: Evictor, *lengths: int, **options: Any
 ) -> tuple[World, list[Req]]:
-    """Requests that were seen by a poll."""
+    """A world and requests with responses of ``lengths`` tokens, which a poll has seen."""
     world = world_of(setup, policy, **options)
     reqs = [grown(world, name, length) for name, length in zip("abc", lengths, strict=False)]
     world.controller.after_decode(reqs)
@@ -248,7 +248,7 @@ def several(
 
 @SETUPS
 def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
-    """And not a page more, nor before; the next one gives once the first is down to its budget."""
+    """The longest request gives no page more, and none earlier; at its budget the next request gives."""
     world, (short, long) = several(setup, OLDEST, 40, 80)
     for i in range(8):
         world.step(long, i)
@@ -257,11 +257,11 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
     assert lack(world, 10) == -(-10 // setup.page) * setup.page
     assert evicted(world, short) == [] and len(evicted(world, long)) >= 10
     length = len(world.row(long))
-    # More than the longest has to give.
+    # This is more than the longest request has to give.
     assert lack(world, length) >= length - 16
     assert length - len(evicted(world, long)) <= 16 + setup.page
     assert evicted(world, short) != []
-    # Nobody has more.
+    # No request has more to give.
     lack(world, 1000)
     assert lack(world, 1000) == 0
     for req in (short, long):
@@ -270,7 +270,7 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
 
 
 def test_more_goes_than_is_missing_where_the_slack_is_more() -> None:
-    """A shortage comes again with the next decode step."""
+    """The next decode step would be short again, so a policy gives up ``slack`` positions at once."""
     world, _ = several(SINGLE, dataclasses.replace(OLDEST, slack=12), 60)
     assert lack(world, 1) == 12
 
@@ -286,7 +286,7 @@ def test_no_request_is_retracted_while_another_one_has_to_give(policy: Evictor) 
 
 @pytest.mark.parametrize("budget", [2, 30], ids=["below the prompt", "above it"])
 def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -> None:
-    """SGLang misses more than all can give, at every step."""
+    """At every step SGLang is short of more slots than all requests can give."""
     slack = 8
     world, reqs = several(SINGLE, dataclasses.replace(KEYDIFF, budget=budget, slack=slack), 60, 70)
     for i in range(40):
@@ -300,7 +300,7 @@ def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -
 
 
 def test_sharing_comes_first() -> None:
-    """Blocks of the ledger are exact copies, or nearly; positions are not."""
+    """Blocks of the ledger share before positions are evicted: they are copies, or nearly."""
     setup = dataclasses.replace(SINGLE, when="short")
     world, (req,) = several(setup, OLDEST, 60)
     world.propose(req, Pair(40, 20), Pair(48, 28))
@@ -316,7 +316,7 @@ def test_who_left_or_opted_out_is_not_asked() -> None:
     whole = world.request("whole", PROMPT, True)
     world.respond(whole, [7, *range(50)])
     world.controller.after_decode([req, whole])
-    # First what the finished one left in the tree.
+    # SGLang first evicts what the finished request left in the tree.
     lack(world, 1000)
     assert world.tree.evictable_size() == 0
     assert evicted(world, whole) == [] and len(evicted(world, req)) > 0

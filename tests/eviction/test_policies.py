@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each policy against its formula written out, on random keys and weights and by hand."""
+"""Each policy against its formula written out, on random keys and weights, and against cases by hand."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from tests.eviction.views import GivenLayer, evict, view
 
 def random_keys(held: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    # Heads and layers of very different length, as models have them.
+    # Keys of very different length by head and layer, as in real models.
     scale = torch.rand(3, 1, 2, 1, generator=generator) * 20 + 0.1
     return (torch.randn(3, held, 2, 8, generator=generator) + 0.5) * scale
 
@@ -49,7 +49,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Scored(Evictor):
-    """Scores that are given."""
+    """A policy whose scores a test gives."""
 
     given: Any = None
     budget: int | None = 1
@@ -62,7 +62,7 @@ class Scored(Evictor):
 
 
 def test_a_slot_without_a_score_stays_longest() -> None:
-    """If one of the positions that have it is no number."""
+    """A slot whose positions include one with a NaN score goes last."""
     now = view(8, owned=1, shared=[(5, 2, 1)])
     policy = Scored(given=[-9, -1, -9, -1, -1, np.nan, -1, -9.0], recent=1)
     assert evict(policy, now, 8, 4) == [1, 3, 4, 6]
@@ -72,7 +72,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """Against the rule in words: whole slots, those worth the least first, by their best position."""
+    """Compared with the rule in words: whole slots go, lowest first; a slot is worth its best position."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [
@@ -82,7 +82,7 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
     gone = np.flatnonzero(np.repeat(rng.random(pages) < 0.2, page))
     now = view(pages * page + 1, owned=2 * page, page=page, gone=gone, shared=shared)
     scores = rng.random(len(now.held))
-    # Which slot each page has, as sharing went on, and which pages have a slot.
+    # The slot of each page after all sharing, and the held pages of each slot.
     slot_of = list(range(pages + 1))
     for dst, src, _ in shared:
         slot_of[dst // page] = slot_of[src // page]
@@ -111,22 +111,22 @@ STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4,
     ("policy", "now", "count", "expected"),
     [
         (STREAMING, view(20), 10, [*range(4, 14)]),
-        # What is left: 4 sinks and the 6 newest.
+        # Left from before: 4 sinks and the 6 newest.
         (STREAMING, view(22, gone=range(4, 14)), 2, [14, 15]),
         # The prompt stays.
         (StreamingLLM(budget=10, recent=3), view(20, owned=15), 10, [15, 16]),
         # Sinks and the count are rounded up to whole pages.
         (STREAMING, view(30, page=4), 13, [*range(4, 20)]),
         (StreamingLLM(budget=10, recent=1, sinks=5), view(30, page=4), 4, [8, 9, 10, 11]),
-        # Neighbours are those in the cache, whatever was between them.
+        # Pooling takes neighbours in the cache, whatever was evicted between them.
         (POOLING, BESIDE, 8, [0, 1, 2, 3, 4, 11, 12, 13]),
-        # More of the recent ones are kept than the half.
+        # ``recent`` keeps more of the newest positions than half of the budget would.
         (H2O(budget=4, recent=1), view(7, SEVEN), 3, [1, 2, 4]),
         (H2O(budget=4, recent=5), view(7, SEVEN), 3, [0, 1]),
-        # Of 10 positions in 7 slots 4 slots stay: so the two newest positions, not three. By
-        # weight, the best position of each slot: 9 and 8 are the newest, then 7, 3.
+        # Of 10 positions in 7 slots, 4 slots stay: half of these by the two newest positions, 8 and 9,
+        # the others by weight.
         (H2O(budget=4, recent=1), view(10, FALLING, shared=[(4, 0, 3)]), 3, [2, 3, 6, 7]),
-        # As much of the prompt is held as may be, however long the response is.
+        # The prompt is within its budget already, however long the response is.
         (DONE, view(60, random_weights(30, 1), prompt=40, gone=range(5, 35)), None, []),
         # A prompt that belongs to the prefix tree stays.
         (DONE, view(30, random_weights(30, 1), prompt=25, owned=25), None, []),
@@ -155,7 +155,7 @@ def assert_uniform(counts: np.ndarray, expected: float) -> None:
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_random_attention_is_uniform_however_it_got_there(page: int) -> None:
-    """In many small steps, every position is kept equally often."""
+    """After many small evictions every position is kept equally often."""
     kept: Counter[int] = Counter()
     tries, last = 400, 41 * page
     for seed in range(tries):
@@ -171,7 +171,7 @@ def test_random_attention_is_uniform_however_it_got_there(page: int) -> None:
 
 
 def test_random_attention_is_uniform_over_slots() -> None:
-    """A slot of two positions is kept no more often than others."""
+    """A slot with two positions is kept as often as the others."""
     kept, tries = np.zeros(40), 400
     for seed in range(tries):
         now = view(41, shared=[(20, 0, 10)])
@@ -186,7 +186,7 @@ def test_random_attention_is_uniform_over_slots() -> None:
 
 
 def averaged(keys: torch.Tensor, score: Callable[[torch.Tensor], list[float]]) -> np.ndarray:
-    """Mean over layers and heads; ``score`` takes keys ``[held, dim]`` of one."""
+    """Mean of ``score`` over layers and heads; ``score`` takes the keys ``[held, dim]`` of one head."""
     return np.mean([score(own) for layer in keys.double() for own in layer.unbind(1)], axis=0)
 
 
@@ -200,7 +200,7 @@ def similarities(own: torch.Tensor) -> list[float]:
 
 
 def redundancies(own: torch.Tensor, threshold: float, reach: int) -> list[float]:
-    """Pair by pair; a key finds one that is alike among the newest ``reach``."""
+    """Sums cosines pair by pair; of its similar keys each key spares the newest, if in the last ``reach``."""
     held = range(len(own))
     sums = [0.0] * len(own)
     for i in held:
@@ -214,13 +214,13 @@ def redundancies(own: torch.Tensor, threshold: float, reach: int) -> list[float]
 
 
 def near(weights: np.ndarray, reach: int) -> list[list[float]]:
-    """Of each position its neighbours' weights, beyond the ends zeros."""
+    """Weights of each position and its neighbours; zeros beyond the ends."""
     padded = [0.0] * reach + weights.tolist() + [0.0] * reach
     return [padded[i : i + 2 * reach + 1] for i in range(len(weights))]
 
 
 def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[float]:
-    """The policy's formula; the highest go."""
+    """Scores by the policy's formula; the positions with the highest scores go."""
     if isinstance(policy, L2Norm):
         return averaged(keys, norms)
     if isinstance(policy, KeyDiff):
@@ -228,19 +228,19 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
-        # The given weights have none of a forward in flight.
+        # ``weights`` has no query of a forward in flight.
         important = [max(some) for some in near(weights[-4:].mean(axis=0), 1)]
         redundant = averaged(keys, lambda own: redundancies(own, policy.threshold, policy.reach))
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
-    # Of the last 6 queries, pooled over 5 of the 34 positions of the prompt before them.
+    # SnapKV: mean of the last 6 queries, pooled over 5 of the 34 prompt positions before them.
     return [-float(np.mean(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
 
 
-#: Policy, positions, first one and end of those that may go, and how many slots shall.
+#: Policy, held positions, first and end of the positions that may go, and how many slots go.
 RULES: list[tuple[Any, int, int, int, int]] = [
     (L2Norm(budget=8, recent=1), 24, 5, 23, 9),
     (KeyDiff(budget=10, recent=4), 20, 2, 16, 8),
-    # Heavy hitters and the newest half stay.
+    # H2O keeps heavy hitters and the newest half.
     (H2O(budget=20, recent=1, prompt_queries=40), 40, 3, 30, 20),
     *(
         (RKV(budget=10, mix=mix, recent=8, alpha=5, kernel=3), 30, 4, 22, 9)
@@ -250,7 +250,7 @@ RULES: list[tuple[Any, int, int, int, int]] = [
         (RKV(budget=10, mix=0.0, recent=8, threshold=threshold, reach=reach), 30, 4, 22, 9)
         for threshold, reach in ((0.0, 512), (0.95, 512), (0.5, 29), (0.5, 6), (0.5, 1))
     ),
-    # 40 of the prompt and 10 of the response, which stay; of the prompt 20 are too many.
+    # 40 positions of the prompt, 20 beyond the budget, and 10 of the response, which stay.
     (SnapKV(budget=20, window=6, kernel=5, recent=1), 50, 2, 34, 20),
 ]
 
@@ -280,7 +280,7 @@ def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
 
 
 def test_h2o_goes_on_from_its_total() -> None:
-    """Queries that were counted do not count again; of a prompt the last ones do."""
+    """Queries counted earlier do not count again; of a prompt only the last ``prompt_queries`` count."""
     weights = random_weights(20, 1, queries=20)
     policy = H2O(budget=8, prompt_queries=3)
     earlier = torch.rand(20)
@@ -293,7 +293,7 @@ def test_h2o_goes_on_from_its_total() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
-    """What has been computed of a prompt is all there is; a share is one of the prompt."""
+    """A chunk is evicted from like a whole prompt; ``share`` is a share of the prompt."""
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt and policy.slack == 1
@@ -306,14 +306,14 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
 
 
 class Turned(GivenLayer):
-    """Queries of the newest positions, and keys, both rotated for where they are."""
+    """A layer whose queries are rotated to their positions; the oldest one asked for was not kept."""
 
     plain: torch.Tensor
 
     def queries(self, first: int, end: int | None = None) -> Any:
         at = torch.arange(first, self.written)
         assert self.rotation is not None
-        # What was not kept must not count, whatever it is.
+        # A query that was not kept must not count, so it is a huge number.
         kept = at != first
         turned = self.rotation.rotate(self.plain[-len(at) :], at)
         return torch.where(kept[:, None, None], turned, 1e6), at, kept
@@ -321,7 +321,7 @@ class Turned(GivenLayer):
 
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_triattention_is_the_papers_series(is_neox: bool) -> None:
-    """Frequency by frequency, in complex numbers, on unrotated keys and queries."""
+    """Compared with the series summed by frequency in complex numbers, on unrotated keys and queries."""
     held, heads, kv_heads, dim, window = 24, 4, 2, 8, 6
     generator = torch.Generator().manual_seed(3)
     frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03])
@@ -360,7 +360,7 @@ OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
 
 @pytest.mark.parametrize("policy", OF_KEYS + OF_WEIGHTS, ids=lambda policy: type(policy).__name__)
 def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
-    """A NaN costs quality at most; of keys of no length older ones go first."""
+    """NaN may cost quality but raises nothing; of keys that are all zero the older go first."""
     weights, keys = random_weights(30, 3), random_keys(30, 3)
     if policy in OF_KEYS:
         assert evict(policy, view(10, keys=torch.zeros(1, 10, 1, 4)), 10, 3) == [0, 1, 2]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring buffer of queries, and what policies compute of it: weights over held keys."""
+"""The ring buffer of queries, and the attention weights over held keys that policies compute from it."""
 
 import random
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def recent(
 
 
 class Kept:
-    """A ring buffer, and by request every query there was: a random one for each position."""
+    """A ring buffer, and beside it every query of each request: a random one for each position."""
 
     def __init__(self) -> None:
         self.pool = ReqToTokenPool(ROWS, 64, "cpu", False)
@@ -50,7 +50,7 @@ class Kept:
         self.all: dict[str, dict[int, torch.Tensor]] = {}
 
     def begin(self, *rids: str) -> None:
-        """Requests get rows, as SGLang gives them: the row that became free last is the first to go."""
+        """Gives each request a row from SGLang's pool, which hands out the row freed last first."""
         for rid in rids:
             rows = self.pool.alloc_rows(1)
             assert rows is not None
@@ -79,8 +79,8 @@ class Kept:
                     at += 1
 
     def check(self, rid: str, written: int, first: int) -> None:
-        """From ``first`` on the request's own are there, but for those that were never computed or
-        kept; ``first``: of what is asked for."""
+        """Reads positions ``[first, written)``: every query that is there must be the request's own.
+        Stores the positions of these queries in ``there``."""
         queries, positions, kept = self.recent.read(LAYERS - 1, self.rows[rid], first, written)
         assert positions.tolist() == list(range(max(first, written - WINDOW - 1, 0), written))
         for query, position, there in zip(queries, positions.tolist(), kept, strict=True):
@@ -90,10 +90,10 @@ class Kept:
 
 
 def test_the_newest_queries_are_there_however_they_came() -> None:
-    """By prompts in chunks, with a cached prefix, which has no queries, decoding, and in a batch of
-    both; around the end of the buffer. A client may use an id again, and a row is used again at once."""
+    """Queries come from chunks of prompts behind a cached prefix (which has none), from decode steps and
+    from mixed batches, past the end of the buffer. Request ids and rows are used again at once."""
     rng, kept = random.Random(4), Kept()
-    # By request: positions, and the first one of which the query was kept.
+    # For each request: its positions so far, and the first position whose query was kept.
     lengths: dict[str, int] = {}
     begun: dict[str, int] = {}
     for _ in range(300):
@@ -111,13 +111,13 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             continue
         kept.forward(*parts, decodes=decodes)
         for rid, first, end in parts:
-            # Of a chunk the newest ones are kept.
+            # The newest WINDOW queries of a chunk are kept.
             lengths[rid] = end
             begun[rid] = max(begun[rid], end - WINDOW if end - first > WINDOW else 0)
             since = max(begun[rid], end - WINDOW - 1)
             kept.check(rid, end, 0)
             assert kept.there == list(range(since, end))
-            # The forward in flight has written the query behind.
+            # Read without the newest position, whose query the forward in flight has already written.
             kept.check(rid, end - 1, 0)
             assert kept.there == list(range(since, end - 1))
         if rng.random() < 0.15:
@@ -159,7 +159,7 @@ def pool_keys(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries, torch.Tensor]:
-    """Of row 1, all 10 positions but the first two were computed; returns their queries."""
+    """A buffer with the queries of positions 2 to 9 of row 1, and these queries."""
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(LAYERS, 8, HEADS, DIM, generator=generator)[:, :, heads]
     kept = recent(torch.zeros(ROWS, dtype=torch.int64), 6, queries.shape[2], cap)
@@ -171,7 +171,7 @@ def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_keys_of_held_positions(dtype: torch.dtype) -> None:
-    """As they are stored and as they are used; position 4 reads what was computed for 1."""
+    """Keys as stored and as used; position 4 reads the slot that was computed for position 1."""
     layers, rotation = pool_keys(dtype), rotation_of()
     at = torch.from_numpy(HELD)
     slots = torch.tensor(ROW)[at]
@@ -190,8 +190,8 @@ def test_keys_of_held_positions(dtype: torch.dtype) -> None:
 def test_weights_are_those_of_dense_attention(
     cap: float, logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each query head with its KV head, keys turned to where they are used; a query sees nothing
-    behind it, nor what was evicted."""
+    """Each query head attends to its KV head, whose keys are rotated to where they are used. A query
+    sees neither later nor evicted positions."""
     monkeypatch.setattr(held_module, "_LOGITS", logits)
     (kept, queries), rotation = filled(cap=cap), rotation_of()
     layers = pool_keys()
@@ -207,7 +207,7 @@ def test_weights_are_those_of_dense_attention(
             torch.testing.assert_close(
                 layer.weights(first).double(), expected, rtol=1e-4, atol=1e-5
             )
-    # In flight is the query of position 9.
+    # The forward in flight computes position 9: its query is read only where ``end`` is None.
     [layer, _] = source(layers, kept, rotation).layers(1, HELD[:-1], 9, shifted=True)
     for end, newest in ((9, 5), (None, 6)):
         assert layer.weights(0, end).sum(dim=1).tolist() == pytest.approx([newest] * HEADS)
@@ -223,7 +223,7 @@ POLICIES: list[Any] = [
 
 
 def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
-    """Of each policy the scores of all ranks and what goes, by a rank with some of the KV heads."""
+    """For each policy, its scores summed over ranks and the positions that go; ``share``: KV heads here."""
     group = HEADS // KV_HEADS
     kept, _ = filled(slice(share.start * group, share.stop * group))
     layers = [layer[:, share].contiguous() for layer in pool_keys()]
@@ -253,7 +253,7 @@ def test_ranks_give_up_the_same_as_one_with_all_heads() -> None:
 
 
 def assert_kept(rig: Rig, found: RecentQueries, new: list[int]) -> None:
-    """Queries of the rig's last forward, of the layer that it ran."""
+    """Checks that the queries of the rig's last forward were kept, for the layer that ran."""
     for row, end, own in zip(rig.row_of.tolist(), rig.lengths, rig.query.split(new), strict=True):
         newest = own[-found.window :]
         queries, _, kept = found.read(1, row, end - len(newest), end)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views of requests with given keys and queries, and what policies answer to them."""
+"""Views of requests with given keys and weights, and the positions that policies evict from them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 
 @dataclass
 class GivenLayer:
-    """Keys ``[held, heads, dim]``, and weights of held positions by query, ``[queries, held]``, of
-    which the newest is the last, that of position ``written - 1``."""
+    """``keys``: ``[held, heads, dim]``. ``given``: weights ``[queries, held]``; the last query is that of
+    position ``written - 1``."""
 
     keys: torch.Tensor
     given: torch.Tensor | None
@@ -45,7 +45,7 @@ def view(
     page: int = 1, gone: Iterable[int] = (), keys: torch.Tensor | None = None, seed: int = 7,
     shared: Iterable[tuple[int, int, int]] = (),
 ) -> View:  # fmt: skip
-    """``prompt``: None: as much as is not the request's own. ``keys``: ``[layers, held, heads, dim]``."""
+    """``prompt``: None: the first ``owned`` positions. ``keys``: ``[layers, held, heads, dim]``."""
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     keys = torch.zeros(1, len(held), 1, 2) if keys is None else keys
     row = HostRow()
@@ -62,8 +62,8 @@ def view(
 
 
 def evict(policy: Evictor, now: View, slots: int, count: int | None = None) -> list[int]:
-    """Positions that go of a request with so many slots; ``count``: instead of those beyond the
-    budget."""
+    """Positions that the policy evicts from a request with ``slots`` slots; ``count``: how many slots
+    to give up, None for those beyond the budget."""
     excess = policy.excess(now, slots) if count is None else count
     candidates = policy.candidates(now)
     if excess <= 0 or not len(candidates):

@@ -16,10 +16,10 @@ _VOCAB_SIZE = 6000
 _SPECIAL = ["<unk>", "<eos>"]
 _REASONING = ["<think>", "</think>", "<\uff5ctool\u2581call\uff5c>"]
 
-# Pre-tokenizers of byte-level BPE. That of o200k_base, without its cases of letters, merges newlines with
-# the punctuation before them (``)\n\n\n``), as cl100k_base does, and with slashes behind them. gpt2: white
-# space never merges with anything visible behind it but one space. no_split: tokens with text on both
-# sides of a blank line.
+# Pre-tokenizers of byte-level BPE. o200k (o200k_base without its cases of letters) merges newlines with
+# the punctuation before them (``)\n\n\n``), like cl100k_base, and with slashes behind them. gpt2 merges no
+# white space with visible text behind it, except one space. no_split makes tokens with text on both sides
+# of a blank line.
 _BYTE_LEVEL = {
     "gpt2": "",
     "o200k": r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
@@ -74,7 +74,7 @@ def _wrap(tokenizer: Tokenizer, decoder: Any) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; an empty pattern is GPT-2's own."""
+    """Byte-level BPE; an empty pattern stands for GPT-2's own pattern."""
     split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
     if pattern:
         isolated = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -85,8 +85,8 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    """SentencePiece BPE: ``▁``, newlines and rare characters as bytes."""
-    # Of characters that are equally rare a trainer keeps others in every run.
+    """SentencePiece BPE: ``▁`` for spaces; newlines and rare characters are bytes."""
+    # Which of several equally rare characters a trainer keeps differs by run.
     text = TEXT.encode("ascii", "ignore").decode().replace("\n", "").replace(" ", "▁")
     split = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
     trained = _train(models.BPE(unk_token="<unk>"), split, trainers.BpeTrainer, [text] * 40)
@@ -111,7 +111,7 @@ def llama2() -> PreTrainedTokenizerFast:
 _MAKERS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(_byte_level, pattern) for name, pattern in _BYTE_LEVEL.items()},
     "llama2": llama2,
-    # The word-level tokenizer of the embedded reasoner; it knows some 130 words.
+    # The word-level tokenizer of the embedded reasoner, with about 130 words.
     "embedded": lambda: AutoTokenizer.from_pretrained(CHECKPOINT),
 }
 NAMES = list(_MAKERS)

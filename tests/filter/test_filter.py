@@ -52,10 +52,10 @@ def response(phrases: list[str]) -> str:
 
 
 def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair]]:
-    """Stage 1 by the paper's text: every earlier step, one after the other."""
+    """Stage 1 by the paper's text: compares with every earlier step, one after the other."""
     _, proposals = propose(phrases, max_step_tokens=10_000)
     steps = [proposal.step for proposal in proposals]
-    # Without the delimiter, as the papers split: one token of each step.
+    # As in the papers, steps are compared without their delimiter, one token each.
     texts: list[Any] = [dataclasses.replace(s, token_ids=s.token_ids[:-1]) for s in steps]
     signatures = [signature(Words().decode(list(step.token_ids))) for step in steps]
     found = []
@@ -120,7 +120,7 @@ def test_positions_are_logical_and_the_delimiter_belongs_to_the_step() -> None:
     assert proposals[0].pairs == ()
     expected = tuple((117 + 3 * k, 100 + 3 * k) for k in range(5))
     assert proposals[1].pairs == expected
-    # Blank tokens between steps do not pile up.
+    # Blank tokens between steps are not stored.
     request, proposals = propose(["\n\n " * 5000 + "one two"], block=2)
     assert (len(proposals), request.position) == (1, 5003)
 
@@ -176,7 +176,7 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
         blocks = set(range(proposal.step.start, proposal.step.end - 3, 4))
         assert {pair.dst_start for pair in proposal.pairs} <= blocks
         starts |= blocks
-    # Sources come from all over the history, bounded where it is bounded.
+    # Sources come from all of the history, which may be bounded.
     lags = [p.step.start - pair.src_start for p in proposals[200:] for pair in p.pairs]
     assert max(lags) > 2000
     recent = run(max_history_steps=2)
@@ -185,7 +185,7 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
 
 @pytest.mark.parametrize(("fixed_tau", "num_candidates"), [(0.8, 0), (0.79, 1)])
 def test_a_candidate_is_strictly_above_the_threshold(fixed_tau: float, num_candidates: int) -> None:
-    """Counts (1,1,2) and (1,2,2): cosine exactly 0.8."""
+    """The two steps have a cosine of exactly 0.8."""
     knobs = {"fixed_tau": fixed_tau, "length_factor": False, "use_structure": False}
     _, (_, last) = propose(["up up down", "up down down"], **knobs)
     assert last.counters.candidates == num_candidates
@@ -228,8 +228,8 @@ def test_pairs_are_sound(
 def test_tokens_mode_misses_nothing(
     src_ids: list[int], dst_ids: list[int], block: int, gap: int
 ) -> None:
-    """Greedy from the left: between two pairs no block of the source occurs. Repeats inside the
-    step do not pull a copy off its diagonal."""
+    """Between two pairs no block of the source occurs, as pairing is greedy from the left. An exact copy
+    stays on its diagonal even if blocks repeat in it."""
     src = step_of(src_ids)
     pairs = align_blocks(step_of(dst_ids, 100), src, block)
     taken = {pair.dst_start - 100 + k for pair in pairs for k in range(block)}
@@ -247,9 +247,9 @@ def test_tokens_mode_misses_nothing(
     [
         ("abcdef", "abcdef", 2, [(0, 0), (2, 2), (4, 4)]),
         ("xabcdef", "abcdef", 2, [(1, 0), (3, 2), (5, 4)]),
-        # One token replaced: the diagonal goes on behind it.
+        # One token was replaced: the diagonal continues behind it.
         ("abXcdab", "abYcdab", 2, [(0, 0), (3, 3), (5, 5)]),
-        # The diagonal does not fit: nearest later occurrence, else the first.
+        # The diagonal does not match: takes the nearest later occurrence, else the first.
         ("abcd", "cdabxcd", 2, [(0, 2), (2, 5)]), ("abcd", "cdcdab", 2, [(0, 4), (2, 0)]),
         # A source block may serve twice.
         ("abab", "abz", 2, [(0, 0), (2, 0)]),
@@ -257,7 +257,7 @@ def test_tokens_mode_misses_nothing(
     ],
 )  # fmt: skip
 def test_choices(dst: str, src: str, block: int, expected: list[tuple[int, int]]) -> None:
-    """For steps written as one letter a token."""
+    """Steps are written with one letter for each token."""
     found = align_blocks(step_of([*map(ord, dst)], 1000), step_of([*map(ord, src)]), block)
     assert [(i - 1000, j) for i, j in found] == expected
 
@@ -269,11 +269,11 @@ def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
     assert align_blocks(dst, src, 4, 4) == [BlockPair(16, 8), BlockPair(20, 4)]
     assert align_blocks(step_of(list(dst.token_ids), start=17), src, 4, 4) == []
     assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
-    # A covered token takes its whole page out.
+    # A page with a covered token is left out.
     step = step_of([7] * 12, start=16)
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
-    # By index, whatever they hold.
+    # Mode "index" pairs blocks by index, whatever tokens they hold.
     src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
     for covered, expected in ((b"", [(30, 5), (33, 8)]), (b"\0\1" + bytes(8), [(33, 8)])):
         assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
@@ -288,7 +288,7 @@ def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_explicit_values_win_over_a_preset(name: str) -> None:
-    """At percentile 100 the first finite distance may share."""
+    """Values of presets are as listed; at percentile 100 the first finite distance is accepted."""
     resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
     assert resolved["preset"] == name and PRESETS[name].items() <= resolved.items()
     assert not re.fullmatch(r"p\d+", name) or resolved["percentile"] == int(name[1:])
@@ -325,7 +325,7 @@ _STEPS = st.lists(
 def test_similarities_equal_the_formula(
     drawn: list[tuple[list[int], int]], length_factor: bool, max_steps: int
 ) -> None:
-    """Over a bounded history too, whose oldest step has made room many times."""
+    """Holds for a bounded history too, after many oldest steps were dropped."""
     index = LexicalIndex(max_steps, length_factor)
     history: list[Step] = []
     for token_ids, num_chars in drawn:
@@ -345,7 +345,7 @@ def test_similarities_equal_the_formula(
 
 
 def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
-    """The papers' step is the text between two blank lines, without them."""
+    """In the papers a step is the text between two blank lines, without these."""
     step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
     assert (step.bag, step.num_chars, len(step)) == ({4: 2}, 2, 4)
     for num_blank_tail in (-1, 2, 3):
@@ -356,18 +356,18 @@ def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=200), st.randoms(use_true_random=False))
 def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: random.Random) -> None:
-    """To the last bit: native code sums in another order."""
+    """Equal to the last bit, as native code sums in another order."""
     tau = dynamic_threshold(np.array(sims), 0.9, 0.7)
     shuffled = rng.sample(sims, len(sims))
     assert dynamic_threshold(np.array(shuffled), 0.9, 0.7) == tau
-    # round() is to even, as rint.
+    # round() rounds half to even, like rint.
     total = sum(round(sim * 2**40) for sim in sims)
     assert tau == 0.9 - (0.9 - 0.7) * (total / (max(1, len(sims)) * 2.0**40))
     assert tau == pytest.approx(0.9 - 0.2 * math.fsum(sims) / max(1, len(sims)), abs=1e-12)
 
 
 def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time() -> None:
-    """Each of 1,024 tokens is in each of 2,048 steps: two million postings a query."""
+    """Each of 2,048 steps has 1,023 of the query's 1,024 tokens: two million postings for each query."""
     index = LexicalIndex(2048)
     tokens = np.arange(1024)
     for i in range(2048):
@@ -380,7 +380,7 @@ def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time()
         dynamic_threshold(sims, 0.9, 0.7)
         seconds.append(time.thread_time() - start)
     assert sims.tolist() == pytest.approx([1023 / 1024] * 2048)
-    # A hostile step may cost 50 ms; some 15 on a machine of today.
+    # A hostile step may take 50 ms; a current machine takes about 15 ms.
     assert min(seconds) < 0.05
     # The mean of a full history does not overflow.
     assert dynamic_threshold(np.ones(1 << 20), 0.9, 0.7) == 0.9 - (0.9 - 0.7)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter's process: it answers as the filter does, holds nobody up, and may die at any time."""
+"""The filter's process: it answers as the filter does, blocks no caller, and may die at any time."""
 
 import contextlib
 import itertools
@@ -101,7 +101,7 @@ _TEXT = (
 def test_same_results_as_the_filter_in_this_process(
     make: Make, knobs: dict[str, Any], markers: messages.Markers
 ) -> None:
-    """Fed in pieces of growing size."""
+    """The process, fed in pieces of growing size, gives the results of a filter in this process."""
     config = FilterConfig(block=2, **knobs)
     span = ReasoningSpan(*markers, True) if markers else None
     local = RequestFilter(config, Words.classes, Words.vocabulary, 5, span)
@@ -118,7 +118,7 @@ def test_same_results_as_the_filter_in_this_process(
 
 
 def test_closed_and_unknown_requests(make: Make) -> None:
-    """What is outstanding does not depend on time, nor what is taken at once."""
+    """The number outstanding depends on feeds and takes alone, not on time; so does what one take returns."""
     step_filter = make()
     request = feed_new(step_filter, _STEP * 3)
     step_filter.close(request)
@@ -149,13 +149,13 @@ def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
         feed(step_filter, [request], _STEP * steps)
         taken = take_all(step_filter)
         assert (len(taken), step_filter.steps_shed) == (10, shed)
-    # Steps that were shed are no candidates.
+    # Shed steps are not candidates.
     assert taken[-1].counters.candidates == 19
     assert taken[0].pairs[0][0] == 101 * len(_STEP)
 
 
 def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
-    """A fence in a step that nobody compared still opens and closes code."""
+    """A fence in a step that was shed still opens and closes code."""
     code, fence = Words().encode("p x = 1 \n\n"), Words().encode("``` one \n\n")
     step_filter = make(max_pending=1)
     request = step_filter.open(0, True)
@@ -186,7 +186,7 @@ def test_a_process_that_failed_is_started_anew(
         step_filter.restart()
     assert "is started anew" in caplog.text and not psutil.pid_exists(before)
     assert (step_filter.outstanding, step_filter.restarts, step_filter.given_up) == (0, 1, False)
-    # It knows nothing of the request that ran, and follows new ones.
+    # The new process does not know the old request, and follows new ones.
     other = step_filter.open(0, True)
     feed(step_filter, [request, other], _STEP, _STEP * 2)
     assert [(r.request, len(r.pairs)) for r in take_all(step_filter)] == [(other, 0), (other, 2)]
@@ -210,7 +210,7 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     feed_new(step_filter)
     step_filter.close(0)
     assert (step_filter.outstanding, step_filter.ready(), step_filter.take(9, 9)) == (0, 0, [])
-    # Nor does one start that was ended after a failure which was seen too late.
+    # A process that was shut down after an unseen failure is not started again.
     step_filter = make()
     os.kill(step_filter.pid, signal.SIGKILL)
     step_filter.shut_down()
@@ -220,7 +220,7 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
 
 
 def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
-    """Nothing blocks while it stands still, and what it was sent is bounded."""
+    """No call blocks while the process is stopped, and the bytes sent to it are bounded."""
     step_filter = make()
     request = step_filter.open(0, True)
     os.kill(step_filter.pid, signal.SIGSTOP)
@@ -248,7 +248,7 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     start = time.monotonic()
     wait_until_it_failed(step_filter)
     assert time.monotonic() - start > 0.7
-    # A pause of the scheduler itself is no silence of the process.
+    # A pause of the scheduler itself does not count as silence of the process.
     step_filter.restart()
     feed_new(step_filter)
     time.sleep(1.0)
@@ -258,7 +258,7 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
 def test_what_came_in_pieces_is_read_and_nonsense_is_a_failure(make: Make) -> None:
     step_filter = make()
     assert step_filter._socket is not None
-    # In place of the child.
+    # The test answers in place of the child.
     step_filter._socket, theirs = socket.socketpair()
     step_filter._socket.setblocking(False)
     with theirs:
@@ -277,7 +277,7 @@ def test_what_came_in_pieces_is_read_and_nonsense_is_a_failure(make: Make) -> No
 def test_a_filter_of_another_version_is_refused_by_name(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The package was exchanged while the server runs."""
+    """The package was replaced by another version while the server runs."""
     step_filter = make()
     package = shutil.copytree(_ROOT / "sglang_reasoncache", tmp_path / "sglang_reasoncache")
     (package / "__init__.py").write_text('__version__ = "0.0.9"')
@@ -295,7 +295,7 @@ def test_a_filter_of_another_version_is_refused_by_name(
 def test_a_process_that_cannot_be_started_is_a_failure(
     make: Make, monkeypatch: pytest.MonkeyPatch, refused: tuple[Any, str]
 ) -> None:
-    """And an exception only at the server's start."""
+    """A failed restart is a failure of the filter; only at the server's start it raises RuntimeError."""
     step_filter = make()
 
     def refuse(*_: object, **__: object) -> None:
@@ -382,19 +382,19 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.send_signal(number)
-        # Somebody else may be slow to reap it.
+        # The process that adopts the child may be slow to reap it.
         child.wait(timeout=60)
 
 
 def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
-    """Nor anything else that what it is told might bring along."""
+    """Also unpickling the vocabulary that it is sent loads neither of them."""
     step_filter = make(vocabulary=read("gpt2"))
     feed_new(step_filter)
     take_all(step_filter)
     child = psutil.Process(step_filter.pid)
     mapped = {Path(part.path).name for part in child.memory_maps()}
     assert not [name for name in mapped if "torch" in name or "cuda" in name or "tvm" in name]
-    # Nor sympy before a step is read; what the scheduler imports of it neither.
+    # Importing the filter, as the scheduler does, loads no heavy module either, nor sympy.
     of = "sglang_reasoncache.filter"
     script = f"import sys, {of}.worker, {of}.process, {of}.structure.signature; print(*sys.modules)"
     done = subprocess.run(

@@ -71,9 +71,9 @@ def test_part_of_a_character_is_visible_and_no_token_blank() -> None:
 def test_long_steps_are_cut() -> None:
     pieces = ["a"] * 7 + ["\n\n"] + ["b"] * 2 + ["\n\n"]
     assert spans_of(pieces, max_step_tokens=3) == [(0, 3), (3, 6), (6, 8), (8, 11)]
-    # A delimiter right after a cut opens no step.
+    # A delimiter right after a cut does not open a step.
     assert spans_of(["a", "b", "\n", "\n", "c", "\n\n"], max_step_tokens=2) == [(0, 2), (4, 6)]
-    # A blank line completed by a token with text: it starts the next step.
+    # A token with text that completes a blank line starts the next step.
     assert spans_of(["one", "\n", "\ntwo\n", "\n", "\n", " "]) == [(0, 2), (2, 4)]
 
 
@@ -82,7 +82,7 @@ def test_an_open_step_can_be_closed() -> None:
     assert segmenter.close(0) is None
     assert [segmenter.push(token, 5 + token) for token in (0, 1)] == [None, None]
     assert (segmenter.close(7), segmenter.close(7)) == ((5, 7), None)
-    # The newline before it is forgotten.
+    # The newline before ``close`` does not count.
     assert [segmenter.push(token, 7 + i) for i, token in enumerate((0, 1))] == [None, None]
     assert segmenter.start == 7
 
@@ -98,9 +98,9 @@ _MADE_UP = st.sampled_from(
 def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
     spans = spans_of(pieces)
     steps = ["".join(pieces[start:end]) for start, end in spans]
-    # The last part has not ended yet.
+    # The appended period opens a last step, which has not ended.
     assert [step.strip(_WHITE) for step in steps] == split_text(f"{''.join(pieces)}.")[:-1]
-    # Blank tokens between two steps belong to none.
+    # Blank tokens between two steps belong to neither.
     assert all(pieces[start].strip(_WHITE) for start, _ in spans)
     for (_, end), (start, _) in pairwise(spans):
         assert end <= start
@@ -109,13 +109,13 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
 
 # -- with tokenizers of every kind --
 #
-# A token that holds text on both sides of a blank line, or between two of them, goes as a whole to
-# the step that was open before it, and the next step starts behind it: as if the token's own blank
-# lines were gone and one followed it.
+# A token with text on both sides of a blank line, or between two blank lines, belongs as a whole to
+# the step that was open before it; the next step starts behind the token. This equals a token whose
+# own blank lines are removed and replaced by a blank line behind it.
 
 _STRADDLES = re.compile(
     rb"[^ \t\r\n][ \t\r]*\n[ \t\r]*\n[ \t\r\n]*[^ \t\r\n]"  # text on both sides
-    rb"|\A[ \t\r]*\n(?s:.*)[^ \t\r\n][ \t\r]*\n[ \t\r]*\n"  # text between two
+    rb"|\A[ \t\r]*\n(?s:.*)[^ \t\r\n][ \t\r]*\n[ \t\r]*\n"  # text between two blank lines
 )
 
 
@@ -158,7 +158,7 @@ _START, _END = frozenset({1}), frozenset({2})
 
 def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
     span = ReasoningSpan(_START | {3}, _END | {3}, True)
-    # Forced reasoning whose model writes the marker nevertheless; a second end.
+    # Reasoning is forced, but the model still writes the start marker; later a second end.
     found = [span.push(token) for token in (5, 1, 5, 2, 2, 5, 1, 5, 3, 5)]
     assert found == [True, False, True, False, False, False, False, True, False, False]
 
@@ -185,7 +185,7 @@ def test_the_last_marker_of_the_prompt_decides(
 def test_same_steps_as_splitting_the_text_at_markers(
     pieces: list[str], inside: bool, chunk: int
 ) -> None:
-    """However the tokens arrive. Slow reference: cut at markers, keep what is inside."""
+    """Holds for chunks of any size. The slow reference cuts at markers and keeps the text inside."""
     expected, parts, where = [], [""], [inside]
     for piece in pieces:
         if piece in ("<think>", "</think>"):
@@ -223,7 +223,7 @@ def test_text_is_the_concatenation(pieces: list[bytes], token_ids: list[int]) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_text_as_the_tokenizer(name: str) -> None:
-    """But for the space before the first word, and with its markers."""
+    """Texts are equal, except for a space before the first word, and include markers."""
     tokenizer, vocabulary = made(name), read(name)
     assert len(vocabulary.pieces) == len(tokenizer)
     # Llama 2 puts a space behind a special token.
@@ -235,7 +235,7 @@ def test_same_text_as_the_tokenizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", _BYTE_EXACT)
 def test_any_bytes_can_be_spelled(name: str) -> None:
-    """Half characters too: reading each token through ``decode`` would lose them."""
+    """Parts of characters too, which would be lost if each token was read through ``decode``."""
     single = set(read(name).pieces)
     valid = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
     assert all(bytes([byte]) in single for byte in valid)
@@ -267,7 +267,7 @@ class _Custom:
 
 
 def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """By their bytes; where a vocabulary spells bytes as Latin-1, which XGrammar cannot know, by decoding."""
+    """Read by bytes; by decoding if a vocabulary spells bytes as Latin-1, which XGrammar cannot know."""
     tokenizer = _Custom(bytes)
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT
@@ -276,7 +276,7 @@ def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sglang_reasoncache"):
         vocabulary = vocabulary_of(_Custom(str))
     assert vocabulary.text(_Custom(str).encode("th x. (y)\n\nz")) == "th x. (y)\n\nz"
-    # Characters over several tokens cannot be read that way, which is said.
+    # Decoding loses characters that span several tokens, which the log says.
     assert "sequences differ" in caplog.text
     with pytest.raises(ValueError, match="cannot read the tokens of int"):
         vocabulary_of(5)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF001 - mathematical signs look alike on purpose
-"""Structure signatures: which formal steps are equal, which differ, what is prose."""
+"""Structure signatures: which formal steps are equal, which differ, and which steps are prose."""
 
 import random
 
@@ -128,7 +128,7 @@ _TEMPLATES = (
 def test_any_differing_digit_letter_or_operator_changes_the_signature(
     template: str, seed: int
 ) -> None:
-    """On prose with embedded equations; every formal word is replaced in turn."""
+    """Replaces every formal word in turn, in prose with embedded equations."""
     rng = random.Random(seed)
     symbols = {key: rng.choice(_LETTERS) for key in "vpu"}
     symbols |= {key: str(rng.randrange(10)) for key in "qwxyr"}
@@ -195,7 +195,7 @@ def test_prose_passes_and_over_bound_never_matches() -> None:
     ],
 )  # fmt: skip
 def test_tolerance(first: str, second: str, distance: int) -> None:
-    """Hand-counted operations: allowed at that tolerance, not with one less."""
+    """``distance``: operations counted by hand; the pair is equal at this tolerance and not at one less."""
     steps = signature(first), signature(second)
     assert same_structure(*steps, tolerance=distance)
     assert not same_structure(*steps, tolerance=distance - 1)

@@ -64,7 +64,7 @@ _LONG = (
     "\x00\ud800\udfff\u202e\ufeff" * 100, "x\u0301" * 400, "```" + "\r" * 8000,
 )  # fmt: skip
 
-# Bait: whoever evaluates one of these leaves a file.
+# Bait: evaluating one of these texts creates a file.
 _BAITS = (
     "open('{0}', 'w').close()", "__import__('os').system('touch {0}')", "eval(\"open('{0}', 'w')\")",
     "(lambda: open('{0}', 'w'))()", "f'{{open(\"{0}\", \"w\")}}'", "$(touch {0})", "; touch {0} #",
@@ -144,7 +144,7 @@ def test_every_bound_holds(text: str, bound: str) -> None:
 
 
 def test_recursion_stays_far_below_the_interpreter_limit() -> None:
-    """The deepest nesting that is read, hashed and compared, with few frames to spare."""
+    """The deepest nesting allowed is read, hashed and compared within 700 stack frames."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 700)
     try:
@@ -161,7 +161,7 @@ def test_recursion_stays_far_below_the_interpreter_limit() -> None:
         sys.setrecursionlimit(limit)
 
 
-# Every way from a text to running it that the standard library offers by name.
+# Functions of the standard library that can run a text, or open a file.
 _EVALUATORS = (
     (builtins, "eval"), (builtins, "exec"), (builtins, "compile"), (builtins, "open"),
     (os, "system"), (os, "popen"), (subprocess, "Popen"),
@@ -203,14 +203,14 @@ _OPERATORS = ("−", "+", "·", "=", "<", "≤", "∈", "~", "->", "±")
 
 
 def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> None:
-    """Whoever lets 64 long steps become candidates at once has not all of them read."""
+    """If 64 long steps become candidates at once, only some of them are read."""
     pieces = [b"\n\n", b"```", *(f"$x{sign}".encode() for sign in _OPERATORS), b"1$ "]
     vocabulary = Vocabulary(pieces)
     classes = TokenClasses(vocabulary)
     best = 1.0
     for _ in range(3):
         request = RequestFilter(FilterConfig(fixed_tau=0.0), classes, vocabulary, 0)
-        # Straight into the history: none of them was ever a candidate.
+        # Put directly into the history, so that none of them was a candidate before.
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
             assert isinstance(request._matcher, StepMatcher)

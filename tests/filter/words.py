@@ -15,7 +15,7 @@ next not now of one out python range return so that the three to total two up va
 \( \) ```
 """
 
-# Whoever needs another word adds it here.
+# Add words here as tests need them.
 _WORDS = (
     "\n\n", "", "<think>", "</think>", *string.digits, *string.ascii_letters, *string.punctuation,
     *(f"w{i}" for i in range(500)), *_PLAIN.split(),
@@ -39,7 +39,7 @@ class Words:
 
 
 def filter_knobs(preset: str) -> dict[str, Any]:
-    """The part of a preset that :class:`FilterConfig` takes, without what decides on distances."""
+    """The settings of a preset that :class:`FilterConfig` takes, without those about distances."""
     stage_two = ("percentile", "warmup", "distance", "when")
     return {name: value for name, value in PRESETS[preset].items() if name not in stage_two}
 

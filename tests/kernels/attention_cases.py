@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools, rows and expected results for the tests of paged attention. Expectations take another
-route: plain Python over positions, keys rotated by complex multiplication, dense softmax, all in
-double precision over the values as stored."""
+"""Pools, rows and expected results for the tests of paged attention. Expected results are computed
+independently: plain Python over positions, keys rotated by complex multiplication, dense softmax,
+all in double precision over the values as stored."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ TOLERANCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One pool, and rows of ``lengths`` positions in it."""
+    """A pool, and rows of ``lengths`` positions in it."""
 
     lengths: tuple[int, ...] = (0, 1, 19, 989)
     heads: int = 4
@@ -37,17 +37,17 @@ class Case:
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
-    shared: float = 0.3  # of the entries: their slot was cached at another position
-    repeated: float = 0.0  # of the positions, about: they name the slot of another one
-    evicted: float = 0.0  # of the positions; 1 leaves one entry a row
-    layout: str = "halves"  # of LAYOUTS, or LATENT
+    shared: float = 0.3  # share of entries whose slot was cached at another position
+    repeated: float = 0.0  # rough share of positions that name the slot of another position
+    evicted: float = 0.0  # share of positions that are evicted; 1 leaves one entry a row
+    layout: str = "halves"  # one of LAYOUTS, or LATENT
 
     @property
     def query_dim(self) -> int:
         return self.k_dim + (self.v_dim if self.layout == LATENT else 0)
 
     def latent(self, **changed: Any) -> "Case":
-        """The same rows over one latent head, as DeepSeek has it."""
+        """The same rows over one latent head, as in DeepSeek."""
         mla: dict[str, Any] = dict(
             kv_heads=1, v_dim=512, rotary_dim=64, is_neox=False, layout=LATENT
         )
@@ -84,7 +84,7 @@ CASES = [
       rotary_dim=24) for dtype in (torch.float32, torch.float16, *_FP8)),
 ]  # fmt: skip
 
-#: For Triton's interpreter: fewer entries, every sort of head, dtype and layout.
+#: Cases for Triton's interpreter: fewer entries, but every sort of head, dtype and layout.
 FEW = [
     Case(evicted=0.4),
     Case(heads=5, kv_heads=1, k_dim=80, v_dim=80, rotary_dim=80, lengths=(1, 70)),
@@ -131,8 +131,8 @@ class Rig:
         return self.case.query_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """Entry by entry; with ``merge`` a position that names the slot at its cached position has no
-        entry, and tiles with keys that are used elsewhere have rotations."""
+        """The expected plan, entry by entry. With ``merge`` a position that shares its slot with the slot's
+        cached position has no entry: the entry's tile gets a rotation instead."""
         indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []
@@ -156,7 +156,7 @@ class Rig:
                 if not merge or home[at] == at:
                     continue
                 tile, bit = divmod(place[to], TILE_ENTRIES)
-                # The first is that of keys at their cached positions.
+                # A tile's first rotation is 0, for keys used at their cached positions.
                 found = tiles.setdefault(tile, [[0, -1]])
                 if last != (at - 1, tile, at - home[at], to == at):
                     found.append([at - home[at], 0])
@@ -187,7 +187,7 @@ class Rig:
         return self.with_values(keys, slots)
 
     def with_values(self, keys: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """What a query is multiplied with: ``keys``, of a latent row behind its value."""
+        """What a query is multiplied with: ``keys``; for latent rows, values and ``keys`` side by side."""
         if self.case.layout != LATENT:
             return keys
         return torch.cat((self.values.float()[slots].to(keys.dtype), keys), dim=2)
@@ -226,7 +226,7 @@ def make(case: Case, seed: int = 3) -> Rig:
 
     sizes = num_slots, case.kv_heads, case.k_dim, case.v_dim
     keys, values = lay_out(case.layout, made, *sizes)
-    # Stale entries of earlier requests beyond every row's end, and rows of nobody.
+    # Beyond their ends rows have stale entries, and some rows belong to no request.
     rows = torch.randint(0, num_slots, (len(case.lengths) + 2, width), generator=generator)
     cached_at = torch.randint(0, 3000, (num_slots,), generator=generator)
     order = torch.randperm(num_slots - 1, generator=generator) + 1
@@ -238,7 +238,7 @@ def make(case: Case, seed: int = 3) -> Rig:
         at = torch.arange(count)
         cached_at[slots] = at
         if case.rotary_dim and count:
-            # Runs of shared positions, as blocks are; one far away, in both directions.
+            # Positions share in runs of 8, like blocks; the first and the last are shifted very far.
             away = torch.rand((count + 7) // 8, generator=generator) < case.shared
             away = away.repeat_interleave(8)[:count]
             near = torch.randint(-50, 50, (len(away),), generator=generator)
@@ -248,7 +248,7 @@ def make(case: Case, seed: int = 3) -> Rig:
                 cached_at[slots[0]] = TABLE - 1
                 cached_at[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
         for _ in range(round(case.repeated * count / 10) if count > 20 else 0):
-            # Either way, over what is shared or repeated already too.
+            # Repeats go forward or back, also over positions that already share or repeat.
             run, to, source = torch.randint(1, count - 20, (3,), generator=generator).tolist()
             run = 1 + run % 20
             slots[to : to + run] = slots[source : source + run].clone()
@@ -267,14 +267,14 @@ def make(case: Case, seed: int = 3) -> Rig:
 
 
 def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
-    """NaN into the slots chosen by a mask."""
+    """Write NaN into the slots chosen by a mask."""
     filled = buffer.float()
     filled[where] = float("nan")
     buffer.copy_(filled.to(buffer.dtype))
 
 
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:
-    """Equal, but for the order of a tile's rotations behind the first."""
+    """Checks equality up to the order of a tile's rotations after the first."""
     sides = *zip(found[:3], expected[:3], strict=True), *_lists(found, expected)
     for mine, other in sides:
         assert (mine is None) == (other is None)
@@ -301,7 +301,7 @@ def _lists(*plans: RowPlan) -> list[tuple[torch.Tensor | None, ...]]:
 def assert_attention(
     found: torch.Tensor, expected: torch.Tensor, atol: float | None = None
 ) -> None:
-    """Within ``atol`` or the tolerance of the result's dtype; NaN never passes."""
+    """Compares within ``atol`` or the tolerance of the result's dtype; NaN never passes."""
     relative, absolute = TOLERANCE[found.dtype] if atol is None else (0.0, atol)
     if INTERPRETED and found.dtype == torch.bfloat16:
         relative *= 2  # the interpreter cuts bf16, a GPU rounds

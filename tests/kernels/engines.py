@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures: every way by which the operations run, behind the same functions. C++ as this machine and
-older ones run it, and Triton, on a GPU or interpreted. In the interpreter's process (see
-``tests/triton_runs.py``) there is Triton alone. Distances also run in PyTorch."""
+"""Fixtures for the engines that run the operations: C++ as built for this machine and for older ones, and
+Triton, on a GPU or interpreted. The interpreter's process (see ``tests/triton_runs.py``) has only
+Triton. Distances also run in PyTorch."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ import pytest
 from sglang_reasoncache import native
 from tests.triton_runs import INTERPRETED, on_device
 
-#: What a build for an older x86 lacks: AVX-512; then AVX, F16C and FMA too.
+#: Builds for older x86 -> flags that they need. v3 lacks AVX-512; the oldest also AVX, F16C and FMA.
 OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
 NATIVE = () if INTERPRETED else ("native", *OLDER)
 HOST = () if INTERPRETED else ("torch", *NATIVE)
@@ -25,7 +25,7 @@ ON_DEVICE = pytest.param("triton", marks=on_device)
 def _engines(*params: Any) -> Any:
     @pytest.fixture(params=params)
     def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        """Backend to ask for; see :func:`use`."""
+        """The name of the backend to ask for; see :func:`use`."""
         return use(request.param, monkeypatch)
 
     return engine
@@ -37,7 +37,7 @@ backend = _engines(*NATIVE, ON_DEVICE)
 def by_engine(
     cases: Iterable[Any], few: Iterable[Any], host: tuple[str, ...] = NATIVE
 ) -> list[Any]:
-    """Parameters: an engine of ``host`` or Triton, and a case. All of ``cases``, but ``few`` for older
+    """Parameters: each engine of ``host`` and Triton, with each of ``cases``, or of ``few`` for older
     builds and under the interpreter."""
     return [
         pytest.param(engine, case, marks=on_device if engine == "triton" else ())
@@ -46,15 +46,15 @@ def by_engine(
     ]
 
 
-#: C++ alone, which refuses what is out of range.
+#: Fixture of the C++ engines alone, which refuse values out of range.
 cpu = _engines(*NATIVE)
-#: Those of distances: all, and the ones that read host memory.
+#: Fixtures of engines for distances: all of them, and those that read host memory.
 of_distances = _engines(*HOST, ON_DEVICE)
 host_of_distances = _engines(*HOST)
 
 
 def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Have "native" mean this engine; returns the backend to ask for."""
+    """Make "native" mean this engine; return the name of the backend to ask for."""
     if engine == "torch":
         monkeypatch.setattr(native, "library", unavailable)
     elif engine in NATIVE:
@@ -70,7 +70,7 @@ def unavailable() -> ctypes.CDLL:
 
 
 def this_build() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """The library for this machine, or the reason why there is none."""
     try:
         return _LIBRARY()
     except native.NativeUnavailable as error:
@@ -82,12 +82,12 @@ _LIBRARY = native.library
 
 @functools.cache
 def older_build(level: str) -> ctypes.CDLL | str:
-    """The kernels for a level of :data:`OLDER`, or why there are none."""
+    """The library for a level of :data:`OLDER`, or the reason why there is none."""
     if platform.machine() != "x86_64":
         return "a build for an x86 CPU"
     if not set(Path("/proc/cpuinfo").read_text().split()) >= OLDER[level]:
         return f"this CPU is older than {level}"
-    # Once for all processes and runs, as the library itself.
+    # Built once for all processes and runs, like the library itself.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_OPTIMISED", ("-O1", f"-march={level}"))
         try:

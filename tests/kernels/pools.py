@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of a layer, the rotary table of the kernels' tests, and dense attention in fp64."""
+"""Layouts of a layer, a rotary table for the kernels' tests, and dense attention in fp64."""
 
 from collections.abc import Callable
 
@@ -10,9 +10,9 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 #: How a pool may lay out a layer: halves of one allocation (SGLang), K and V of a slot side by side,
 #: heads in front of slots, heads with room between them, an odd address.
 LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
-#: Of MLA: values and keys are parts of one row.
+#: Layout of MLA: values and keys are parts of one row.
 LATENT = "latent"
-#: Positions in the table.
+#: Positions in the rotary table.
 TABLE = 40_000
 
 
@@ -29,7 +29,7 @@ def make_rotation(rotary_dim: int, is_neox: bool) -> KeyRotation | None:
 def lay_out(
     layout: str, made: Callable[..., torch.Tensor], slots: int, heads: int, k_dim: int, v_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[slots, heads, dim]``, strided views of what ``made`` makes of a shape."""
+    """Keys and values ``[slots, heads, dim]``: strided views of tensors that ``made(*shape)`` returns."""
     match layout:
         case "halves" if k_dim == v_dim:
             keys, values = made(2, slots, heads, k_dim)
@@ -67,8 +67,8 @@ def dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *,
     hidden: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """fp64 attention of ``[tokens, heads, dim]`` to ``[held, kv_heads, dim]`` but where ``hidden``
-    ``[tokens, held]``, and its weights ``[heads, tokens, held]``."""
+    """fp64 attention of ``[tokens, heads, dim]`` to ``[held, kv_heads, dim]``, and its weights ``[heads,
+    tokens, held]``. ``hidden`` ``[tokens, held]``: pairs that are masked."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (side.double().repeat_interleave(group, dim=1) for side in (keys, values))
     logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale

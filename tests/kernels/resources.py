@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU kernels take, read from the machine code that they are compiled to: no GPU is needed.
+"""Resources that the GPU kernels take, read from their machine code, which needs no GPU.
 
 ``test_ahead_of_time.py`` holds every kernel to its limits, for several compute capabilities."""
 
@@ -30,7 +30,7 @@ from sglang_reasoncache.kernels import (
 
 GPUS = 80, 90, 100
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-#: Arguments that are pointers, by what they point at, unless a case says otherwise.
+#: What pointers point at -> names of these arguments, unless a case says otherwise.
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
     "tile_ptr by following",
@@ -40,33 +40,33 @@ _POINTERS = {
     "bf16": "query keys values out_k out_v",
 }
 POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
-#: Addresses and strides that are multiples of 16; ``end`` is a slice of ``kv_indptr`` from 1.
+#: Pointers and strides that are multiples of 16; not ``end``, which is ``kv_indptr[1:]``.
 ALIGNED = {*POINTERS} - {"end"}
 ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride", "q_head_stride")
 
 
 class Resources(NamedTuple):
-    """What a compiled kernel takes, or the most that it may."""
+    """Resources that a compiled kernel takes, or its limits."""
 
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
     shared: int  # bytes of a program
 
 
-#: A kernel, its constants, and what its pointers point at where that is not POINTERS.
+#: A kernel, its constants, and what pointers point at if not as in POINTERS.
 _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
 
 @contextlib.contextmanager
 def standing_in(gpu: int) -> Iterator[GPUTarget]:
-    """Triton asks the GPU that it has, not the one it compiles for, what instructions there are."""
+    """Makes ``gpu`` Triton's active GPU: Triton asks that GPU, not its target, for instructions."""
     target = GPUTarget("cuda", gpu, 32)
     driver: Any = triton.runtime.driver
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
     try:
         yield target
     finally:
-        driver.set_active(None)  # the one of this machine, if there is any
+        driver.set_active(None)  # this machine's GPU again, if there is one
 
 
 def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
@@ -89,7 +89,7 @@ def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dic
 
 
 def resources_of(compiled: Any) -> Resources:
-    """Reads the machine code."""
+    """Resources by the kernel's machine code; RuntimeError if cuobjdump names no registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -122,7 +122,7 @@ def _decode_of(query: Any, keys: Any, values: Any, rotation: Any, kind: str) -> 
 
 
 def _latent(heads: int, dtype: torch.dtype, kind: str) -> _Kernel:
-    """Of DeepSeek."""
+    """A decode kernel over DeepSeek's latent rows."""
     values, keys = (torch.empty(1, 1, dim, dtype=dtype, device="meta") for dim in (512, 64))
     query = torch.empty(1, heads, 576, dtype=BF16, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=64, is_neox=False)
@@ -164,9 +164,9 @@ def _gather() -> _Kernel:
     return gather_triton.gather_kernel, constants, {}
 
 
-#: Every kernel with the constants that a server of usual shape gives it, and what it may take on any of
-#: :data:`GPUS`: registers, spilled bytes, shared bytes. 168 registers: three blocks of four warps on an SM.
-#: 8 spilled bytes: ptxas keeps two numbers out of registers to fit a block more.
+#: Every kernel with constants of a usual server, and its limits on all of :data:`GPUS`: registers, spilled
+#: bytes, shared bytes. With 168 registers three blocks of four warps fit on an SM. With 8 spilled bytes
+#: ptxas keeps two numbers out of registers, so that one more block fits.
 _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, bf16 32/8x128": (_decode("32/8x128", BF16, "merged"), (168, 0, 74776)),
     "decode, merged, bf16 64/8x128": (_decode("64/8x128", BF16, "merged"), (176, 0, 74776)),
@@ -199,7 +199,7 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "rotations of tiles": (_rotations(True), (120, 0, 256)),
 }
 KERNELS = {name: kernel for name, (kernel, _) in _KERNELS.items()}
-#: Unless it is this one. Below sm_89 fp8 is converted by arithmetic, with twice the warps.
+#: Limits that differ on one GPU. Below sm_89 fp8 is converted by arithmetic, with twice the warps.
 _LIMITS_OF_GPU = {
     (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776),
     (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels compiled for GPUs that are not here: what they take, and how wide they read."""
+"""Triton kernels compiled for GPUs that are not here: their resources, and the width of their loads."""
 
 import re
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no comp
 NARROW = r"ld\.global\.(?:b8|b16|u8|u16)\b"
 
 
-#: Every kernel for every GPU; by default each for one of them, the next one for another.
+#: Every kernel for every GPU; without ``long`` tests each kernel for one GPU, in turns.
 COMPILED = [
     pytest.param(name, gpu, marks=[] if (i - j) % len(resources.GPUS) == 0 else pytest.mark.long)
     for i, name in enumerate(resources.KERNELS)
@@ -37,15 +37,15 @@ def test_resources(name: str, gpu: int) -> None:
     ptx: str = compiled.asm["ptx"]
     assert f".target sm_{gpu}" in ptx
     if name.startswith("decode"):
-        # By tensor cores; 16 bytes at a time, the next tile copied meanwhile. Latents of fp8 are loaded:
-        # they are converted on their way to both products.
+        # Decoding uses tensor cores and copies the next tile asynchronously, 16 bytes at a time. Latents
+        # in fp8 are loaded instead, as they are converted for both products.
         copied = r"cp\.async\.cg\.shared\.global \[[^\]]+\], \[[^\]]+\], 0x10"
         assert "mma" in ptx
         assert re.search(r"ld\.global\.v4\.b32" if "e4m3 128x512" in name else copied, ptx)
-        # Neighbours change places one by one, where a tile has rotations.
+        # Interleaved rotations read single neighbours.
         assert "interleaved" in name or not re.findall(NARROW, ptx)
     elif name.startswith("distance"):
-        # Both blocks of V and of K.
+        # At least one wide load for each of two blocks of K and of V.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
         assert not re.findall(NARROW, ptx)
     elif name == "gather":

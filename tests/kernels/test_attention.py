@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan, decode, gather and extend, by every backend, against dense attention in fp64."""
+"""Plan, decode, gather and extend on every backend, against dense attention in fp64."""
 
 import dataclasses
 from typing import Any
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def placed(value: Any, backend: str) -> Any:
-    """Tensors, and tuples of them, where the backend reads them."""
+    """Moves a tensor, or a tuple of tensors, to where the backend reads it."""
     if backend != "triton" or value is None:
         return value
     if isinstance(value, RowPlan | Rotations):
@@ -55,7 +55,7 @@ def kv_of(rig: Rig, backend: str) -> PagedKv:
 
 
 def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
-    """On the host; ``changed`` replaces arguments."""
+    """The backend's plan, moved to the host; ``changed`` replaces arguments."""
     sides = dict(rows=rig.rows, requests=rig.requests, lengths=rig.lengths, cached_at=rig.cached_at)
     arguments: dict[str, Any] = sides | dict(num_slots=len(rig.keys)) | changed
     if backend != "triton":
@@ -69,7 +69,7 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
 
 
 def cut(plan: RowPlan) -> RowPlan:
-    """To what was planned, on the host."""
+    """The plan on the host, cut to the part that was planned."""
     total, rotations, shift = int(plan.kv_indptr[-1]), None, None
     assert (plan.shift is None) == (plan.rotations is not None)
     if plan.shift is not None and plan.shift[:total].any():
@@ -83,7 +83,7 @@ def cut(plan: RowPlan) -> RowPlan:
 
 
 def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tensor:
-    """On the host."""
+    """The backend's decode, moved to the host."""
     given = {"query": rig.query, "plan": plan, **options}
     arguments: Any = {name: placed(value, backend) for name, value in given.items()}
     return decode_attention(kv=kv_of(rig, backend), scale=rig.scale, **arguments).cpu()
@@ -92,7 +92,7 @@ def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tenso
 def assert_decode(
     rig: Rig, backend: str, plan: RowPlan, atol: float | None = None, **options: Any
 ) -> torch.Tensor:
-    """The output is that of dense attention."""
+    """Checks that decode gives the output of dense attention; returns it."""
     out = decode(rig, backend, plan, **options)
     named = {name.removeprefix("logit_"): value for name, value in options.items()}
     assert_attention(out, rig.expected(plan, **named), atol)
@@ -109,7 +109,7 @@ BY_ENGINE = pytest.mark.parametrize(
 
 @BY_ENGINE
 def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
-    """No slot that a row does not name is read: they hold NaN."""
+    """Slots that no row names hold NaN, so that reading one would show."""
     rig = make(case)
     plan = plan_of(rig, backend)
     assert_plans(plan, rig.plan())
@@ -124,7 +124,7 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
 TILES = ([0], [7], [0, 0, -300], [5, -9, 0], [5, -9, 0, 300, 1, -1, TABLE - 1])
 
 
-#: Pairing of dims, and dtype; under the interpreter each once.
+#: Pairing of dims, and dtype; the interpreter gets each value once, others all combinations.
 KEYS = [(True, torch.bfloat16), (False, torch.float32)]
 if not INTERPRETED:
     KEYS += [(True, torch.float32), (False, torch.bfloat16)]
@@ -141,13 +141,13 @@ def test_every_sort_of_tile(
     shifted[:3] = 0
     plan = rig.plan()._replace(shift=shifted)
     out = assert_decode(rig, backend, plan)
-    # Shifts in another request leave no trace.
+    # Shifts in the other request do not change a bit.
     alone = RowPlan(plan.kv_indptr[:2], plan.kv_indices[:3], None)
     assert torch.equal(out[:1], decode(rig, backend, alone, query=rig.query[:1]))
 
 
 def test_slots_of_many_positions(backend: str) -> None:
-    """One by a thousand; a tile where each has its own, either way; requests beside leave no trace."""
+    """A slot of many positions; tiles of slots with one more position, earlier or later; requests alone."""
     many = 100 if INTERPRETED else 1000
     rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
     rows = [rig.rows[request] for request in rig.requests.tolist()]
@@ -184,7 +184,7 @@ def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bo
 
 
 def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By Triton in launches of at most three queries here."""
+    """Several queries read one request's entries; Triton launches at most three queries at a time here."""
     if backend == "triton":
         monkeypatch.setattr("sglang_reasoncache.kernels.decode_triton.QUERIES", 3)
     rig = make(Case(lengths=(300, 19), query_dtype=torch.float32))
@@ -196,7 +196,7 @@ def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.Mon
 
 
 def test_queries_may_be_strided(backend: str) -> None:
-    """SGLang hands out a slice of the fused projection."""
+    """Queries from SGLang are a slice of a fused projection, so they have strides."""
     rig = make(Case(lengths=(19, 70)))
     plan = rig.plan()
     batch, heads, dim = rig.query.shape
@@ -225,7 +225,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     plan = rig.plan()
     slots = plan.kv_indices.long()
     kv, entries = kv_of(rig, backend), placed(plan, backend)
-    # Narrower than the pool, the interpreter would cut what a GPU rounds.
+    # To a narrower dtype than the pool's the interpreter would cut, where a GPU rounds.
     others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
     for dtype in {case.query_dtype, torch.float16, *others}:
         out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))
@@ -237,13 +237,13 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
         assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
 
 
-#: The interpreter would take a minute for the codes of 16 bits.
+#: Without 16-bit dtypes under the interpreter, which would take a minute.
 CODES = [dtype for dtype in DTYPES if dtype.itemsize < (2 if INTERPRETED else 4)]
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_reads_every_code_exactly(backend: str, dtype: torch.dtype) -> None:
-    """Each bit pattern at each place of a vector, subnormals and NaN included."""
+    """Every bit pattern is read exactly, at all places of a vector, subnormals and NaN included."""
     bits = torch.int8 if dtype.itemsize == 1 else torch.int16
     count, dim = 1 << (8 * dtype.itemsize), 67
     slots = torch.arange(count, dtype=torch.int32)
@@ -268,8 +268,8 @@ def test_plan(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_plan_of_evicted_neighbours(backend: str) -> None:
-    """Whatever position slot 0, SGLang's padding, is cached at: what is evicted rotates nothing, not
-    even where it would go on a run of rotations to a position that is evicted as well."""
+    """Evicted positions rotate nothing, whatever position slot 0 (SGLang's padding) is cached at, not even
+    where one would continue a run of rotations."""
     row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
     rig = make(Case())
     where: dict[str, Any] = dict(
@@ -279,7 +279,7 @@ def test_plan_of_evicted_neighbours(backend: str) -> None:
         sides = where | dict(cached_at=torch.tensor([anything, 0, 4], dtype=torch.int32))
         expected = dataclasses.replace(rig, **sides).plan(merge=True)
         assert expected.rotations is not None
-        # The first row also reads slot 0, where that is cached elsewhere.
+        # Position 11 of the first row reads slot 0, which may be cached elsewhere.
         found = expected.rotations.by.tolist()
         assert (found[:4], len(found), found[-3:]) == ([0, 2, 6, 5], 8, [0, 2, 6])
         assert_plans(plan_of(rig, backend, **sides, num_slots=3, merge=True), expected)
@@ -306,7 +306,7 @@ def test_plan_refuses(cpu: str, changed: dict[str, Any], message: str) -> None:
 
 # -- extend ----------------------------------------------------------------------
 
-#: New tokens of rows of 1, 19 and 989 positions.
+#: Counts of new tokens, for rows of 1, 19 and 989 positions.
 NEW = ([1, 1, 1], [0, 2, 4], [1, 19, 989], [0, 5, 300], [1, 1, 6])
 
 
@@ -334,7 +334,7 @@ def assert_extend(rig: Rig, cpu: str, new: list[int], singly: bool) -> None:
     ]
     begin, end = torch.tensor(seen).T
     expected = rig.expected(plan, (begin, end), query)
-    # PyTorch's fused attention rounds weights, and a gathered key is rounded once more.
+    # Tolerance: PyTorch's fused attention rounds weights, and gathering rounds keys once more.
     assert_attention(out, expected, 2e-5 if dtype == torch.float32 else 3e-2)
 
 
@@ -418,7 +418,7 @@ def test_rotations_out_of_range_are_refused(
 
 
 def test_pools_are_poisoned() -> None:
-    """The tests above would prove nothing otherwise."""
+    """Slots that no row names hold NaN, else the tests above would prove nothing."""
     buffer = torch.zeros(3, 1, 8, dtype=torch.float8_e4m3fn)
     poison(buffer, torch.tensor([False, True, False]))
     assert buffer.float()[1].isnan().all() and not buffer.float()[[0, 2]].isnan().any()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Triton's kernels alone do, on a GPU or interpreted beside ``test_attention.py``, which has what
-attention shares with the other backends."""
+"""Tests that only Triton's kernels need, on a GPU or interpreted together with ``test_attention.py``, which
+has the tests of all backends."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = decode(rig, "triton", plan)
     monkeypatch.setattr(decode_triton, "SPLITS", splits)
     out = decode(rig, "triton", plan)
-    # The same entries, summed in another order. A tensor core cuts each sum of 16 products to fp32,
-    # once for either half of a weight: 989 / 8 times up to 2**-23 of values of about 1.
+    # Entries are the same, the order of sums differs. A tensor core cuts each sum of 16 products to
+    # fp32, for both halves of a weight: 989 / 8 times up to 2**-23 of values of about 1.
     atol = 1e-6 if INTERPRETED else 989 / 8 * 2.0**-23
     torch.testing.assert_close(out, whole, rtol=0, atol=atol)
-    # Up to one chunk of entries nothing is cut, whatever the splits.
+    # A row of at most one chunk is not split.
     assert torch.equal(out[2:], whole[2:])
 
 
@@ -43,7 +43,7 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     + [("shift", n) for n in (TABLE, -TABLE, -(2**31))],
 )
 def test_entries_out_of_range_count_for_nothing(name: str, value: int) -> None:
-    """The host reads no values before a launch."""
+    """The host checks no values before a launch, so kernels ignore entries out of range."""
     rig = make(Case(lengths=(19, 70, 1)))
     plan = rig.plan()
     assert plan.shift is not None
@@ -87,7 +87,7 @@ def test_rotations_out_of_range_count_for_nothing(by: int) -> None:
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> None:
-    """Of more requests than are planned; what is out of range yields nothing."""
+    """Buffers are for more requests than are planned; values out of range yield no entries."""
     rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, repeated=0.3, evicted=0.3))
     num_slots = rig.keys.shape[0]
     rows = rig.rows.clone()
@@ -105,7 +105,7 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
         own = buffers.merge or ()
         for side in (*vars(buffers).values(), *own[1:], *(own and own[0])):
             if isinstance(side, torch.Tensor):
-                side[1:] = -7  # the first of an indptr is nobody's to write
+                side[1:] = -7  # all but the first, which no plan writes
         tensors = map(there, (rows, requests, lengths, rig.cached_at))
         plan = plan_triton.plan_into(buffers, *tensors, num_slots=num_slots)
         if capacity == 2 * total:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV distance by every backend, against blocks gathered first and summed in fp64. Interpreted beside
+"""KV distance on every backend, against blocks gathered first and summed in fp64. Interpreted together with
 ``test_attention.py``."""
 
 import dataclasses
@@ -26,8 +26,8 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-#: Relative tolerance of sums in fp32 over up to 19 * 8 * 256 products of any dtype, and where
-#: source keys were rotated in fp32.
+#: Relative tolerances of sums in fp32 over up to 19 * 8 * 256 products of any dtype, the second one for
+#: source keys that were rotated in fp32.
 SUM, TURNED_SUM = 3e-6, 1e-5
 
 
@@ -94,7 +94,7 @@ def make_entries(case: Case, slots: int = 48, seed: int = 11) -> Entries:
 
 
 class Sums:
-    """A case's squares on the host, computed where the backend computes."""
+    """A case's kernel and pool on the backend's device; sums come back to the host."""
 
     def __init__(self, case: Case, backend: str, layers: Layers | None = None) -> None:
         self.case, self.layers = case, make_layers(case) if layers is None else layers
@@ -122,7 +122,7 @@ class Sums:
         return result
 
 
-#: For the interpreter, which takes 0.1 s a program.
+#: Few cases for the interpreter, which takes 0.1 s for each program.
 FEW = [
     *{
         dataclasses.replace(case, pairs=min(case.pairs, 1), layers=1): None
@@ -147,7 +147,7 @@ def test_agrees_with_gathered_blocks(of_distances: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox: bool) -> None:
-    """NaN and infinities in first and last elements, where tiles begin and end."""
+    """NaN and infinities show, also in first and last elements, where tiles begin and end."""
     sizes: dict[str, Any] = dict(heads=3, k_dim=20, rotary_dim=12, v_dim=20)
     case = Case(pairs=48, block=2, dtype=dtype, is_neox=is_neox, **sizes)
     layers = make_layers(case)
@@ -172,7 +172,7 @@ def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox
 
 
 def test_no_shift_is_as_cached(of_distances: str) -> None:
-    """Bit for bit but by Triton, whose tiles differ."""
+    """Zero shifts give the bits of a call without shifts; Triton rounds, as its tiles differ."""
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
     layers = make_layers(case)
     layers[0][0][5, 0, 0] = float("inf")
@@ -184,7 +184,7 @@ def test_no_shift_is_as_cached(of_distances: str) -> None:
     torch.testing.assert_close(still, cached, rtol=1e-6 if of_distances == "triton" else 0, atol=0)
     moved = sums.squares(dst, src, shift)
     assert torch.equal(still[..., 1], moved[..., 1])
-    # Slots may be views.
+    # Slots and shifts may be strided views.
     views = (torch.stack((side, side), dim=-1)[..., 0] for side in (dst, src, shift))
     torch.testing.assert_close(sums.squares(*views), moved, rtol=0, atol=0, equal_nan=True)
 
@@ -197,7 +197,7 @@ def test_no_shift_is_as_cached(of_distances: str) -> None:
     ],
 )
 def test_values_out_of_range(backend: str, name: str, value: int) -> None:
-    """Refused; where the host reads no values before a launch, their pair alone is NaN."""
+    """Values out of range are refused; by Triton, which cannot check them, only their pair is NaN."""
     case = Case(pairs=3)
     sums = Sums(case, backend)
     entries = dict(zip(("dst_slots", "src_slots", "shift"), make_entries(case), strict=True))
@@ -219,7 +219,7 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
 # -- by hand ---------------------------------------------------------------------
 
 
-#: Two tokens, two heads, one dim.
+#: Values of two tokens, two heads, one dim.
 _ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
 
 
@@ -234,7 +234,7 @@ _ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
             [[4, 4], [0, 36]],
             0.625,
         ),
-        # Large values that differ in their last bits: the expanded square would give 0 or worse.
+        # Large values that differ in their last bits: expanding the square would give 0 or less.
         ([([[[1000.0] * 4], [[1000.0 + 2**-10] * 4]],) * 2], [[4 * 2.0**-20] * 2], 2 * 2.0**-9 / 2),
     ],
 )
@@ -286,7 +286,7 @@ def test_layers_of_two_layouts_are_refused(host_of_distances: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
 def test_which_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C++ in host memory; without the library PyTorch."""
+    """In host memory C++ computes; without the library PyTorch does."""
     layers = make_layers(Case(heads=1, k_dim=2, v_dim=2, dtype=torch.float8_e4m3fn))
     try:
         native.library()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged plans of any rows: each use of a key once, by every planner."""
+"""Merged plans of random rows have each use of a key once, on the CPU and by Triton."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
 from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
-#: Of a batch: rows, requests, lengths and cached positions.
+#: Tensors of a batch: rows, requests, lengths and cached positions.
 Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-#: A use of a key: request, slot, positions from the cached one.
+#: Counts uses of keys: request, slot, distance of the using position from the cached one.
 Uses = Counter[tuple[int, int, int]]
-#: What a row has next: how many positions, and of where.
+#: Pieces that make up a row: kind, number of positions, and a number to pick a place.
 PIECES = st.lists(
     st.tuples(
         st.sampled_from(("own", "earlier", "another's", "evicted", "backwards")),
@@ -30,7 +30,7 @@ PIECES = st.lists(
     max_size=8,
 )
 
-#: How many of a row's newest positions are read; 0: all.
+#: How many of a row's newest positions a query reads; 0: all.
 REACHES = st.sampled_from((0, 0, 1, 5, 64, 65, 150, 1000))
 
 
@@ -97,7 +97,7 @@ def test_a_plan_has_each_use_of_a_key_once(
     slots, expected = len(read[3]), of_rows(*read, reach=reach)
     found = plan_rows(*read, num_slots=slots, reach=reach, merge=True)
     assert of_plan(found) == expected
-    # Each slot that a row names at its cached position is read once.
+    # A slot that a row names at its cached position has one entry.
     own = Counter((request, slot) for request, slot, by in expected if not by)
     requests = torch.arange(len(batch)).repeat_interleave(found.kv_indptr.diff())
     entries = Counter(zip(requests.tolist(), found.kv_indices.tolist(), strict=True))

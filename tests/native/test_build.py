@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the native library comes from, and that its absence is a reason and not a crash."""
+"""Where the native library comes from; without one there is a reason and no crash."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from sglang_reasoncache import native
 
 ROOT = Path(__file__).parents[2]
-#: Prints the library or why there is none, twice. The package ziglang is out of reach.
+#: Prints twice the library's path or why there is none. Hides the package ziglang.
 LOAD = """
 import sys
 sys.modules["ziglang"] = None
@@ -28,7 +28,7 @@ for _ in range(2):
 
 
 def load(**env: str) -> list[str]:
-    """What a fresh interpreter prints with these variables."""
+    """Lines that LOAD prints in a fresh interpreter with these variables."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith("REASONCACHE")} | env
     command = [sys.executable, "-c", LOAD]
     done = subprocess.run(
@@ -40,7 +40,7 @@ def load(**env: str) -> list[str]:
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
-    """Stands for a compiler: fails, says so in no known encoding, and counts its calls."""
+    """A fake compiler: it fails, writes bytes that are not UTF-8, and counts its calls."""
     script = tmp_path / "cxx"
     script.write_text(f"#!/bin/sh\necho x >>{tmp_path}/calls\nprintf 'br\\377ken' >&2\nexit 3\n")
     script.chmod(0o700)
@@ -61,7 +61,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
     [
         (lambda cache: None, "cannot build or load"),
         (shutil.rmtree, "no C++ compiler on PATH"),
-        # A cache of others is not trusted: nothing is loaded from there.
+        # A cache that others own or may write is not trusted: nothing is loaded from it.
         (lambda cache: cache.chmod(0o770), "no C++ compiler on PATH"),
         (lambda cache: cache.chmod(0o707), "no C++ compiler on PATH"),
         pytest.param(
@@ -74,7 +74,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
 def test_without_a_compiler_what_is_in_our_cache_is_used(
     tmp_path: Path, spoil: Any, message: str
 ) -> None:
-    """The folder claims to hold a build of these sources."""
+    """Our cache has a file in place of a build of these sources: loading it is tried only if trusted."""
     flags = (*native._FLAGS, *native._OPTIMISED)
     cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
     (cache / key).mkdir(parents=True, mode=0o700)
@@ -86,14 +86,14 @@ def test_without_a_compiler_what_is_in_our_cache_is_used(
 
 
 def test_no_home_leaves_no_folder_behind(compiler: Path) -> None:
-    """``~`` of nobody stays ``~``, which is no place to create."""
+    """If ``~`` has no home it stays ``~``: no folder of that name may be created."""
     load(HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
     assert not (ROOT / "~").exists()
 
 
 def test_builds_once_in_a_private_folder(tmp_path: Path) -> None:
-    """What the compiler made, then the same file again; nobody else may write it. The compiler here
-    copies the library of this process, a real build."""
+    """The first call builds, later calls load the same file, which no other user may write. The compiler
+    here copies this process's library, a real build."""
     try:
         library = native.library()._name
     except native.NativeUnavailable as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory should hold, in plain Python, and the checks that compare. Every KV vector has a
-number, its *content*; the model knows which token sequence it was computed for, whether all it
-attended to was exact, and where it must be found."""
+"""A plain Python model of what memory should hold, and checks that compare. Every KV vector has a
+number, its *content*. The model knows for which token sequence a content was computed, whether all
+that this attended to was exact, and where the content must be found."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sglang_reasoncache.sharing.pipeline import MAX_READERS
 from sglang_reasoncache.sharing.state import state_of
 from tests.property.world import NOTHING, Eviction, Pair, World
 
-#: What an evicted position shows.
+#: Content that the model notes for an evicted position.
 EVICTED = -2
 
 
@@ -54,22 +54,22 @@ class Track:
     paths: list[Path]
     #: Content of every written row position, and whether all of it is exact and there.
     shows: list[int] = field(default_factory=list)
-    #: What evicted positions would show.
+    #: Evicted positions -> the contents that they would show.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: Blocks that may share, whatever row they are in; those of this row that do, and that could.
+    #: Blocks accepted, also before a retraction; blocks of this row that share; blocks that could share.
     candidates: list[Pair] = field(default_factory=list)
     blocks: list[Pair] = field(default_factory=list)
     ledger: list[Pair] = field(default_factory=list)
-    #: Equal for positions that will have one slot once all of them share.
+    #: Positions -> labels, equal for positions that have one slot once all blocks share.
     labels: dict[int, int] = field(default_factory=dict)
-    #: The row came back after a retraction, and the candidates are yet to be looked at.
+    #: Whether the row came back after a retraction and its candidates were not shared again yet.
     returned: bool = False
     #: Positions of the row before a retraction, to be evicted again.
     evicted_again: set[int] = field(default_factory=set)
     #: Where the next redirected block may start.
     frontier: int = 0
-    #: Tokens the prefill in progress has to reach.
+    #: Length at which the prefill in progress ends.
     target: int = 0
 
     @property
@@ -91,12 +91,12 @@ class Memory:
     def __init__(self, world: World, block: int) -> None:
         self.world, self.block = world, block
         self._roots: dict[str | None, Path] = {}
-        #: What each content was computed for, if all was exact; 0 is never used.
+        #: Content -> its token sequence, None if not all was exact; content 0 is never used.
         self._exact_for: list[Path | None] = [None]
         self.running: list[Track] = []
         #: Contents of every page the tree holds, under the sequence its last token ends.
         self.tree: dict[Path, Page] = {}
-        #: Pages that the running rule may leave in the tree.
+        #: Pages that the rule in progress may leave in the tree.
         self.publishable: dict[Path, list[Page]] = {}
 
     def root(self, salt: str | None) -> Path:
@@ -104,7 +104,7 @@ class Memory:
         return self._roots.setdefault(salt, Path(salt))
 
     def matched(self, track: Track) -> None:
-        """The row starts with what the tree holds for its tokens."""
+        """Notes that the row starts with the tree's pages for its tokens."""
         page = self.world.page
         paths = track.paths[page - 1 : track.req.prefix_len : page]
         track.shows = [content for path in paths for content in self.tree[path]]
@@ -117,7 +117,7 @@ class Memory:
             yield track.paths[end - 1], tuple(track.shows[end - page : end])
 
     def computed(self, track: Track, slots: np.ndarray) -> None:
-        """A forward wrote the next ``len(slots)`` positions."""
+        """Notes that a forward wrote the next ``len(slots)`` positions, and writes their contents."""
         first, start = len(self._exact_for), len(track.shows)
         paths = track.paths[start : start + len(slots)]
         assert len(paths) == len(slots)
@@ -127,7 +127,7 @@ class Memory:
         track.shows += new
 
     def proposed(self, track: Track, block: Pair) -> None:
-        """A block that the rules allow: it shares at once, or is in the ledger."""
+        """Notes a block that the rules allow: it shares at once or enters the ledger."""
         track.candidates.remove(block)
         shows, page = track.shows, self.world.page
         pairs = [(block.dst_start + i, block.src_start + i) for i in range(0, self.block, page)]
@@ -149,12 +149,12 @@ class Memory:
             self.shared(track, block)
 
     def shared(self, track: Track, block: Pair) -> None:
-        """A block of the ledger shares."""
+        """Notes that a block of the ledger shares."""
         track.ledger.remove(block)
         own = range(track.req.kv.cache_protected_len, len(track.shows))
         for i in range(self.block):
             old, new = track.shows[block.dst_start + i], track.shows[block.src_start + i]
-            # Whoever had the slot goes with it.
+            # All positions with the old slot move to the new one.
             for at in own:
                 if track.shows[at] == old:
                     track.shows[at] = new
@@ -163,7 +163,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Blocks of the ledger may share since the last call; which, is not for the model to say."""
+        """Notes ledger blocks that began to share; reads them from the state, as the model cannot know them."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
@@ -172,12 +172,12 @@ class Memory:
                 self.shared(track, Pair(block.dst_start, block.src_start))
 
     def retracted(self, track: Track) -> None:
-        """The row is gone."""
+        """Notes that the row is gone."""
         track.blocks, track.ledger, track.labels = [], [], {}
         track.shows, track.exact, track.target, track.returned = [], True, 0, True
 
     def may_share(self, track: Track, block: Pair) -> bool:
-        """The rule of truth 1: written, private, sealed, and still there."""
+        """Whether both blocks are written and not evicted, do not overlap, and the destination is private."""
         return (
             not any(EVICTED in track.shows[start : start + self.block] for start in block)
             and block.dst_start >= track.req.kv.cache_protected_len
@@ -186,7 +186,7 @@ class Memory:
         )
 
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
-        """What must go of the runs that a policy is to give up: what is private, written and held, in
+        """Evicts what must go of the runs that a policy gives up: private, written and held positions, in
         whole pages without the newest position."""
         protected, page = track.req.kv.cache_protected_len, self.world.page
         end = (len(track.shows) - 1) // page * page
@@ -211,30 +211,30 @@ class Memory:
                 track.candidates.remove(block)
 
     def claim(self, track: Track, block: Pair) -> bool:
-        """The first block to ask for positions has them, until it is refused."""
+        """Whether the block's destination is free of other candidates; if so, it becomes a candidate."""
         if any(abs(block.dst_start - other.dst_start) < self.block for other in track.candidates):
             return False
         track.candidates.append(block)
         return True
 
     def publish(self, track: Track, up_to: int) -> None:
-        """The rule about to run may leave ``[0, up_to)`` of the row in the tree."""
+        """Notes that the coming call may leave ``[0, up_to)`` of the row in the tree."""
         for path, page in self._pages(track, up_to):
             self.publishable.setdefault(path, []).append(page)
 
     def repointed(self, track: Track) -> None:
-        """The tree took over the row's start: where it held a copy already, the row shows that."""
+        """Notes that the tree took over the row's start: the row now shows pages that the tree already had."""
         pages = self._pages(track, track.req.kv.cache_protected_len)
         shown = [content for path, own in pages for content in self.tree.get(path, own)]
         track.shows[: len(shown)] = shown
 
     def published(self, track: Track, up_to: int) -> None:
-        """After :meth:`observe`: whole pages of ``[0, up_to)`` are in the tree."""
+        """Checks after :meth:`observe` that whole pages of ``[0, up_to)`` are in the tree."""
         for path, _ in self._pages(track, up_to):
             assert path in self.tree, f"the page that ends at {len(path.tokens)} was not published"
 
     def observe(self) -> None:
-        """Walk tree and rows, compare everything with the model."""
+        """Walk tree and rows, and compare everything with the model."""
         world = self.world
         self.reclaimed()
         allocator, tree, page = world.allocator, world.tree, world.page
@@ -270,7 +270,7 @@ class Memory:
             stack += [(child, path) for child in node.children.values()]
         of_tree = np.concatenate([*named, np.zeros(0, np.int64)])
         assert len(np.unique(of_tree)) == len(of_tree), "the tree holds a page twice"
-        # Nothing appears in the tree that no request published, nothing changes there.
+        # Every new or changed page of the tree was published by a request.
         for path, page_contents in found.items():
             if self.tree.get(path) != page_contents:
                 assert page_contents in self.publishable.get(path, ()), (
@@ -296,7 +296,7 @@ class Memory:
             self._check_first_readers(track.req, row)
             num_evicted += len(track.evicted)
             if track.evicted:
-                # Some of the names of a shared slot are gone.
+                # Evictions removed positions: count those held beyond one for each slot.
                 held = mine[mine >= 0]
                 own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
                 expected_live += len(held) - len(own)
@@ -316,13 +316,13 @@ class Memory:
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
     def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
-        """What evictors are told: which positions of the row have the same slot."""
+        """Checks what evictors are told about which positions of the row have the same slot."""
         state = state_of(req)
         if state is None:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
         first = known.first_readers(held)
-        # What policies are asked with.
+        # The number of slots, by which policies are asked.
         assert len(np.unique(first)) == len(row) - known.evicted - known.saved
         _, by_slot = np.unique(row[held], return_inverse=True)
         _, by_place = np.unique(first, return_inverse=True)
@@ -331,7 +331,7 @@ class Memory:
         assert both.shape[1] == len(set(by_slot.tolist())), "one slot, two places"
 
     def _page_ids(self, slots: np.ndarray) -> np.ndarray:
-        """Pages a run of whole pages names, one entry per reference; the end may be cut."""
+        """Pages that a run of slots names, one entry per reference; the last page may be cut."""
         page = self.world.page
         if page == 1:
             return slots[slots >= 0]
@@ -344,7 +344,7 @@ class Memory:
         return first // page
 
     def _check_pages(self, named: list[np.ndarray]) -> None:
-        """Every page is either free once or referenced as often as the books say."""
+        """Checks that each page is free once, or referenced as often as the allocator counts."""
         world = self.world
         num_pages = world.total // world.page
         pages = np.concatenate([*named, np.zeros(0, np.int64)]).astype(np.int64)
@@ -358,6 +358,6 @@ class Memory:
         many = np.flatnonzero(uses > 1)
         recounted = dict(zip(many.tolist(), uses[many].tolist(), strict=True))
         assert world.allocator.references == recounted, "reference counts differ"
-        # Whoever still reads a freed slot shall see it.
+        # Overwrites freed slots, so that reading one shows.
         slots = (free[:, None] * world.page + np.arange(world.page)).ravel()
         world.write(slots, [NOTHING] * len(slots))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts composed of documents, in any order of what may happen to them: no slot is freed that a row reads,
-none is lost, and no row shows what another salt computed."""
+"""Prompts composed of documents, under random events: no slot that a row reads is freed, no slot is lost,
+and no row shows KV that was computed under another salt."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from sglang_reasoncache.cache.composition import Composition
 from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY
 from tests.property.world import MAX_ROWS, PROMPT, Setup, World
 
-#: Tokens; the base is ``PROMPT``. No two begin alike, two share an inner run.
+#: Tokens of documents behind the base ``PROMPT``. No two begin alike; two have a common inner run.
 DOCUMENTS = [list(range(20, 29)), [40, *range(21, 26)], list(range(60, 72)), [80, 81]]
 QUERY = [90, 91, 92, 93]
 SALTS = (None, "other")
 
 
 class Composing(RuleBasedStateMachine):
-    """What each row must show, position by position, is noted when it is written or adopted."""
+    """Notes for each position of a row the content that it must show, when it is written or adopted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Composing(RuleBasedStateMachine):
         self.world.tree.composes = True
         self.running: list[tuple[Req, list[int]]] = []
         self._contents = itertools.count(1)
-        #: Salt and document -> contents of the path that was last computed for it.
+        #: Salt and document -> contents of the path last computed for the document.
         self.documents: dict[tuple[str | None, int], list[int]] = {}
 
     def _request(self, prompt: Sequence[int], salt: str | None, **custom: Any) -> Req:
@@ -47,7 +47,7 @@ class Composing(RuleBasedStateMachine):
         return req
 
     def _prefill(self, req: Req) -> list[int] | None:
-        """Compute what the tree lacks; returns what the row shows. None: there is no room."""
+        """Compute what the tree lacks; return the contents that the row shows, None if there is no room."""
         world = self.world
         req.init_next_round_input(world.tree)
         req.extend_end = len(req.full_untruncated_fill_ids)
@@ -65,7 +65,7 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
-        # A first chunk, behind which the request is retracted: what it scored counts no more.
+        # A first chunk before a retraction: its scores must not count any more.
         if req.sampling_params.max_new_tokens == 0:
             repairs.prepare(SimpleNamespace(**{**vars(batch), "extend_lens": [1]}), world.ranks)
         for repaired in repairs.of([req.rid], [1]):

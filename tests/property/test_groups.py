@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random siblings, with the filter's process, over SGLang's pools, allocators, tree and release path.
+"""Random siblings, with a real filter process, over SGLang's pools, allocators, tree and release path.
 
-Every slot holds what was computed into it: a token and a salt. Each position of each row, and of the
-tree, must read its token with its salt, whichever requests ended meanwhile. Free slots hold nothing.
+Every slot holds a content computed from a token and a salt. Each position of each row and of the tree
+must read the content of its own token and salt, whichever requests ended meanwhile.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SETUPS = [
 ]
 QUICK_RULES = 2400
 MIN_AGE = 6
-#: What responses are made of, so that they repeat themselves and each other.
+#: Phrases that responses are made of, so that responses repeat themselves and each other.
 PHRASES = [[10 * i + j for j in range(1, 2 + 3 * i)] for i in range(1, 5)]
 PROMPTS = [list(range(60, 66)), list(range(60, 69))]
 SALTS = (None, "salt")
@@ -48,8 +48,8 @@ ENDINGS = ("finish", "finish", "together", "abort", "retract", "retract", "retra
 
 
 class RandomMeter(SlowMeter):
-    """Equal tokens have equal KV here; distances at random bring blocks into any order. They arrive at
-    any poll, when rows may be gone."""
+    """Makes random distances, as equal tokens have equal KV here, so that blocks share in any order.
+    Distances arrive at any poll, when rows may already be gone."""
 
     arrived = property(lambda _: random.random() < 0.8)  # type: ignore[assignment]
 
@@ -59,7 +59,7 @@ class RandomMeter(SlowMeter):
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """One scheduler's memory; see the module."""
+    """The memory of one scheduler; see the module."""
 
     operations = across = reapplied = 0
     refusals: ClassVar[Counter[str]]
@@ -72,7 +72,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.names = 0
 
     def _compute(self, req: Req, slots: np.ndarray) -> None:
-        """What a forward wrote into the last slots of a row."""
+        """Write what a forward would write into the last slots of a row."""
         end = req.kv.kv_allocated_len
         self.world.write(slots, self._shown(req, end)[end - len(slots) :])
 
@@ -99,7 +99,7 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(kind=PICK, opts_out=st.integers(0, 7), count=st.integers(1, MAX_ROWS))
     def admit(self, kind: int, opts_out: int, count: int) -> None:
-        """Siblings, one of another prompt or salt, or one that opted out."""
+        """Admit siblings, sometimes of another prompt or salt, or a request that opted out."""
         prompt, salt = PROMPTS[kind % 8 == 0], SALTS[kind % 8 == 1]
         for _ in range(min(count, MAX_ROWS - len(self.running)) if opts_out else 1):
             self.names += 1
@@ -108,13 +108,13 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 0)
     @rule(phrases=st.lists(PICK, min_size=MAX_ROWS, max_size=MAX_ROWS), steps=st.integers(8, 24))
     def decode(self, phrases: list[int], steps: int) -> None:
-        """Each says a phrase over and over."""
+        """Decode steps in which each request repeats a phrase of its own."""
         self._decode(phrases, steps)
 
     @precondition(lambda self: len(self.running) + len(self.waiting) > 0)
     @rule(phrase=PICK, steps=st.integers(8, 24))
     def go_on(self, phrase: int, steps: int) -> None:
-        """What waits comes back, then all say the same."""
+        """Readmit waiting requests, then decode steps in which all repeat the same phrase."""
         for req in self.waiting[: MAX_ROWS - len(self.running)]:
             self.waiting.remove(req)
             self._restart(req)
@@ -152,7 +152,7 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
     @rule(pick=PICK, leaves=st.integers(0, 7))
     def readmit(self, pick: int, leaves: int) -> None:
-        """A retracted request comes back, or its client has left, which nobody is told."""
+        """Readmit a retracted request, or drop it silently, as if its client had left."""
         req = self.waiting.pop(pick % len(self.waiting))
         if leaves:
             self._restart(req)
@@ -160,7 +160,7 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 0)
     @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def end(self, pick: int, how: str) -> None:
-        # Those that read across are the interesting ones.
+        # Prefers requests that read slots of other rows.
         row_of = self.world.allocator.row_of
         sharing = [req for req in self.running if row_of(req.kv.req_pool_idx).in_other_rows]
         req = (sharing or self.running)[pick % len(sharing or self.running)]
@@ -181,7 +181,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
     def evict(self, wanted: int) -> None:
-        """What the tree counts as evictable it gives back, whoever runs."""
+        """Evict from the tree: it gives back all that it counts as evictable, whatever runs."""
         allocator, tree = self.world.allocator, self.world.tree
         before, evictable = allocator.available_size(), tree.evictable_size()
         tree.evict(EvictParams(num_tokens=wanted))
@@ -212,7 +212,7 @@ class GroupMachine(RuleBasedStateMachine):
             uses.update(mine)
             readers.update(set(mine))
             private += kv_private_tokens(req.kv, page)
-            # What the tree may evict is read by those only who lock it.
+            # A request reads pages of the tree only on the path that it locks.
             path = set((row[:protected:page] // page).tolist())
             assert set(mine) & set(in_tree) <= path
             state = state_of(req)
@@ -237,7 +237,7 @@ class GroupMachine(RuleBasedStateMachine):
         return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
 
     def _check_tree(self, stored: np.ndarray) -> list[int]:
-        """Pages that the tree names, as often as it does."""
+        """Pages that the tree names, one entry for each time."""
         found: list[int] = []
         if self.world.setup.core != "python":
             slots = self.world.tree.all_values_flatten().numpy()
@@ -287,7 +287,7 @@ def test_siblings_share_and_lose_nothing(
     engine = FilterProcess(config, Words.vocabulary)
 
     class Machine(GroupMachine):
-        """Counts for this setup alone."""
+        """A machine with counters for this setup alone."""
 
         refusals: ClassVar[Counter[str]] = Counter()
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random requests through allocator, tree and sharing, compared with a plain model after each rule.
 
-An operation is what a scheduler does at once: admit, prefill a chunk, decode some steps, share,
-evict, finish, abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets another number
-of them, over all setups together, than the quick run's.
+An operation is one action of a scheduler: admit, prefill a chunk, decode some steps, share, evict,
+finish, abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets the number of operations
+over all setups together, in place of the quick run's number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Evictions = list[tuple[int, int, int]]
 
 
 def token_of(bits: int, at: int) -> int:
-    """Token ``at`` of an endless text; neighbouring numbers make different texts."""
+    """Token ``at`` of an endless text; neighbouring values of ``bits`` make different texts."""
     return 1 + (bits * 0x9E3779B1 >> at % 24 + 8 & 1)
 
 
@@ -116,27 +116,27 @@ class MemoryMachine(RuleBasedStateMachine):
         return True
 
     def _fits(self, track: Track) -> bool:
-        """Whether the next chunk and a page more do."""
+        """Whether SGLang admits the next chunk and a page more."""
         yes = self.world.admits(track.req.extend_len, self.setup.page)
         self.memory.reclaimed()
         return yes
 
     def _set_chunk(self, track: Track, chunk: int) -> None:
-        """``chunk``: pages, 0 for the rest of the prompt."""
+        """Set where the next chunk ends; ``chunk``: pages, 0 for the rest of the prompt."""
         req, page = track.req, self.setup.page
         end = (req.prefix_len + chunk * page) // page * page
         stops = chunk and req.prefix_len < end < track.target
         req.extend_end = end if stops else track.target
 
     def _extend(self, track: Track) -> None:
-        """One prefill forward, then publish as the batch result processor does."""
+        """Run one prefill forward, then publish as SGLang's batch result processor does."""
         self._count()
         req = track.req
         slots = self.world.extend(req)
         if track not in self.running:
             self.running.append(track)
         self.memory.computed(track, slots)
-        # Allocation may have evicted.
+        # Allocation may have evicted from the tree.
         self.memory.observe()
         is_last = req.extend_end == track.target
         if is_last:
@@ -154,7 +154,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.published(track, up_to)
 
     def _evict_in_prefill(self, track: Track, is_last: bool) -> None:
-        """A request that keeps its prompt to itself is asked after every chunk."""
+        """Ask policies after every chunk, as for a request whose prompt is private."""
         self._count()
         length = len(track.shows)
         self._script_evictions(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
@@ -169,7 +169,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
 
     def _append(self, track: Track, token: int) -> None:
-        """The newest token; its KV is not computed yet."""
+        """Append a token whose KV is not computed yet."""
         track.req.output_ids.append(token)
         track.paths.append(track.paths[-1].step(token))
 
@@ -189,13 +189,13 @@ class MemoryMachine(RuleBasedStateMachine):
                 if len(track.req.output_ids) - 1 <= state.fed:
                     engine.waiting[request] = []
                 if not engine.slow:
-                    # A row that is new since they were proposed has lost its late blocks.
+                    # Late blocks are lost if the row is new since they were proposed.
                     late = [] if state.row is None else engine.late(request)
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
             evictions = self.world.evictor.waiting.get(track.req.rid, [])
-            # The first poll applies what came late, then evicts; the second one all other blocks.
-            # While some of them are to be applied again, policies are asked after that only.
+            # The first poll applies late blocks, then evicts; the second poll applies all other blocks.
+            # If blocks are to be applied again, policies are asked only afterwards.
             self._share(track, [], late)
             shared = any(block.shared_at for block in state.candidates.values()) if state else False
             waits = bool(again) and shared
@@ -204,7 +204,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if waits:
                 self._evict(track, evictions)
         before = self.world.to_have()
-        # The first poll hands tokens over, the second one applies what came of them.
+        # The first poll feeds the engine, the second poll applies its results.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
         assert self.world.to_have() - before == freed
@@ -218,7 +218,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.evict(track, evictions)
 
     def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
-        """Blocks accepted before a retraction, and new ones, as far as the rules allow."""
+        """Note blocks accepted before a retraction, and new blocks, as far as the rules allow."""
         allowed = self.memory.may_share
         for block in [*again]:
             if allowed(track, block):
@@ -230,7 +230,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.proposed(track, block)
 
     def _script_evictions(self, track: Track, draws: Evictions) -> None:
-        """Propose evictions on ``track``'s row: whole pages, or what may not go."""
+        """Propose evictions on ``track``'s row: runs of whole pages, and positions that may not be evicted."""
         page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
         pages = max((high - 1 - low) // page, 1)
         waiting: list[Eviction] = []
@@ -243,18 +243,18 @@ class MemoryMachine(RuleBasedStateMachine):
                 Eviction(start, 0),
                 Eviction(-page, page),
             )
-            # Rows end in a page or two; of longer runs little would be left.
+            # Private rows have few pages: longer runs would leave little.
             run = Eviction(start, min(length, pages - where % pages) * page)
             waiting.append(hostile[how] if how < len(hostile) else run)
         self.world.evictor.waiting[track.req.rid] = waiting
 
     def _longest(self) -> Track:
-        """The decoding request that has most to give."""
+        """The decoding request with the longest row; one that did not opt out, if any."""
         willing = [track for track in self.decoding if not track.opted_out]
         return max(willing or self.decoding, key=lambda track: len(track.shows))
 
     def _script(self, track: Track, draws: Draws, ready: int) -> None:
-        """Propose blocks on ``track``'s row. Destinations rise, as a segmenter's do."""
+        """Propose blocks on ``track``'s row, with rising destinations, like those of a segmenter."""
         state = state_of(track.req)
         if state is None or state.followed is None:
             return
@@ -263,7 +263,7 @@ class MemoryMachine(RuleBasedStateMachine):
         start = max(track.frontier, -(-track.req.kv.cache_protected_len // grid) * grid)
         for gap, source in draws:
             if gap >= 60:
-                # Tree-owned, not written yet, or not before its destination: must be refused.
+                # Owned by the tree, not written yet, or overlapping: must be refused.
                 owned = max(track.req.kv.cache_protected_len - block, 0)
                 unwritten = ready // grid * grid
                 hostile = ((0, 0), (owned, 0), (unwritten, 0), (start, start + grid))
@@ -275,7 +275,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 return
             # Low sources are the prompt, which the tree may own; high ones were just redirected.
             at = (source % 8 if source & 8 else choices - 1 - source % 8) % choices * grid
-            # The earlier block reads the newer one's slots, with all that read its own.
+            # Half of the time the earlier block reads the newer block's slots, with all its readers.
             waiting.append(Pair(at, start) if source & 16 else Pair(start, at))
             start = track.frontier = start + block
 
@@ -286,7 +286,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert not track.req.kv.holds_kv
 
     def _finish(self, tracks: list[Track]) -> None:
-        """Requests that reached their ends in one batch, whose frees SGLang groups."""
+        """Finish requests in one batch; SGLang groups their frees."""
         left = []
         self.world.allocator.free_group_begin()
         for track in tracks:
@@ -318,7 +318,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self, origin: int, keep: int, bits: int, length: int, opted_out: bool, salt: str | None,
         chunk: int,
     ) -> None:  # fmt: skip
-        """A new prompt, an earlier one, part of one, or a follow-up turn."""
+        """Admit a new prompt, an earlier prompt, a part of one, or a follow-up turn."""
         prompt = self._prompt(origin, keep, bits, length)
         if self._start(self._track(prompt, opted_out, salt), chunk):
             self.seen = [*self.seen[-15:], prompt]
@@ -332,7 +332,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(origin=PICK, bits=BITS, salt=SALT, draws=BLOCKS)
     def respond(self, origin: int, bits: int, salt: str | None, draws: Draws) -> None:
-        """A whole short response, part of which is published."""
+        """Run a whole short response, part of which is published."""
         prompt = self._prompt(origin, bits % 48, bits, 1 + bits % 5)
         track = self._track(prompt, False, salt)
         if self._start(track, 0):
@@ -360,14 +360,14 @@ class MemoryMachine(RuleBasedStateMachine):
         draws=st.lists(st.tuples(PICK, PICK), max_size=6),
     )
     def decode(self, mask: int, steps: int, bits: int, draws: Draws) -> None:
-        """Some steps of some of the requests, then share blocks of what they wrote."""
+        """Decode some steps of some requests, then share blocks of the new tokens."""
         batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1]
         self._decode(batch or self.decoding[:1], steps, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS, evictions=EVICTIONS)
     def decode_all(self, bits: int, draws: Draws, evictions: Evictions) -> None:
-        """Many steps of all requests with many blocks, so that neither sharing nor evictions are rare."""
+        """Decode many steps of all requests with many blocks, so that sharing and evicting are frequent."""
         if bits & 2:
             self._script_evictions(self._longest(), evictions)
         self._decode(self.decoding, 12, bits, draws)
@@ -377,7 +377,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def evict_positions(
         self, pick: int, evictions: Evictions, steps: int, bits: int, draws: Draws
     ) -> None:
-        """A policy answers for one request, while blocks of it may be on their way."""
+        """Let a policy evict from one request, while blocks of the request may be in flight."""
         chosen = self.decoding[pick // 4 % len(self.decoding)]
         track = self._longest() if pick % 4 else chosen
         self._script_evictions(track, evictions)
@@ -386,7 +386,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS)
     def go_on(self, bits: int, draws: Draws) -> None:
-        """What waits comes back as far as rows and memory allow, then all decode."""
+        """Readmit waiting requests as far as rows and memory allow, then decode all."""
         waiting, self.waiting = self.waiting, []
         for track in waiting:
             if len(self.running) == MAX_ROWS:
@@ -399,7 +399,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._count()
         if self.setup.page > 4:
             steps *= 3
-        # Half of the time all requests say the same.
+        # Half of the time all requests generate the same tokens.
         spread = bits % 2 * 5
         for step in range(steps):
             batch = [t for t in batch if len(t.tokens) < MAX_CONTEXT - 2]
@@ -411,7 +411,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.computed(track, slots[i : i + 1])
                 self._append(track, token_of(bits, step + spread * i))
             if any(state_of(track.req) is None for track in batch):
-                # The controller makes a filter for a request when it first sees it.
+                # The filter follows a request from the first poll that sees it.
                 self._after_decode()
         for i, track in enumerate(batch):
             self._script(track, draws[i :: len(batch)], len(track.shows))
@@ -443,19 +443,19 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
     @rule(pick=PICK, chunk=st.integers(0, 3))
     def readmit(self, pick: int, chunk: int) -> None:
-        """A retracted request recomputes prompt and output; its blocks are shared again."""
+        """Recompute prompt and output of a retracted request; its blocks share again."""
         self._restart(self.waiting.pop(pick % len(self.waiting)), chunk)
 
     def _restart(self, track: Track, chunk: int) -> None:
-        # Every prefill ends with a token; a request that reached its limit is evicted.
+        # A request at its length limit is dropped: every prefill appends a token.
         if len(track.tokens) < MAX_CONTEXT - 2 and not self._start(track, chunk):
             self.waiting.append(track)
 
     @precondition(lambda self: len(self.running) > 0)
     @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def release(self, pick: int, how: str) -> None:
-        """A row is given back: at its stop, with its whole batch, for an abort, for room."""
-        # Rows that share are the interesting ones.
+        """Release a row: finish it, alone or with the whole batch, abort it, or retract it."""
+        # Prefers rows that share.
         sharing = [track for track in self.running if track.blocks] or self.running
         track = sharing[pick % len(sharing)]
         if how == "retract":
@@ -466,7 +466,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._release(track, checkpoint=False)
             return
         if how == "ahead" and self.world.can_decode([track.req]):
-            # The overlap schedule had prepared the next step already.
+            # As if the overlap schedule had prepared the next step.
             self.memory.computed(track, self.world.decode([track.req]))
             self.memory.observe()
         self._finish(self.decoding if how == "together" else [track])
@@ -474,7 +474,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(polls=st.integers(1, 3), bits=BITS, draws=BLOCKS)
     def starve(self, polls: int, bits: int, draws: Draws) -> None:
-        """The engine's thread gets no time for a while; what it found comes when it may be stale."""
+        """Delay the engine's results for some polls, so that they may be stale when they arrive."""
         self.starved = polls
         self._decode(self.decoding, 6, bits, draws)
         if polls == 1:
@@ -482,7 +482,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
     def evict(self, wanted: int) -> None:
-        """An eviction brings back what it was asked for, if there is that much."""
+        """Evict from the tree: as many slots come back as asked for, if there are as many."""
         self._count()
         allocator, tree = self.world.allocator, self.world.tree
         before, evictable = allocator.available_size(), tree.evictable_size()
@@ -493,7 +493,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
     def shortage(self, wanted: int) -> None:
-        """What SGLang lacks comes from the tree, then from the ledger, to the slot."""
+        """Let SGLang be short: missing slots come from the tree first, then from the ledger."""
         self._count()
         allocator, tree = self.world.allocator, self.world.tree
         pipeline = self.world.controller.pipeline
@@ -510,7 +510,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.memory.tree) > 0)
     @rule(requests=st.lists(LOOK_UP, min_size=1, max_size=4))
     def look_up(self, requests: list[tuple[int, int]]) -> None:
-        """Requests that wait are matched, which splits nodes, and go away again."""
+        """Match requests that then leave; matching splits nodes of the tree."""
         paths = list(self.memory.tree)
         for at, beyond in requests:
             self._count()
@@ -526,7 +526,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.memory.tree) > 40 and not self.running)
     @rule(flush=st.booleans())
     def empty(self, flush: bool) -> None:
-        """With nothing running, eviction alone gives every slot back; so does a flush."""
+        """With nothing running, evicting everything gives every slot back, and so does a flush."""
         self._count()
         if flush:
             self.waiting.clear()
@@ -549,11 +549,11 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
 
     def teardown(self) -> None:
-        """Whatever happened: releasing everything leaves every slot free."""
+        """Release everything; then every slot is free, whatever happened before."""
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
         type(self).positions_evicted += self.world.controller.stats.positions_evicted
         if sys.exc_info()[0] is not None:
-            # A rule has failed; what follows from that would hide it.
+            # A rule has failed: errors that follow from it would hide it.
             return
         for track in list(self.running):
             self._release(track, checkpoint=False)
@@ -564,15 +564,15 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
-    """Examples until ``machine.operations`` is a setup's part of what is asked for, else of ``quick``; a
-    rule adds about ``rate``."""
+    """Runs examples until ``machine.operations`` reaches one setup's part of REASONCACHE_PROPERTY_OPERATIONS,
+    or of ``quick`` if unset. ``rate``: about how many operations a rule adds."""
     requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
     wanted = (requested or quick) // setups
     steps, most = (150, 200) if requested else (60, 10)
     torch.set_num_threads(1)
     while (done := machine.operations) < wanted:
-        # The quick run is the same every time, the long one never is. Examples of a seed resemble
-        # each other, so each gets few.
+        # The quick run is the same every time, the long run never is. Each seed gets few examples,
+        # as examples of one seed resemble each other.
         stateful.run_state_machine_as_test(
             machine if requested else seed(done)(machine),
             settings=settings(
@@ -590,7 +590,7 @@ def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -> None:
     class Machine(MemoryMachine):
-        """Counts for this setup alone."""
+        """A machine with counters for this setup alone."""
 
         def __init__(self) -> None:
             super().__init__(setup)

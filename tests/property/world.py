@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The real memory parts of one scheduler process, small and on the CPU. Only the policies are
-stand-ins, scripted by the test: which blocks are similar does not matter here."""
+stand-ins, scripted by the test: these tests do not depend on which blocks are similar."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 LAYERS = 2
 MAX_ROWS = 4
 MAX_CONTEXT = 160
-#: Content of a slot that nobody uses.
+#: Content of an unused slot.
 NOTHING = -1
 PROMPT = list(range(1, 7))
 OUTPUT = 24
@@ -63,9 +63,9 @@ ENDS = ("finish", "abort", "retract")
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to configure the memory core. Page, block and pool are in tokens; ``need_sort``: freed
-    pages wait unsorted until an allocation runs short; ``prompts``: these may be evicted from; ``core``:
-    which of SGLang's holds the tree."""
+    """One way to configure the memory core. Page, block and pool are in tokens. ``need_sort``: freed
+    pages wait unsorted until an allocation runs short. ``prompts``: prompts may be evicted from.
+    ``core``: which tree core of SGLang is used."""
 
     page: int
     block: int
@@ -81,15 +81,15 @@ class Setup:
 
 
 class Pair(NamedTuple):
-    """Block starts, positions in prompt plus output."""
+    """First positions of two blocks, counted over prompt and output."""
 
     dst_start: int
     src_start: int
 
 
 class ScriptedEngine(FilterProcess):
-    """A step engine that proposes what the test put into ``waiting``, when it is fed. While it is
-    ``slow``, results stay behind."""
+    """A step engine that, when fed, proposes the blocks that the test put into ``waiting``. While it is
+    ``slow``, results cannot be taken."""
 
     steps_shed = restarts = 0
     given_up = slow = broken = False
@@ -121,7 +121,7 @@ class ScriptedEngine(FilterProcess):
                 self._results.append(StepResult(request, found, counters, 0.0))
 
     def late(self, request: int) -> list[Pair]:
-        """What was proposed for a request and not taken."""
+        """Blocks proposed for a request and not taken yet."""
         results = (result for result in self._results if result.request == request)
         return [Pair(pair.dst_start, pair.src_start) for result in results for pair in result.pairs]
 
@@ -144,7 +144,7 @@ class ScriptedEngine(FilterProcess):
 
 
 class SlowMeter(BlockMeter):
-    """Its distances arrive when the test says so."""
+    """A meter whose distances arrive when the test sets ``arrived``."""
 
     arrived = False
 
@@ -162,7 +162,7 @@ class SlowMeter(BlockMeter):
 
 
 class Eviction(NamedTuple):
-    """A run of positions that goes."""
+    """A run of positions to evict."""
 
     start: int
     length: int
@@ -170,8 +170,8 @@ class Eviction(NamedTuple):
 
 @dataclass(frozen=True)
 class ScriptedEvictor(Evictor):
-    """A policy that gives up the runs that the test put into ``waiting`` under a request's name, as
-    far as they may go, when it is polled about it: ``about[0]``."""
+    """A policy that evicts what the test put into ``waiting`` under a request's name, as far as it may be
+    evicted, when polled about that request. ``about[0]``: the name of the polled request."""
 
     budget: int | None = 1
     slack: int = 0
@@ -197,7 +197,7 @@ class ScriptedEvictor(Evictor):
 
 
 class NamingEvictor(EvictionController):
-    """Tells the scripted evictor which request it is asked about."""
+    """Tells the scripted evictor the name of the request that is polled."""
 
     def poll(self, req: Any, *rest: Any) -> Any:
         for _, policy in self._evictors:
@@ -217,7 +217,7 @@ def allocator_of(
 
 
 def in_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, whatever it says where it is (``tests/strict_device.py``); a GPU's copied."""
+    """A host tensor: a stand-in's own memory (``tests/strict_device.py``), a copy of a GPU tensor."""
     with torch._C.DisableTorchFunction():
         return tensor.as_subclass(torch.Tensor).cpu()
 
@@ -225,7 +225,7 @@ def in_host(tensor: torch.Tensor) -> torch.Tensor:
 class World:
     """Pools, allocator, tree and controller of one scheduler."""
 
-    #: Of the pools; tests of the stand-in for CUDA set another one.
+    #: Device of the pools; tests of the stand-in for CUDA set "cuda".
     device = "cpu"
 
     def __init__(
@@ -233,9 +233,9 @@ class World:
         interval: int = 1, evictors: Sequence[NamedPolicy] = (), no_tree: bool = False,
         engine: Any = None, min_age: int = 0, queries: Any = None,
     ) -> None:  # fmt: skip
-        """``evictors``: instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``.
-        ``queries``: a ``RecentQueries`` of policies that read some.
-        ``engine``: instead of the scripted one; requests with one prompt are a group then."""
+        """``evictors``: policies instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``.
+        ``queries``: a ``RecentQueries`` for policies that read queries. ``engine``: an engine instead of
+        the scripted one; requests with the same prompt then form a group."""
         self.setup, self.page = setup, setup.page
         #: ``lowest_free``: the fewest free slots right after an allocation for a prefill.
         self.total = self.lowest_free = setup.slots
@@ -256,11 +256,11 @@ class World:
         self.ranks = Ranks() if ranks is None else ranks
         reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1, self.ranks
         self.meter = meter = meter_type(*reads)
-        #: Those that still exist.
+        #: All requests that still exist.
         self.requests: weakref.WeakSet[Req] = weakref.WeakSet()
         self.engine: Any = ScriptedEngine() if engine is None else engine
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
-        # Every block is within the threshold.
+        # Percentile 100 accepts every block.
         config = ReasonCacheConfig(block=setup.block, when=setup.when, percentile=100, warmup=0)
         stats, block = SharingStats(), setup.block
         eviction = NamingEvictor(
@@ -297,7 +297,7 @@ class World:
         return ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)
 
     def set_components(self, params: CacheInitParams) -> None:
-        """What the tree keeps beside keys and values: nothing."""
+        """Lets a subclass add components that the tree keeps beside keys and values."""
 
     def request(
         self, name: str, prompt: Sequence[int], opted_out: bool = False, salt: str | None = None
@@ -384,12 +384,12 @@ class World:
         return bool(budget.check_prefill(**asked, chunk_limit=None)[0])
 
     def to_have(self) -> int:
-        """Slots that are free, or come back when SGLang is short."""
+        """Number of slots that are free or that sharing can bring back."""
         shareable: int = self.controller.pipeline.ledger.slots
         return self.allocator.available_size() + shareable
 
     def nodes(self) -> Iterator[tuple[Any, Any]]:
-        """Nodes of the Python core, from the root on, with what full attention has of them."""
+        """Nodes of the Python core below the root, each with its data of full attention."""
         waiting = [*self.tree.root_node.children.values()]
         for node in waiting:
             yield node, node.component_data[ComponentType.FULL]
@@ -416,7 +416,7 @@ class World:
         return req
 
     def respond(self, req: Req, tokens: Iterable[int]) -> None:
-        """Compute the prompt, and of the response all tokens but the newest."""
+        """Compute the prompt, and all tokens of the response but the newest."""
         self.prefill(req)
         first, *others = tokens
         req.output_ids.append(first)
@@ -424,7 +424,7 @@ class World:
             self.step(req, token)
 
     def prefill(self, req: Req) -> None:
-        """Compute the prompt, and what was generated before a retraction."""
+        """Compute the prompt and any tokens generated before a retraction."""
         req.init_next_round_input(self.tree)
         req.extend_end = len(req.full_untruncated_fill_ids)
         req.lock = self.tree.lock(req.last_node)
@@ -445,7 +445,7 @@ class World:
         assert self.controller.after_decode([req]) == 0
 
     def end(self, req: Req, how: str) -> None:
-        """``how``: of :data:`ENDS`."""
+        """End a request; ``how``: one of :data:`ENDS`."""
         getattr(self, how)(req)
 
     def finish(self, req: Req) -> None:
@@ -461,7 +461,7 @@ class World:
         req.reset_for_retract()
 
     def come_back(self, req: Req) -> None:
-        """What a retracted request had is computed again, and the next token."""
+        """Compute a retracted request again, and its next token."""
         self.prefill(req)
         self.step(req)
 

@@ -51,7 +51,7 @@ class ServerPool:
                 server.close()
             while len(self._alive) >= self._capacity:
                 self._alive.popitem(last=False)[1].close()
-            # Every test of a spec fails alike: fail the later ones without the wait.
+            # A spec that failed to start fails at once in later tests.
             if spec in self._unstartable:
                 raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
             self._starts += 1
@@ -93,8 +93,8 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
 
 
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
-    """Check that every slot is back, the cache can be flushed, which restarts our totals, and nothing
-    complained in the log from ``log_start`` on."""
+    """Check that every slot is back, that a flush succeeds and resets our totals, and that the log has no
+    error from ``log_start`` on."""
     wait_until_idle(server)
     flushed = server.post("/flush_cache", params={"timeout": 30})
     assert flushed.status_code == 200, f"flush refused: {flushed.text}"

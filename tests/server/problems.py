@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for server tests, problems of the embedded reasoner, and what servers tell of them."""
+"""Requests for server tests, problems of the embedded reasoner, and reports of servers."""
 
 import functools
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from tests.server.harness import generate, wait_until_idle
 MAX_TOKENS = 1200
 #: Switches sharing off for one request.
 OPT_OUT: dict[str, Any] = {"custom_params": {"reasoncache": False}}
-#: Whatever the model says, a response has its full length.
+#: Makes a response have its full length, whatever the model says.
 TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
 
 
@@ -31,7 +31,7 @@ def problems(count: int, seed: int = 5) -> list[Problem]:
 
 
 def prompts(count: int, seed: int, each: int = 1) -> list[str]:
-    """For SGLang's own API, of ``each`` problems."""
+    """``count`` prompts for SGLang's own API, each of ``each`` problems."""
     todo = [problem.prompt for problem in problems(count * each, seed)]
     return [f"<|user|> {' '.join(todo[at::count])} <|assistant|>" for at in range(count)]
 
@@ -55,8 +55,8 @@ def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
 def respond(
     server: ServerProcess, todo: Sequence[str], most: int = 700, **options: Any
 ) -> list[dict[str, Any]]:
-    """All prompts at once; text, token ids, their log-probabilities, and what the endpoint tells.
-    ``inputs``: of the prompt's tokens but the first, where ``options`` ask for them."""
+    """Sends all prompts at once; returns text, tokens, log-probabilities and our endpoint's entry of each.
+    ``inputs``: log-probabilities of the prompt from its second token on, if ``options`` ask for them."""
     with ThreadPoolExecutor(len(todo)) as pool:
         one = functools.partial(generate, server, max_new_tokens=most, return_logprob=True)
         bodies = [*pool.map(lambda text: one(text, **options), todo)]
@@ -64,7 +64,7 @@ def respond(
 
 
 def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
-    """What :func:`respond` returns, of responses that have their log-probabilities."""
+    """Turns bodies with log-probabilities into what :func:`respond` returns."""
     wait_until_idle(server)
     recent = {entry["rid"]: entry for one in reports(server) for entry in one["recent"]}
     found = []
@@ -80,7 +80,7 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
                 "cached": meta["cached_tokens"],
                 "from_host": (meta.get("cached_tokens_details") or {}).get("host", 0),
                 "prompt_tokens": meta["prompt_tokens"],
-                # Requests that opted out are not listed, nor those of which nothing is saved.
+                # The endpoint lists no request that opted out or saved nothing.
                 **recent.get(meta["id"], {}),
             }
         )
@@ -88,20 +88,20 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def reports(server: ServerProcess) -> list[dict[str, Any]]:
-    """With details; of each scheduler."""
+    """The detailed report of each scheduler, by rank."""
     response = server.get("/reasoncache/details")
     response.raise_for_status()
     return sorted(response.json()["schedulers"], key=lambda one: one["dp_rank"])
 
 
 def report(server: ServerProcess) -> dict[str, Any]:
-    """With details; of the only scheduler."""
+    """The detailed report of the only scheduler."""
     [one] = reports(server)
     return one
 
 
 def series(server: ServerProcess) -> dict[str, float]:
-    """Our samples by name, without ``sglang:reasoncache_``, summed over labels."""
+    """Our Prometheus samples by name without ``sglang:reasoncache_``, summed over labels."""
     out: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
@@ -127,12 +127,12 @@ def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: 
 
 
 Answers = list[tuple[list[str], list[float]]]
-#: Prompts of :func:`answers`.
+#: Problems that :func:`answers` asks.
 COMPARED = problems(3, seed=11)
 
 
 def answers(server: ServerProcess, **extra: Any) -> Answers:
-    """Tokens and log-probabilities of each prompt alone, so that they do not depend on a batch."""
+    """Tokens and log-probabilities of each prompt, sent alone so that no batch influences them."""
     found = []
     for problem in COMPARED:
         choice = chat_once(server, [{"role": "user", "content": problem.prompt}], extra_body=extra)
@@ -142,9 +142,8 @@ def answers(server: ServerProcess, **extra: Any) -> Answers:
 
 
 def assert_equal_but_for_rounding(one: Answers, other: Answers) -> None:
-    """The same tokens. One may come from attention in bf16 with rotated copies of the keys, the
-    other one from queries rotated in fp32, which changes log-probabilities by up to 0.06. In fp32
-    test_real_model.py compares."""
+    """Tokens are equal. Log-probabilities may differ by up to 0.06, as one side may use rotated copies of
+    keys in bf16, the other queries rotated in fp32. test_real_model.py compares in fp32."""
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
         assert tokens == other_tokens
         assert logprobs == pytest.approx(other_logprobs, abs=0.1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What responses of a server that evicts should be, by a Hugging Face model whose
-attention is masked. Its fixture, ``reference``, is tokenizer and model."""
+"""Expected responses of a server that evicts, from a Hugging Face model whose attention is masked.
+The fixture ``reference`` is its tokenizer and the model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +19,12 @@ from tests.server.specs import RKV_POLICY
 def differences(
     reference: Any, prompt: str, found: dict[str, Any], after: int | None = 1
 ) -> torch.Tensor:
-    """fp32 ``[tokens]``: how far log-probabilities are from those of the loop.
+    """fp32 ``[tokens]``: how far the server's log-probabilities are from the model's.
 
     Args:
         found: As :func:`respond` returns it.
-        after: Queries that see what was evicted behind the prompt: on the overlap schedule the
-            forward in flight has read it. Between chunks nothing runs. None: nothing is masked.
+        after: How many queries still see a position evicted after the prompt: on the overlap schedule the
+            forward in flight has read it (between chunks none is). None: nothing is masked.
     """
     tokenizer, model = reference
     ids = tokenizer(prompt)["input_ids"]
@@ -45,13 +45,13 @@ def assert_masked(
     reference: Any, todo: Sequence[str], found: Sequence[dict[str, Any]], least: int, ratio: float,
     rounding: tuple[float, float] = (0.02, 0.6), after: int = 1,
 ) -> float:  # fmt: skip
-    """Log-probabilities are those of a loop that does not see what was evicted; returns how far
-    they are from them in sum.
+    """Log-probabilities are those of a model that does not see evicted positions; returns the sum of the
+    differences from the model.
 
     Args:
-        least: Tokens to compare.
-        ratio: How much closer than a loop that sees everything.
-        rounding: Mean and most of a response's differences: bf16 in the server, fp32 in the loop.
+        least: More tokens than this must be compared.
+        ratio: By what factor they must be closer than to a model that sees everything.
+        rounding: Bounds of mean and maximum difference of a response: server in bf16, model in fp32.
         after: See :func:`differences`.
     """
     compared, sums = 0, dict.fromkeys((after, None), 0.0)
@@ -72,8 +72,8 @@ RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 
 @torch.no_grad()
 def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
-    """The lowest go first: ``RKV.scores`` by attention and keys of a Hugging Face forward."""
-    # On the overlap schedule the query behind the written positions has been computed as well.
+    """``RKV.scores`` from attention and keys of a Hugging Face forward; the lowest go first."""
+    # On the overlap schedule the next query, behind the written positions, has been computed too.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
     weights = torch.cat([layer[0] for layer in out.attentions])[:, -8:, :written]
@@ -85,7 +85,7 @@ def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
 
 
 def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
-    """The first evict of each response has the positions of lowest score, but for rounding."""
+    """The first eviction of each response takes the positions with the lowest scores, but for rounding."""
     tokenizer, model = reference
     todo = prompts(6, seed=31)
     same = total = 0

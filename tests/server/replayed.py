@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a server computed, computed again by the fidelity harness: a Hugging Face model whose cache is
-edited where the server shared."""
+"""Computes a server's responses again by the fidelity harness: a Hugging Face model whose cache is edited
+where the server shared."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ _BLOCK = ReasonCacheConfig().block
 
 
 class Replayed:
-    """A response that a server gave, the ``number``-th of its siblings, read with the blocks that it
-    shared through a dense row of a cache and one that is edited as the harness does."""
+    """A server's response, the ``number``-th of its siblings, read through two rows of a cache: a dense row,
+    and a row edited by the harness with the blocks that the response shared."""
 
     def __init__(
         self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0
@@ -35,14 +35,14 @@ class Replayed:
         self._found: list[torch.Tensor] = []
 
     def log_probs(self, siblings: Mapping[str, Self] = MappingProxyType({})) -> torch.Tensor:
-        """fp32 ``[2, tokens of the response]``, dense and with what it shared."""
+        """fp32 ``[2, tokens of the response]``: log-probabilities of the dense row and of the edited row."""
         self._read(len(self._tokens), siblings)
         return torch.cat(self._found, dim=1)[:, self._prompt - 1 :]
 
     def _read(self, end: int, siblings: Mapping[str, Self]) -> None:
         while self._blocks and self._blocks[0][0] < end:
             written, dst, src, *source = self._blocks.popleft()
-            # The forward in flight has read the old slots.
+            # The forward in flight still reads the old slots.
             self._forward(written + 1)
             if source:
                 lender = siblings[source[0]]
@@ -62,7 +62,7 @@ class Replayed:
 
 
 def assert_computed(served: dict[str, Any], found: torch.Tensor) -> None:
-    """The server's log-probabilities are those ``found`` with sharing, and not dense ones."""
+    """Checks that the server's log-probabilities are those of the edited row and not of the dense row."""
     expected = torch.tensor(served["logprobs"])
     dense, ours = (found - expected).abs()
     assert ours.mean() < 1e-4 and ours.max() < 1e-2

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that tests use; few, because each takes a while to start."""
+"""The servers that tests use. They are few, because each takes a while to start."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class ServerSpec:
-    #: Short, for test ids and log files.
+    #: Short name, for test ids and log files.
     name: str
     flags: tuple[str, ...] = ()
-    #: Variables on top of :data:`STRICT_CHECKS`.
+    #: Environment variables on top of :data:`STRICT_CHECKS`.
     env: tuple[tuple[str, str], ...] = ()
-    #: Its tests have the marker ``long`` and are left out of ``make test``.
+    #: Whether its tests get the marker ``long``, which ``make test`` leaves out.
     long: bool = False
-    #: Tests of one group run in one process; empty: those of this spec alone.
+    #: Tests of one group run in one process; empty: the spec is a group of its own.
     group: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
-    #: Of ``tiny_models.py``; empty: the embedded reasoner.
+    #: Name of a model of ``tiny_models.py``; empty: the embedded reasoner.
     model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
@@ -45,18 +45,18 @@ class ServerSpec:
         return replace(self, long=True)
 
     def beside(self, other: ServerSpec) -> ServerSpec:
-        """One whose tests use ``other`` too, which starts once for all."""
+        """This spec in the group of ``other``, so that tests that use both start ``other`` only once."""
         return replace(self, group=other.name)
 
 
-#: SGLang without our flag, and with it.
+#: SGLang without our flag, and with our flag.
 STOCK = ServerSpec("stock")
 SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
 #: KV slots that hold about five responses of the embedded model, so that
 #: requests queue, get retracted and the prefix cache is evicted.
 TIGHT = "--max-total-tokens 2400"
-#: The default rule, soon enough for short responses; and at once, whether memory is short or not.
+#: The default rule for short responses; and the same rule sharing at once, even if memory is not short.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
 #: A paper's rule, whatever the distance, from the first request on, block by block of the index: equal
@@ -77,80 +77,80 @@ FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank need
 
 
 def retracting(interval: int) -> dict[str, str]:
-    """Every so many forwards requests are thrown out, to be recomputed in pieces between decode
+    """Every ``interval`` forwards SGLang retracts requests; it recomputes them in pieces, between decode
     steps of others."""
     return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
-#: The default rule. Its processes are spawned, as an operator's are.
+#: The default rule. The server's processes are spawned, as in production.
 EXACT = SHARED.having(
     *("exact", TIGHT, CROWDED, *SOON, CHUNKED, "--enable-metrics"),
     "--reasoncache-set keep_responses=8",
     REASONCACHE_FORK="",
 ).beside(STOCK)
-#: At once, and between the responses to one prompt too.
+#: Shares at once, also between the responses to one prompt.
 ACROSS = SHARED.having(
     "across",
     *(TIGHT, *EAGER, CHUNKED, "--reasoncache-scope prompt --enable-metrics"),
     **retracting(25),
 ).beside(STOCK)
-#: Whole pages.
+#: Shares whole pages.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, CROWDED)
 
-#: Memory for a few responses; those to one prompt share with each other.
+#: Has memory for a few responses; responses to one prompt share with each other.
 SWINGING = SHARED.having(
     "swinging", *("--max-total-tokens 4000", CROWDED, *SOON, CHUNKED, "--reasoncache-scope prompt")
 ).for_long_runs()
 
 
 def _beside_ours(*folders: str) -> str:
-    """``PYTHONPATH`` of a server that loads the plugins in folders here, too."""
+    """``PYTHONPATH`` of a server that also loads the plugins in ``folders`` of this directory."""
     paths = (*(str(_HERE / folder) for folder in folders), os.environ.get("PYTHONPATH"))
     return os.pathsep.join(filter(None, paths))
 
 
-#: A rank of ours fails, after a request with a special id; polls wait for the filter, so that a
-#: response shares at the same tokens on every server.
+#: A plugin that makes a rank fail after a request with a special id. With WAITS, polls wait for the
+#: filter, so that a response shares at the same tokens on every server.
 PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
-#: Two tensor-parallel ranks, a core each: they must take every decision alike, and stop alike.
+#: Two tensor-parallel ranks, a core each: they must decide alike at every step, and stop together.
 TWO_RANKS = SHARED.having(
     "tp2",
     *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --dtype float32 --enable-metrics"),
     PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
 )
-#: Whole pages by their keys, under forced retractions, without the overlap schedule.
+#: Evicts whole pages by their keys, under forced retractions, without the overlap schedule.
 EVICTING_PAGES = SHARED.having(
     "keydiff-page16",
     *(TIGHT, PAGED_READS, PAGE16, "--disable-overlap-schedule"),
     *(POLICY, "keydiff:share=0.6"),
     **retracting(25),
 ).for_long_runs()
-#: Sharing and evicting on the same rows, under forced retractions, without the overlap schedule.
+#: Shares and evicts on the same rows, under forced retractions, without the overlap schedule.
 SHARING_AND_EVICTING = SHARED.having(
     "both",
     *(TIGHT, *EAGER, CHUNKED, PAGED_READS, "--disable-overlap-schedule"),
     *(POLICY, "reasoncache+streamingllm:budget=240"),
     **retracting(25),
 )
-#: Attention weights decide, in a pool with room, so that runs can be followed.
+#: Evicts by attention weights, in a pool with room, so that a reference can repeat its decisions.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-#: Prompts within a hard budget, chunk by chunk; no prefix cache, the overlap schedule.
+#: Keeps prompts within a hard budget, chunk by chunk; no prefix cache, with the overlap schedule.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
 ).for_long_runs()
-#: Shared KV is written to own slots, on a GPU.
+#: Copies shared KV into each row's own slots, on a GPU.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
-#: The model marks its reasoning. Prompts arrive in pieces.
+#: The model marks its reasoning, and prompts are prefilled in pieces.
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
-#: Where keys cannot be corrected: each backend would see the forwards of one phase. It decodes by
-#: SGLang's own attention.
+#: Cannot correct keys: prefill and decode have different backends, so each sees one phase alone. SGLang's
+#: own attention decodes.
 UNCORRECTED = (
     SHARED.having(
         "uncorrected",
@@ -161,7 +161,7 @@ UNCORRECTED = (
     .for_long_runs()
 )
 
-#: Of models of ``tiny_models.py`` those with latent attention, those with sliding windows, and SGLang's module.
+#: Models of ``tiny_models.py`` with latent attention, and with sliding windows -> SGLang's module.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 STATELESS = {**LATENT, **WINDOWS}
@@ -174,13 +174,13 @@ def _beside(model: str, *plugins: str) -> dict[str, str]:
 
 
 def copying(spec: ServerSpec) -> ServerSpec:
-    """Shared KV is written to own slots."""
+    """The spec with a plugin that copies shared KV into each row's own slots."""
     return spec.having("copy", **_beside(spec.model, "copying"))
 
 
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
-    """A server of a tiny model, without the overlap schedule, which needs copies of states that SGLang does
-    not keep on a CPU. Of SGLang's models it imports one: all take many seconds."""
+    """A server of a tiny model. It has no overlap schedule, which would need copies of states that SGLang
+    does not keep on a CPU. It imports one model of SGLang: importing all takes many seconds."""
     states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
@@ -192,7 +192,7 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
 
 
 def at_once(model: str) -> ServerSpec:
-    """With room for ten requests that arrive together."""
+    """A server with room for ten requests that arrive together."""
     flags = (
         "--enable-tokenizer-batch-encode --random-seed 7",
         "--max-running-requests 10 --reasoncache-when always",
@@ -201,7 +201,7 @@ def at_once(model: str) -> ServerSpec:
 
 
 def short(model: str) -> ServerSpec:
-    """With memory for three responses, under forced retractions; requests arrive when they like."""
+    """A server with memory for three responses, under forced retractions."""
     pool = (
         "--max-total-tokens 1200 --max-running-requests 12",
         CROWDED,
@@ -210,7 +210,7 @@ def short(model: str) -> ServerSpec:
     return _of(model, "short", *pool, **retracting(150))
 
 
-#: DP attention: two groups, a rank and a core each; polls wait for the filter.
+#: DP attention with two groups, a rank and a core each; polls wait for the filter.
 GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
@@ -221,13 +221,13 @@ GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
 GROUPS_SHORT = GROUPS.having(
     "short", "--max-total-tokens 800", CROWDED, **retracting(150)
 ).for_long_runs()
-#: Groups of two ranks, and four processes for two cores.
+#: DP attention with two groups of two ranks: four processes on two cores.
 GROUPS_OF_TWO = GROUPS.having(
     "tp4", "--tp 4", SGLANG_CPU_OMP_THREADS_BIND="0|1|0|1"
 ).for_long_runs()
 
 
-#: In a pool of four responses: what it evicts stays on the host. Polls wait for the filter.
+#: A pool of four responses; prefixes evicted from it stay on the host. Polls wait for the filter.
 HOST_TIER = SHARED.having(
     "host-tier",
     *("--dtype float32 --max-total-tokens 1600 --reasoncache-when always", *SOON),
@@ -239,7 +239,7 @@ HOST_TIER = SHARED.having(
     },
 )
 
-#: KV in eight bits.
+#: Caches KV in eight bits.
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()
 
 SHARING = (EXACT, ACROSS, PAGED)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP attention: each group of ranks has its own requests and shares for itself, and all run each forward
-together, for the experts."""
+"""DP attention: each group of ranks has its own requests and shares among them; all groups run each forward
+together, because of the experts."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -34,8 +34,8 @@ def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[
 
 
 def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
-    """That log-probabilities are those of a loop with the same redirections. Returns how far off a loop
-    without any is."""
+    """Checks that log-probabilities are those of a loop with the same redirections; returns the mean distance
+    from a loop without redirections."""
     dense, rotation = 0.0, loop.rotation()
     for (_, text, shares), found in zip(jobs, responses, strict=True):
         prompt = loop.tokenizer(text)["input_ids"]
@@ -48,7 +48,7 @@ def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[s
 @specs.FEW_CORES
 @pytest.mark.parametrize("spec", [specs.GROUPS, specs.GROUPS_OF_TWO])
 def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Of its own requests, four of which share, beside one that opted out; and one group while the other is
+    """Four requests of each group share, beside one that opted out; then one group runs while the other is
     idle."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
@@ -84,7 +84,7 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
 @specs.FEW_CORES
 @pytest.mark.parametrize("spec", [specs.GROUPS_SHORT])
 def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Each with memory for two responses, and six requests, one of which opted out; requests are
+    """Each group has memory for two responses, and six requests, one of which opted out. Requests are
     retracted, and their blocks share again."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()

@@ -47,7 +47,7 @@ def _ask(
     marked: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """The body of a response to system prompt, documents and question."""
+    """Asks with system prompt, documents and question; returns the response's body."""
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
     custom = {"documents": _spans(documents) if marked is None else marked}
     custom |= options.pop("custom_params", {})
@@ -65,7 +65,7 @@ def _logprobs(found: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
 
 
 def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
-    """Each document behind the system prompt, its keys rotated to its place."""
+    """A cache with the system prompt, and each document computed right behind it and rotated to its place."""
     whole = reader.cache(1, 2048)
     reader.forward(whole, SYSTEM)
     for document in documents:
@@ -78,7 +78,7 @@ def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
 
 
 def _off(reader: Reader, cache: EditableCache, found: dict[str, Any]) -> float:
-    """Largest distance of the response's log-probabilities from those behind a cached prefix."""
+    """Largest difference between the response's log-probabilities and those of a reader with ``cache``."""
     tokens, logprobs = _logprobs(found)
     length = cache.length
     logits = reader.forward(cache, [*QUESTION, *tokens])[0]
@@ -92,7 +92,7 @@ def _off(reader: Reader, cache: EditableCache, found: dict[str, Any]) -> float:
 def test_documents_are_read_in_any_order(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
-    """As a loop reads the same KV, and unlike a prompt that is computed in full."""
+    """Responses are those of a reader of the composed KV, and not those of a prompt computed in full."""
     orders = ([2, 0, 1], [3, 2, 0], [1, 3, 2, 0])
     for order in orders:
         documents = [texts[at] for at in order]
@@ -111,7 +111,7 @@ def test_documents_are_read_in_any_order(
 def test_the_first_tokens_are_computed_again(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
-    """At their places, also where a chunk of the prefill ends among them."""
+    """The first tokens of documents are recomputed at their places, also across chunks of a prefill."""
     for order, most in (([3, 1, 0], 6), ([2, 0, 1, 3], 40)):
         documents = [texts[at] for at in order]
         spans = _spans(documents)[1:]
@@ -166,7 +166,7 @@ def test_another_salt_has_documents_of_its_own(
     body = {"input_ids": [*SYSTEM, *documents[1]], "sampling_params": {"max_new_tokens": 1}}
     server.post("/generate", json={**body, "cache_salt": "theirs"}).raise_for_status()
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
-    # Behind the API that prefills them first, a request finds none of another salt.
+    # The API prefills documents first: a request composes from its own salt alone.
     sampling = {"max_new_tokens": 0, "custom_params": {"documents": _spans(documents)}}
     for salt, composed in (("theirs", 1), ("ours", 1)):
         before = report(server)["totals"]["prompts_composed"]
@@ -204,7 +204,7 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
     sampling = {"max_new_tokens": 1, "custom_params": custom}
     told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
     assert told.status_code == 400 and "query:SHARE" in told.text
-    # What SGLang itself refuses prefills no document.
+    # A request that SGLang itself refuses prefills no documents.
     new = [texts[0][:15:-1], texts[1][:15:-1]]
     for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}):
         prompt = [*SYSTEM, *new[0], *new[1], *QUESTION]
@@ -236,8 +236,8 @@ def test_a_client_marks_messages(server: ServerProcess, texts: list[list[int]]) 
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_documents_in_a_server_that_is_short(server: ServerProcess, texts: list[list[int]]) -> None:
-    """Many at once, with several samples, in a pool of a few of them: all are answered but those whose client
-    leaves, nothing is lost."""
+    """Many requests at once, some with two samples, in a pool for a few: all are answered except those whose
+    client leaves, and no slot is lost."""
     orders = list(itertools.permutations(range(6), 4))[::9]
 
     def ask(number: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On a GPU. Eight servers, which tests share; with FlashInfer, with Triton, in decode graphs and without."""
+"""Servers on a GPU: eight, shared by tests; with FlashInfer and with Triton, with and without graphs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.hip is not None, reason="needs an NVIDIA GPU, this is ROCm"),
 ]
 
-#: Small, so that several have room side by side; each graph that is captured takes time.
+#: Small, so that several servers fit side by side; few graphs, as capturing takes time.
 _SIZES = "--max-running-requests 16 --max-total-tokens 16384 --mem-fraction-static 0.3"
 _DECODE = "--cuda-graph-bs-decode 1 4 8"
 GRAPHS, NO_GRAPHS = f"{_DECODE} --disable-prefill-cuda-graph", "--disable-cuda-graph"
@@ -39,7 +39,7 @@ ON_CUDA = ServerSpec(
     env=tuple({**specs.WAITING, "PYTHONPATH": specs.PLUGINS}.items()),
     device="cuda",
 )
-#: No flag names attention, or positions; prefill graphs of two sizes.
+#: Without flags for attention or positions; with prefill graphs of two sizes.
 ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
 #: Without the overlap schedule, where copies would race with the forward in flight.
@@ -56,7 +56,7 @@ SHARING = pytest.mark.parametrize("server", [ALONE, ON_TRITON], indirect=True)
 
 @SHARING
 def test_batches_with_and_without_shared_blocks(server: ServerProcess) -> None:
-    """More requests than the largest graph, then few: every one is answered, every slot comes back."""
+    """First more requests than the largest graph holds, then few: all are answered, all slots come back."""
     for count in (12, 3):
         assert all(answer.text for answer in solve(server, problems(count, seed=3)))
     seen = report(server)
@@ -67,10 +67,10 @@ def test_batches_with_and_without_shared_blocks(server: ServerProcess) -> None:
 
 @SHARING
 def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
-    """Unshared requests run SGLang's kernels, alone or after others shared."""
+    """Requests that opted out give the same tokens before and after others shared."""
     server.post("/flush_cache")
     before = answers(server, **OPT_OUT)
-    # No flush after it: slots stay shifted, and the batch decides which kernels run.
+    # No flush follows: slots stay shifted, so each batch's mark decides which kernels run.
     answers(server)
     after = answers(server, **OPT_OUT)
     assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
@@ -78,8 +78,8 @@ def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("spec", [ALIAS])
 def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec) -> None:
-    """The same answers, in graphs, as a server without that writes rotated K and V into the requests'
-    own slots."""
+    """A server that shares, with graphs, answers like a server that copies rotated K and V into the
+    requests' own slots, without graphs."""
     found = []
     for each in (spec, COPIES):
         server = servers.get(each)
@@ -91,7 +91,7 @@ def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec) -> None:
 
 @pytest.mark.parametrize("server", [EVICTING, EVICTING_AS_CACHED], indirect=True)
 def test_evicting_equals_masking(server: ServerProcess, reference: Any) -> None:
-    """As on the CPU: log-probabilities are those of a loop that does not see what was evicted."""
+    """As on the CPU, log-probabilities are those of a model that does not see evicted positions."""
     todo = prompts(4, seed=11, each=5)
     found = respond(server, todo, 300, **TO_THE_END)
     assert all(one["evicted_positions"] > 300 for one in found)

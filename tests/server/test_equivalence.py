@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock SGLang on the CPU platform, the ground every comparison stands on, and what sharing
-computes, compared with the same thing done without sharing memory."""
+"""Responses of stock SGLang on the CPU platform, with which other tests compare, and responses with
+sharing, compared with the same computation done without sharing memory."""
 
 import functools
 from itertools import takewhile
@@ -31,15 +31,15 @@ from tests.server.replayed import Replayed, assert_computed
 
 @functools.cache
 def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
-    """What stock says is the same each time, and others are asked once."""
+    """The answers of a server, cached: stock answers alike each time, and others are asked only once."""
     server = servers.get(spec)
     server.post("/flush_cache")
     return answers(server)
 
 
 def _assert_same_answers(one: Answers, other: Answers) -> None:
-    """The same but for rounding, and right. Where two tokens are equally likely, rounding decides
-    which is taken; only the answers compare from there on."""
+    """Both are right and equal up to rounding. Where two tokens are equally likely, rounding decides
+    which is taken; from there on only the final answers are compared."""
     for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
         COMPARED, one, other, strict=True
     ):
@@ -51,7 +51,7 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
 
 @pytest.mark.parametrize("spec", [specs.EXACT])
 def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Bit for bit, however much could be shared: alone no request fills half of the pool."""
+    """Equal bit for bit although much could be shared: a request alone never fills half of the pool."""
     assert _run(servers, spec) == _run(servers, specs.STOCK)
     assert servers.get(specs.STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
     totals = report(servers.get(spec))["totals"]
@@ -61,7 +61,7 @@ def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.Se
 
 @pytest.mark.parametrize("spec", [specs.UNCORRECTED])
 def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Decoded through ``torch_native``, and without our flag through ``reasoncache_cpu``."""
+    """One server decodes by ``torch_native``; stock, without our flag, by ``reasoncache_cpu``."""
     _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
 
 
@@ -77,8 +77,8 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_path: Path) -> None:
-    """Redirected rows read what a cache holds that was edited alike; ``test_real_model.py`` has a
-    language model."""
+    """Redirected rows give the results of a cache that was edited in the same way;
+    ``test_real_model.py`` does this with a language model."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     todo, blocks = prompts(4, seed=11), 0

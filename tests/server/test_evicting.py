@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that evict positions, in a live server and under load; as in ``test_sharing.py``, slots
-are checked during and after each test."""
+"""Policies that evict positions, in a live server and under load. Slots are checked during and after
+each test, as in ``test_sharing.py``."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ from tests.server.reference import assert_masked, assert_rkv_decides, difference
     indirect=["server"],
 )
 def test_evicting_equals_masking(server: ServerProcess, together: int, reference: Any) -> None:
-    """Tokens and log-probabilities are those of a loop whose attention is masked. Evicted slots are
-    overwritten meanwhile."""
+    """Log-probabilities are those of a model whose attention is masked, although evicted slots are
+    overwritten in the meantime."""
     todo = prompts(6, seed=21)
-    # In overlap, the forward in flight at an eviction has read the old slots already.
+    # With the overlap schedule the forward in flight at an eviction still reads the evicted slots.
     overlaps = not server.get("/server_info").json()["disable_overlap_schedule"]
     assert overlaps == (together > 1)
     found: list[dict[str, Any]] = []
@@ -31,7 +31,7 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
     assert all(one["retractions"] == 0 and one["evicted_positions"] > 50 for one in found)
     right = assert_masked(reference, todo, found, 1000, 30, after=int(overlaps))
     if report(server)["evictors"][0]["name"] == "keydiff":
-        # Evictions seen a token too early or too late would show.
+        # Masking a token earlier or later must fit worse.
         shifted = [
             differences(reference, text, one, 1 - int(overlaps)).sum()
             for text, one in zip(todo, found, strict=True)
@@ -46,7 +46,7 @@ def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) 
 
 @pytest.mark.parametrize("server", [*specs.EVICTORS, specs.RKV], indirect=True)
 def test_frees_slots_under_load(server: ServerProcess) -> None:
-    """And shares on the same rows, where the policy does both."""
+    """Evicting frees slots, and rows share as well if the policy does both."""
     start = server.log_size()
     solve(server, problems(12, seed=22))
     wait_until_idle(server)
@@ -74,7 +74,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     follow_up = f"{first} {entry['text']} {first}"
     cached = [generate(server, follow_up, 48)["meta_info"]["cached_tokens"] for _ in range(2)]
     assert cached[0] == lowest // page * page
-    # All of its prompt, which was computed without an evicted position.
+    # The second time all of the prompt is cached: it was computed without evictions.
     assert cached[1] > entry["prompt_tokens"] + entry["output_tokens"] - page
 
 
@@ -82,11 +82,11 @@ BUDGET, CHUNK = 96, 64
 
 
 def check_budget(response: dict[str, Any]) -> None:
-    """Never more than the budget and a chunk, as the evicts tell; see below for the slots."""
+    """Checks by the reported evictions that a prompt never holds more than budget and chunk."""
     held_then, gone, chunks = 0, 0, set()
     for written, _, length in response["evictions"]:
         if written not in chunks:
-            # As it was before the first evict of this poll.
+            # Positions held before the first eviction of this poll.
             held_then = written - gone
             assert held_then <= BUDGET + CHUNK
         chunks.add(written)
@@ -99,9 +99,9 @@ def check_budget(response: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("server", [specs.EVICTING_PROMPTS], indirect=True)
 def test_block_wise_prefill_equals_masking(server: ServerProcess, reference: Any) -> None:
-    """Prompt and response have the log-probabilities of a loop that never sees what was evicted."""
+    """Prompt and response have the log-probabilities of a model that never sees evicted positions."""
     todo = prompts(4, seed=41, each=8)
-    # One after the other, so that every chunk is the prompt's own; then all at once.
+    # First one prompt after the other, so that chunks are not mixed; then all at once.
     found = [respond(server, [text], 200, logprob_start_len=0, **TO_THE_END)[0] for text in todo]
     found += respond(server, todo, 200, **TO_THE_END)
     for response in found:

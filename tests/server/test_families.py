@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of other attention than the embedded reasoner's: hybrids, of which only attention layers share,
-latent attention, and layers with a sliding window. SGLang's states are what the prefix cache has of state
-layers; a wrong one would show in the responses that begin with a cached prefix."""
+"""Models whose attention differs from the embedded reasoner's: hybrids, of which only attention layers share,
+latent attention, and layers with a sliding window. The prefix cache keeps states of state layers; a wrong
+state would show in responses that begin with a cached prefix."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +16,12 @@ from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
 from tests.server.problems import OPT_OUT, TO_THE_END, report, told
 
-#: Of blocks.
+#: Tokens of a block.
 _LENGTH = 8
 _WORDS = list("abcdefghijklmnopqrst")
-#: Log-probabilities in fp32 by two orders of the same sums.
+#: Bound for log-probabilities in fp32 whose sums were made in different orders.
 ROUNDING = 2e-3
-#: Of layers without a sliding window and of those with one; None: keys are read as cached.
+#: Whether a layer has a sliding window -> its rotation; None: keys are read as cached.
 Rotations = dict[bool, KeyRotation] | None
 
 
@@ -30,7 +30,7 @@ def _prompts(count: int, first: int = 0) -> list[str]:
 
 
 def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
-    """Prompts and responses in tokens, log-probabilities of the response, and what shared."""
+    """For each response what ``told`` returns, with log-probabilities as a tensor and default fields."""
     return [
         {
             "blocks": [],
@@ -44,14 +44,14 @@ def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
 
 
 def _together(server: ServerProcess, most: int) -> list[dict[str, Any]]:
-    """Ten responses, computed in one batch from the first token to the last."""
+    """Ten responses, computed together in one batch from the first token to the last."""
     server.post("/flush_cache")
     bodies = generate(server, _prompts(10), most, return_logprob=True, **TO_THE_END)  # type: ignore[arg-type]
     return _tell(server, bodies)
 
 
 def _follow_up(server: ServerProcess, ids: list[int]) -> dict[str, Any]:
-    """A short response that shares nothing and reads nothing approximate."""
+    """A short response that opts out of sharing, behind a prefix that may be cached."""
     sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **OPT_OUT}
     body = {"input_ids": ids, "return_logprob": True, "sampling_params": sampling}
     [found] = _tell(server, [server.post("/generate", json=body).json()])
@@ -59,7 +59,7 @@ def _follow_up(server: ServerProcess, ids: list[int]) -> dict[str, Any]:
 
 
 class Loop:
-    """A Hugging Face model that reads one response at once, with the blocks redirected that a server
+    """A Hugging Face model that reads a whole response at once, and redirects the same blocks that a server
     redirected while it generated the response."""
 
     def __init__(self, servers: ServerPool, name: str) -> None:
@@ -75,7 +75,7 @@ class Loop:
         self._rotation: Rotations = None
 
     def rotation(self) -> Rotations:
-        """None: the model has no rotary embedding."""
+        """The model's rotations; None: it has no rotary embedding."""
         embedding = getattr(self.model.model, "rotary_emb", None)
         embedding = embedding or getattr(self.model.model, "pos_emb", None)
         if embedding is None:
@@ -87,7 +87,7 @@ class Loop:
             frequencies = embedding.inv_freq if frequencies is None else frequencies
             angles = torch.arange(1024)[:, None] * frequencies.float()
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            # Hugging Face's V3 lays pairs out as halves, its V2 as neighbours.
+            # Hugging Face pairs dims as halves in DeepSeek V3, as neighbours in V2.
             found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
         return found
 
@@ -95,7 +95,7 @@ class Loop:
         if self._rotation is None:
             return keys
         rotation = self._rotation[windowed]
-        # Of latent attention the last dims of a head.
+        # Latent attention rotates only the last dims of a head.
         dims = keys.shape[-1] - rotation.rotary_dim if self.name in specs.LATENT else 0
         rotated = rotation.rotate(keys[..., dims:], by)
         return torch.cat((keys[..., :dims], rotated), dim=-1)
@@ -111,7 +111,7 @@ class Loop:
         """Mean distance of a server's log-probabilities from this loop's.
 
         Args:
-            blocks: First query that reads the block's source, first positions of block and source.
+            blocks: For each block, the first query that reads its source, and first positions of both.
             rotation: Rotates what is read from another position.
         """
         tokens = prompt + found["tokens"]
@@ -165,8 +165,8 @@ AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS]
 def test_a_server_computes_what_a_loop_computes(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """The loop redirects the same blocks in its attention layers. If it rotated no keys, or redirected
-    nothing, it would compute something else."""
+    """Log-probabilities are those of a loop that redirects the same blocks, and not those of a loop that
+    rotates no keys or redirects nothing."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     responses = _together(server, 400)
     seen, rotation = report(server), loop.rotation()
@@ -183,8 +183,8 @@ def test_a_server_computes_what_a_loop_computes(
         off["shared"] += loop.off(prompt, found, found["blocks"], rotation) / 10
         off["dense"] += loop.off(prompt, found, [], None) / 10
         off["as cached"] += loop.off(prompt, found, found["blocks"], None) / 10
-        # Of a response that shared, the prefix cache has what is before its first shared position; of a
-        # model with states the prompt and its state.
+        # The cache has the response up to its first shared position; for a model with states it has
+        # only the prompt and its state.
         follow = _follow_up(server, prompt + found["tokens"])
         shared = min(dst for _, dst, _ in found["blocks"])
         stateless = spec.model in specs.STATELESS
@@ -192,7 +192,7 @@ def test_a_server_computes_what_a_loop_computes(
         again += loop.off(prompt + found["tokens"], follow, [], None) / 10
     whole = prompt + found["tokens"] + follow["tokens"]
     follow = _follow_up(server, whole)
-    # Of one that shared nothing all that was written, and the last state.
+    # The cache has all of a response that shared nothing, with its last state.
     assert follow["cached"] == len(whole) - 1
     again += loop.off(whole, follow, [], None) / 10
     print(spec.model, off, again, seen["totals"]["blocks_shared"])
@@ -205,7 +205,7 @@ def test_a_server_computes_what_a_loop_computes(
 
 @pytest.mark.parametrize("spec", [spec.for_long_runs() for spec in AT_ONCE])
 def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Word for word; and if keys were not rotated, another word somewhere or other probabilities."""
+    """Copying gives the same tokens as sharing; reading keys as cached gives other tokens or probabilities."""
     copies = servers.get(specs.copying(spec).for_long_runs())
     copied = _together(copies, 400)
     assert report(copies)["totals"]["blocks_shared"] >= 200
@@ -228,8 +228,8 @@ def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.Ser
 
 @pytest.mark.parametrize("spec", SHORT)
 def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Requests are retracted, aborted and opted out while others share. Those that opted out compute what
-    the loop computes."""
+    """Some requests are retracted, aborted or opted out while others share. Requests that opted out have
+    the log-probabilities of the loop."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
 

@@ -13,15 +13,15 @@ from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
 def test_a_prefix_that_was_on_the_host_is_read_as_before(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """A response that shares reads its prompt by the positions that are recorded for its slots, which a
-    load must renew."""
+    """Loading a prefix must record the cached positions of its new slots: a response that shares reads keys
+    by them."""
     server = servers.get(spec)
     server.post("/flush_cache")
     todo = prompts(4, seed=21, each=2)
-    # A whole number of polls each, so that a response shares at the same tokens both times.
+    # 601 tokens make a whole number of polls, so that a response shares alike both times.
     first = [respond(server, [text], 601, **TO_THE_END)[0] for text in todo]
     for text in prompts(3, seed=22, each=24):
-        # Evicts everything, and writes other positions into the slots.
+        # Long prompts evict all prefixes, and give the slots other positions.
         respond(server, [text], 5, sampling_params=OPT_OUT)
     again = [respond(server, [text], 601, **TO_THE_END)[0] for text in reversed(todo)]
     for one, other in zip(first, reversed(again), strict=True):

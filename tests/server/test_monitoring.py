@@ -70,7 +70,7 @@ def test_alerts_ring_and_are_silent(tmp_path: Path) -> None:
     cases = [case({f"reasoncache_{field}": "0x20 1x80"}, name) for name, field in gauges.items()]
     cases.append(case({f"reasoncache_{field}": "0x100" for field in gauges.values()}))
     cases.append(case({retracted: "0+1x100", shareable: "40x100"}, retracts))
-    # What was shareable was given first; and nothing was retracted.
+    # Silent: shareable slots ran out first; or no request was retracted.
     cases.append(case({retracted: "0+1x100", shareable: "40x70 0 40x30"}))
     cases.append(case({retracted: "7x100", shareable: "40x100"}))
     rules = {"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": cases}
@@ -91,7 +91,7 @@ def test_what_compose_mounts_is_there() -> None:
 
 
 def _filled(query: str) -> str:
-    """With values for Grafana's variables."""
+    """The query with values for Grafana's variables."""
     query = query.replace("$__rate_interval", "1m")
     return query.replace("$model_name", ".*").replace("$instance", ".*")
 
@@ -99,7 +99,7 @@ def _filled(query: str) -> str:
 @needs_prometheus
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: Path) -> None:
-    """Of a server under load, by the configuration of ``deploy/`` with that server as target."""
+    """Prometheus runs with the configuration of ``deploy/``, and scrapes a server under load."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     config |= {"rule_files": [str(ALERTS)], "global": {"scrape_interval": "500ms"}}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [server.url.split("/")[2]]}]
@@ -117,7 +117,7 @@ def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: 
                 told = httpx.get(f"http://{address}/api/v1/{path}", params=params, trust_env=False)
                 return told.raise_for_status().json()["data"]
 
-            # Prometheus begins to scrape after five seconds.
+            # Prometheus starts to scrape only after five seconds.
             deadline = time.monotonic() + 60
             while True:
                 with contextlib.suppress(httpx.TransportError):

@@ -35,8 +35,8 @@ IN_TEXT = "" if PICTURE else HOSTILE
 
 @contextlib.contextmanager
 def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
-    """Forwards what begins with PREFIX, wants KEY for single requests, and puts IN_TEXT before the text of
-    each response: no token of the embedded model spells it."""
+    """Forwards paths that begin with PREFIX, demands KEY for single requests, and puts IN_TEXT before the text
+    of each response, as the embedded model has no tokens for IN_TEXT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -149,7 +149,7 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_a_refresh_takes_the_scheduler_less_than_a_millisecond(server: ServerProcess) -> None:
-    """All that the page asks for."""
+    """Measures the requests that the page makes for one refresh."""
     solve(server, problems(6, seed=71))
     wait_until_idle(server)
     one, count = Server(server), 100

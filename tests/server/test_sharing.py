@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing under load, at every page size, and what every kind of server does.
+"""Sharing under load, at several page sizes, and tests that run on every kind of server.
 
-The ``server`` fixture checks after each test that every slot is back, a flush starts us anew and the
-log holds no traceback; SGLang's strict memory checks run after every batch meanwhile. The first test
-here flushes before the others load.
+The ``server`` fixture checks after each test that every slot is back, that a flush resets our totals and
+that the log has no traceback. SGLang's strict memory checks run after every batch. The first test here
+is light, so that its flush precedes the load of the others.
 """
 
 import asyncio
@@ -48,11 +48,11 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("server", "count", "blocks", "saved", "right"),
     [
-        # Only what SGLang was short of: as much as requests happen to overlap.
+        # EXACT shares only when SGLang is short, which depends on how requests overlap.
         (specs.EXACT, 24, 24, 0.03, 0.8),
         (specs.ACROSS, 16, 16, 0.1, 0.8),
         (specs.FP8, 16, 16, 0.1, 0.8),
-        # Blocks are whole pages; by index they differ in tokens, so only memory is checked.
+        # Blocks are whole pages paired by index: their tokens differ, so answers are not checked.
         (specs.PAGED, 12, 0, 0.0, 0.0),
     ],
     indirect=["server"],
@@ -60,7 +60,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 def test_shares_and_keeps_answers(
     server: ServerProcess, count: int, blocks: int, saved: float, right: float
 ) -> None:
-    """And after a retraction the accepted blocks are applied to the recomputed row."""
+    """Answers stay right; after a retraction accepted blocks are applied to the recomputed row."""
     todo = problems(count)
     answers = solve(server, todo)
     seen = report(server)
@@ -75,7 +75,7 @@ def test_shares_and_keeps_answers(
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_what_an_operator_can_see(server: ServerProcess) -> None:
-    """By Prometheus, the endpoint and the decode log line."""
+    """Prometheus, the endpoints and the decode log line show what was shared."""
     start, before, totals_before = server.log_size(), series(server), report(server)["totals"]
     solve(server, problems(12, seed=12))
     wait_until_idle(server)
@@ -83,7 +83,7 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     totals = seen["totals"]
     for field in ("blocks_shared", "blocks_compared", "steps_seen", "steps_with_candidate"):
         grown = after[f"{field}_total"] - before.get(f"{field}_total", 0.0)
-        # The last steps without a candidate may not have been published yet.
+        # Counts of the last steps may not have been published yet.
         assert 0 < grown <= totals[field] - totals_before[field]
     assert after["poll_seconds_count"] > 0
     assert 0 < after["memory_saving_ratio"] < 1
@@ -97,7 +97,7 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     assert 0 < totals["affected_ratio"] < 1
     entry = max(seen["recent"], key=lambda request: request["shared_positions"])
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
-    # The newest copy stays.
+    # The older block reads the newest copy.
     assert all(dst + 8 <= src for _, dst, src in entry["blocks"])
     [short] = server.get("/reasoncache").json()["schedulers"]
     [state] = server.get("/server_info").json()["internal_states"]
@@ -116,7 +116,7 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()
-                # Two lines a token: after some 100 to 250 tokens, when steps have begun to be shared.
+                # Two lines a token: leaves after 100 to 250 tokens or so, when blocks are shared already.
                 for _ in range(201 + 25 * number):
                     if await anext(lines, None) is None:
                         break
@@ -139,8 +139,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """Two ranks share alike; else they would hang, as distances are summed over them. Then one fails
-    under load; no request does, and no slot is lost."""
+    """Two ranks share alike; otherwise they would hang, as distances are summed over ranks. Then one rank's
+    sharing fails under load: no request fails and no slot is lost."""
     server, todo = servers.get(spec), problems(10, seed=13)
     start = server.log_size()
     assert report(server)["disabled"] is None
@@ -151,7 +151,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     assert shared > 0
     solve(server, todo[:1])
     seen = report(server)
-    # What the first rank tells.
+    # The report is that of the first rank; the last rank failed.
     assert seen["disabled"] == "another tensor-parallel rank failed"
     assert seen["totals"]["blocks_shared"] == shared
     assert series(server)["disabled"] >= 1
@@ -163,7 +163,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
 
 @pytest.mark.parametrize("server", [specs.UNCORRECTED], indirect=True)
 def test_nothing_is_shared_where_keys_cannot_be_corrected(server: ServerProcess) -> None:
-    """And an operator's alarm rings before the first request."""
+    """The metric for the operator's alert is set before the first request."""
     assert series(server)["uncorrected"] == 1 and series(server).keys() >= _GAUGES.keys()
     todo = problems(4, seed=3)
     assert accuracy(todo, solve(server, todo)) == 1
@@ -197,7 +197,7 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
     for found in respond(server, prompts(4, seed=31), MAX_TOKENS, sampling_params=whole):
         reasoning, end, _answer = found["text"].partition(END_OF_THINKING)
         assert end, "the embedded model closes its reasoning"
-        # One token a word: the tokenizer of the embedded model splits at white space.
+        # Tokenizing a part is safe: the embedded model has one token for each word.
         tokens = server.post("/tokenize", json={"prompt": reasoning}).json()["count"]
         last = max((dst + 8 for _, dst, _src in found["blocks"]), default=0)
         assert last <= found["prompt_tokens"] + tokens
@@ -212,8 +212,8 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_a_response_without_reasoning_shares_nothing(server: ServerProcess) -> None:
-    """The prompt opens and closes the reasoning, as templates do where the client wants none."""
-    # The model would open it again by itself.
+    """The prompt opens and closes the reasoning, as templates do if a client wants no reasoning."""
+    # Forbids the marker that would open reasoning again.
     sampling = {"skip_special_tokens": False, "logit_bias": {"4": -100.0}}
     todo = [f"{prompt} {THINK} {END_OF_THINKING}" for prompt in prompts(2, seed=31)]
     for found in respond(server, todo, MAX_TOKENS, sampling_params=sampling):
@@ -248,7 +248,7 @@ def test_samples_share_with_each_other(server: ServerProcess) -> None:
 def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
     server: ServerProcess,
 ) -> None:
-    """The same prompt and, greedily, the same response, all at once."""
+    """Requests of four kinds have the same prompt and, as they are greedy, the same response."""
     [text] = prompts(1, seed=52)
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -266,7 +266,7 @@ def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
         for *_, source in entry["blocks_across"] if kind in kinds else ():
             across[kind] += 1
             assert source.partition("-")[0] == kind
-    # Memory decides which of them run together.
+    # Which requests run together depends on memory, so only the sum is checked.
     assert across["out"] == 0 and sum(across.values()) > 0
 
 

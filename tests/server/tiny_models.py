@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random models of a few thousand parameters with the embedded reasoner's tokenizer, one per family that
-the embedded reasoner is not of. Greedy responses of such a model soon repeat themselves."""
+"""Random models of a few thousand parameters with the embedded reasoner's tokenizer, one for each supported
+kind of model besides the embedded reasoner. Their greedy responses soon repeat themselves."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
-#: What all have in common; 192 tokens are the embedded reasoner's.
+#: Sizes that all models have in common; the embedded reasoner's vocabulary has 192 tokens.
 _COMMON: dict[str, Any] = dict(
     vocab_size=192,
     hidden_size=64,
@@ -20,7 +20,7 @@ _COMMON: dict[str, Any] = dict(
     bos_token_id=None,
     tie_word_embeddings=False,
 )
-#: SGLang splits what a gated delta net projects in Triton if a key has 1, 2 or 4 values.
+#: 3 values a key: with 1, 2 or 4 SGLang would split projections in Triton, which needs a GPU.
 _GATED_DELTA: dict[str, Any] = dict(
     head_dim=32,
     full_attention_interval=2,
@@ -38,7 +38,7 @@ _EXPERTS: dict[str, Any] = dict(
 _MAMBA: dict[str, Any] = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
 )
-#: On a CPU SGLang has rotary embedding with YaRN alone. A V2 has no low rank of queries.
+#: YaRN, as on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
 _LATENT: dict[str, Any] = dict(
     num_hidden_layers=3,
     num_key_value_heads=4,
@@ -66,20 +66,20 @@ _LATENT: dict[str, Any] = dict(
         mscale_all_dim=0.5,
     ),
 )
-#: Every second layer sees all positions, the others so many. OLMo 3 in the checkpoints' words.
+#: Every second layer sees all positions, the others ``sliding_window``. OLMo 3 has its checkpoints' fields.
 _WINDOW: dict[str, Any] = dict(
     num_hidden_layers=4,
     head_dim=16,
     sliding_window=48,
     layer_types=["sliding_attention", "full_attention"] * 2,
 )
-#: What a layer adds to its input, and by how much less: with latent attention, whose experts count too, for
-#: as many repeats.
+#: Weights of what a layer adds to its input, and factors that shrink them so that responses repeat
+#: themselves; with latent attention those of experts are shrunk too.
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
 _NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 _LESS, _LESS_OF_LATENT, _LESS_OF_GEMMA = 0.12, 0.06, 0.6
 _LINEAR, _FULL = "linear_attention", "full_attention"
-#: Name -> the configuration's class in Hugging Face's library, and its arguments.
+#: Name -> configuration class of Hugging Face's library, and arguments of the class.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -122,7 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3MoeConfig",
         dict(
             num_hidden_layers=4,
-            # On a CPU SGLang wants a head for each rank of all groups.
+            # On a CPU SGLang needs at least one KV head for each rank over all groups.
             num_key_value_heads=4,
             head_dim=32,
             num_experts=4,
@@ -139,7 +139,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, tokenizer: Path, folder: Path) -> Path:
-    """The model ``name`` in a new folder in ``folder``. ``tokenizer``: a model's folder."""
+    """Writes the model ``name`` into ``folder / name``; ``tokenizer``: folder of a model with a tokenizer."""
     import torch
     import transformers
 
@@ -148,19 +148,19 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # The newest token decides most of the next one, so that greedy responses run in circles.
+    # Lets the newest token mostly decide the next one, so that greedy responses run in circles.
     with torch.no_grad():
         if gemma:
-            # SGLang ties its embeddings: with other signs a token is not followed by itself.
+            # Embeddings are tied in SGLang: flipped signs keep a token from following itself.
             model.model.norm.weight.copy_(-2.0 * (torch.rand(64) < 0.5))
-        else:  # Gemma does so itself
+        else:  # Gemma scales embeddings itself
             model.get_input_embeddings().weight *= 8.0
         latent = "kv_lora_rank" in arguments
         outputs = (*_OUTPUTS, "experts.down_proj") if latent else _OUTPUTS
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= _LESS_OF_LATENT if latent else _LESS
-            # With a window it is normed, and Gemma's norms add 1 to their weights.
+            # Models with windows norm these outputs; Gemma's norms add 1 to their weights.
             if "sliding_window" in arguments and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else _LESS)
     path = folder / name
@@ -168,7 +168,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / file, path / file)
     described = json.loads((path / "config.json").read_text())
-    # What SGLang's Nemotron-H calls by its older name, and no infinity.
+    # SGLang's Nemotron-H reads older names of fields, and cannot read infinities.
     if "layers_block_type" in arguments:
         described["layers_block_type"] = arguments["layers_block_type"]
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}

@@ -20,7 +20,7 @@ from sglang_reasoncache.plugin import attention
 from tests.kernels.pools import dense, turned
 
 DIM = 16
-#: Of a latent row: what SGLang's Triton kernels take, besides 512 and 64.
+#: Dims of a latent row: sizes that SGLang's Triton kernels take, besides 512 and 64.
 RANK, ROTATED = 256, 32
 BASE = 10_000
 CONTEXT = 1024
@@ -62,7 +62,7 @@ class Rig:
     ) -> None:
         generator = torch.Generator().manual_seed(23)
         self.generator = generator
-        #: Puts queries, keys and values where the backend is.
+        #: Moves queries, keys and values to the backend's device.
         self.placed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
         self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
         self.interleaved, self.latent = interleaved, latent
@@ -80,7 +80,7 @@ class Rig:
         for buffer in self.buffers:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(lengths), CONTEXT, "cpu", False)
-        # What lies beyond a row's end is left over from earlier requests.
+        # Beyond its end a row has entries left over from earlier requests.
         stale = torch.randint(1, size + 1, self.rows.req_to_token.shape, generator=generator)
         self.rows.req_to_token.copy_(stale)
         self.cached_at = CachedPositions(size + 1, "cpu")
@@ -88,7 +88,7 @@ class Rig:
             torch.arange(size + 1), torch.randint(0, CONTEXT, (size + 1,), generator=generator)
         )
         order = torch.randperm(size, generator=generator) + 1
-        # Slots of nobody hold anything; only slot 0, SGLang's padding, may be read for nothing.
+        # Slots that no row names hold NaN; of these only slot 0, SGLang's padding, may be read.
         for buffer in self.buffers:
             buffer[order[-64:]] = float("nan")
         self.row_of = torch.arange(1, len(lengths) + 1)
@@ -107,9 +107,9 @@ class Rig:
         if window:
             sees["sliding_window_size"] = -1
             model = _olmo(rope, RadixAttention(*shape, layer_id=0, **sees), self.layer)
-        #: ``unread``: of a decode step, as ``PagedBackend`` has it.
+        #: ``unread``: positions of a window that a decode step leaves out, as in ``PagedBackend``.
         self.window, self.unread = window, 0
-        #: With what the start of a server on CUDA reads.
+        #: SGLang's model runner, with the fields that the start of a server on CUDA reads.
         self.runner: Any = SimpleNamespace(
             device="cpu",
             req_to_token_pool=self.rows,
@@ -154,7 +154,7 @@ class Rig:
         )
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
-        """Evict some positions before each row's ``new`` tokens; never the newest of those."""
+        """Evict some positions before each row's ``new`` tokens; never the last one before them."""
         allocator = self.runner.token_to_kv_pool_allocator
         allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
@@ -183,7 +183,7 @@ class Rig:
         v = k[..., : self.v_dim] if self.latent else v
         self.query = q
         if translator := getattr(backend, "kv_index_translator", None):
-            # As SGLang's runner does for its Triton backend.
+            # SGLang's runner does this for its Triton backend.
             translator.bind_runner_slots(batch)
         backend.init_forward_metadata(batch)
         run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
@@ -195,8 +195,8 @@ class Rig:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
-        """In fp64: attention ``[tokens, heads, dim]`` to keys rotated to where they are used, evicted
-        ones masked."""
+        """fp64 attention ``[tokens, heads, dim]`` to keys rotated to where they are used; evicted
+        positions are masked."""
         keys, values = (side.double() for side in compat.kv_of(self.pool, 1))
         found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
@@ -232,15 +232,15 @@ def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
 def announced(
     backend: Any, batch: ForwardBatch, shifted: bool = False, evicted: Sequence[int] = ()
 ) -> ForwardBatch:
-    """The batch, of which the backend knows by the hook that sees a new one; ``shifted``, ``evicted``:
-    what our tree says of its requests."""
+    """Tells the backend of the batch by the hook for new batches; ``shifted``, ``evicted``: what our
+    tree says of the batch's requests."""
     runner: Any = SimpleNamespace(attn_backend=backend)
     attention._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
     return batch
 
 
 def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
-    """A batch as SGLang's scheduler has it, and what our tree says of its requests."""
+    """A scheduler's batch whose tree says ``shifted`` and ``evicted`` of its requests."""
     reqs: list[Any] = [object()]
     eviction = SimpleNamespace(evicts_prompts=False)
     own = dict(containment=contextlib.nullcontext(), holds=False, eviction=eviction)
@@ -253,14 +253,14 @@ def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
 
 
 def mark(batch: ForwardBatch, needs_ours: bool) -> None:
-    """Whether the batch's rows have shifted slots or evicted positions."""
+    """Marks whether the batch's rows have shifted slots or evicted positions."""
     if isinstance(batch.rids, MarkedRids):
         batch.rids.needs_ours, batch.rids.evicted = needs_ours, None
     else:
         batch.rids = MarkedRids(batch.rids or [], needs_ours)
 
 
-#: What our attention does not support: a change of a rig, and how the refusal names it.
+#: Unsupported cases: a change of a rig, and the words of the refusal.
 UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that several requests read, over SGLang's pools, requests and release path; random ends in
-any order: ``tests/property/test_groups.py``."""
+"""Slots that several requests read, over SGLang's pools, requests and release path.
+``tests/property/test_groups.py`` ends requests in random order."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
 class GroupEngine(ScriptedEngine):
-    """Proposes what the test put into ``lent``, too; knows who is in which group."""
+    """Also proposes the blocks that the test put into ``lent``; knows the group of each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def world_of(setup: Setup, **options: Any) -> World:
 
 
 def lend(world: World, source: Req, reader: Req, *pairs: Pair) -> int:
-    """``reader`` is offered blocks of ``source``; how many slots that brings back."""
+    """Proposes to ``reader`` blocks of ``source``; returns how many slots that brings back."""
     lent = [AcrossPair(*pair, state(source).followed.id) for pair in pairs]
     world.engine.lent[state(reader).followed.id] = lent
     world.step(reader)
@@ -72,7 +72,7 @@ def two(setup: Setup, **options: Any) -> tuple[World, Req, Req]:
 
 
 def balance(world: World) -> None:
-    """SGLang's books, and nobody reads what is free."""
+    """Checks that SGLang's slots add up, and that no request reads a free slot."""
     tree = world.tree
     books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
     private = sum(kv_private_tokens(req.kv, world.page) for req in running(world))
@@ -83,7 +83,7 @@ def balance(world: World) -> None:
 
 @ALL_SETUPS
 def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
-    """And what a reader reads again of the same slots is shared within."""
+    """Lent blocks and their readers do not move; a second read of the same slots counts as shared within."""
     world, source, reader = two(setup)
     assert lend(world, source, reader, Pair(12, 20)) == 4
     rows = world.row(source).copy(), world.row(reader).copy()
@@ -95,7 +95,7 @@ def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
     assert lend(world, source, reader, Pair(24, 20)) == 4
     pipeline = world.controller.pipeline
     assert (pipeline.across, pipeline.redirector.within) == (4, 4)
-    # A third one reads what the reader reads.
+    # A third request reads slots that the reader reads from the source.
     third = world.start("third", first=300)
     assert lend(world, reader, third, Pair(16, 12)) == 4
     assert (world.row(third)[16:20] == rows[0][20:24]).all()
@@ -172,13 +172,13 @@ def test_what_does_not_go_with_it(values: dict[str, Any], bound: str) -> None:
         ReasonCacheConfig.from_mapping({"scope": "prompt", **values})
 
 
-#: What differs from a plain request, and whether they are one group.
+#: How a request differs from a plain one, and whether the two are one group.
 KEYS: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
     ({"cache_salt": "another"}, False),
     ({"extra_key": "another"}, False),
     ({"lora_id": "adapter"}, False),
-    # SGLang puts these two into one string.
+    # SGLang joins these two into one string.
     ({"extra_key": "ad", "lora_id": "apter"}, False),
     ({"positional_embed_overrides": object()}, False),
     ({"opts_out": True}, False),
@@ -188,7 +188,7 @@ KEYS: list[tuple[dict[str, Any], bool]] = [
 
 @pytest.mark.parametrize(("key", "same"), KEYS)
 def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: bool) -> None:
-    """Whatever the filter says, in either direction."""
+    """Holds in both directions, whatever the filter proposes."""
     world = world_of(SETUPS[0])
     made = [
         began(world, i, dict(one)) for i, one in enumerate(({}, key, {"lora_id": "adapter"}, key))

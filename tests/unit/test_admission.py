@@ -24,7 +24,7 @@ class _Tree:
 
 
 def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
-    """Of 800 free slots; ``credit`` None: SGLang's own."""
+    """A prefill budget over 800 free slots; ``credit`` None: SGLang's own budget."""
     pool = allocator_of(page, FREE)
     if credit is None:
         return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)
@@ -58,8 +58,8 @@ def test_only_output_to_come_is_discounted(
     credit: float, page: int, mixed: int, reserved: Any, rest: int, asked: tuple[int, int]
 ) -> None:
     """A request needs its prompt, in whole pages unless prompt and output are less, and the undiscounted
-    part of its output. ``rest``: SGLang adds what running requests will need to ``total_offset``; a
-    total below the current offset is no reservation in reverse. Credit zero is stock."""
+    part of its output. ``rest``: added to ``total_offset``, as SGLang does for the needs of running requests;
+    a total below the current offset counts as no reservation. Credit zero acts as stock."""
     made, stock = budget(credit, page, mixed), budget(None, page, mixed)
     for each in (made, stock):
         for prompt, output in reserved:
@@ -87,24 +87,24 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
 @pytest.mark.parametrize(
     ("limit", "horizon", "seen"),
     [
-        # Nothing seen is no credit.
+        # Without observations there is no credit.
         (0.5, 1000, [(ENDED, 0, 0, 0.0)]),
-        # The share of tokens: the first 100 weigh 1 - 300/1000 in the end.
+        # Credit is the share of tokens; at the end the first 100 weigh 1 - 300/1000.
         (0.9, 1000, [(ENDED, 30, 100, 0.3), (ENDED, 10, 300, (21 + 10) / (70 + 300))]),
-        # Running requests count where they share more, from some tokens on.
+        # Running requests count only if they share more, and only from some length on.
         (0.9, 20_000, _RUNNING),
-        # It follows a change: each request fades those before it by 0.9.
+        # The credit follows a change: each request fades earlier ones by 0.9.
         (0.9, 1000, [*[(ENDED, 40, 100, 0.4)] * 50, *((ENDED, 0, 100, at) for at in _FADED)]),
         (0.4, 20_000, [(ENDED, 90, 100, 0.4)]),
         (0.0, 20_000, [(ENDED, 50, 100, 0.0)]),
-        # A request longer than the horizon replaces what was seen.
+        # A request longer than the horizon replaces all earlier ones.
         (0.9, 1000, [(ENDED, 900, 1000, 0.9), (ENDED, 100, 2000, 0.05)]),
     ],
 )
 def test_forecast(
     limit: float, horizon: float, seen: list[tuple[Callable[..., None], int, int, float]]
 ) -> None:
-    """What was shared of how many tokens, and the credit behind it."""
+    """``seen``: how a request is observed, tokens shared and in all, and the credit afterwards."""
     forecast = SharingForecast(limit, horizon)
     assert forecast.credit == 0.0
     for tell, shared, tokens, credit in seen:
@@ -113,7 +113,7 @@ def test_forecast(
 
 
 def test_a_load_from_the_host_is_not_discounted() -> None:
-    """It takes its slots before the prompt takes its own, and before output could share."""
+    """A load takes its slots before the prompt does, and before output could share."""
 
     def loads(tokens: int) -> bool:
         told = dict(full_tokens=tokens + 300, extend_input_len=300, max_new_tokens=300)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocators that hand a shared page out again only after its last reference; what the host knows of rows
-that read each other."""
+"""Allocators that hand out a shared page again only after its last reference is freed; and host copies of
+rows that read each other."""
 
 from collections import Counter
 from typing import Any
@@ -45,7 +45,7 @@ def take(allocator: Allocator, pages: int) -> list[int]:
 
 
 def share(allocator: Allocator, pages: list[int]) -> None:
-    """One reference more for every occurrence."""
+    """Adds a reference to a page for each of its occurrences in ``pages``."""
     allocator.commit(allocator.prepare([], pages))
 
 
@@ -71,7 +71,7 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
         for some in (row[:page], row[page:]):
             change = either.prepare_known(some, np.zeros(page, dtype=np.int64))
             assert either.commit(change, evicts=True) == page
-        # A row's own entries tell which of them are evicted positions.
+        # ``free`` must read a row's entries on the device to know which are evicted.
         with pytest.raises(WouldWait):
             either.free(torch.full((page,), -1))
     either.free(torch.full((page,), -1))
@@ -89,8 +89,8 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
 def test_pages_come_back_with_their_last_reference(
     data: st.DataObject, page: int, need_sort: bool, grouped: bool, how: str
 ) -> None:
-    """SGLang frees a batch's finished requests in one group; rows may be cut at their ends. A page that
-    is named twice in one call loses two references."""
+    """Rows are freed in groups, as SGLang does for finished requests of a batch, and may be cut at their
+    ends. A page that is named twice in one call loses two references."""
     allocator = allocator_of(page, SLOTS, need_sort=need_sort)
     ids = take(allocator, 3)
     more = data.draw(st.lists(st.sampled_from(ids), max_size=3))
@@ -122,7 +122,7 @@ def test_pages_come_back_with_their_last_reference(
 
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
-    """Without shared pages a free is the stock one: in any order, any part of a page."""
+    """While no page is shared SGLang's own free runs, which takes slots in any order and parts of pages."""
     token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
     share(token, [first])
@@ -175,7 +175,7 @@ def test_any_other_allocator_is_refused() -> None:
 LENGTH, BLOCK = 12, 3
 AT = st.integers(0, LENGTH - BLOCK)
 ROW = st.integers(0, 1)
-#: A block reads a block of the same row or another one, and that may be undone; or a position goes.
+#: A block reads a block of the same or the other row, which may be undone; or a position is evicted.
 READ = st.tuples(ROW, AT, ROW, AT, st.booleans())
 STEPS = st.lists(READ | st.integers(0, LENGTH - 1), max_size=12)
 

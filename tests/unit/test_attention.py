@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All backends that correct positions, on the CPU, against dense attention in double precision. The
-CUDA mixin stands in front of SGLang's torch-native backend here: which forward goes where does not
-depend on the backend behind. More of it: ``test_attention_cuda.py``."""
+CUDA mixin stands in front of SGLang's torch-native backend here: which of the two runs a forward does
+not depend on SGLang's backend. ``test_attention_cuda.py`` has more tests of the mixin."""
 
 import functools
 from types import SimpleNamespace
@@ -34,14 +34,14 @@ KINDS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
 class Stock(TorchNativeAttnBackend):
-    """It has no graphs, so it needs no memory for them."""
+    """SGLang's torch-native backend without memory for graphs, which it does not have."""
 
     def init_cuda_graph_state(self, *_: Any, **__: Any) -> None:
         pass
 
 
 class Backend(SharedSlotReads, Stock):
-    """As ``attention.backend_class`` makes them."""
+    """A class like those that ``attention.backend_class`` makes."""
 
 
 def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
@@ -58,7 +58,7 @@ def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
 def test_keys_are_read_where_they_are_used(
     new: list[int], sizes: tuple[int, int, bool], shifted: float, dtype: torch.dtype, kind: str
 ) -> None:
-    """Neighbouring dims may be paired."""
+    """Keys are read rotated to where they are used, also if neighbouring dims are paired."""
     heads, kv_heads, interleaved = sizes
     options: Any = dict(heads=heads, kv_heads=kv_heads, interleaved=interleaved)
     rig = Rig(shifted=shifted, dtype=dtype, **options)
@@ -71,8 +71,8 @@ def test_keys_are_read_where_they_are_used(
 def test_windows_go_by_the_position_that_reads(
     monkeypatch: pytest.MonkeyPatch, new: list[int], window: int, kind: str
 ) -> None:
-    """Of a layer with a sliding window, whatever the cached positions; SGLang's torch-native backend sees
-    the same positions. With masks in blocks, and, soft-capped, token by token."""
+    """A sliding window counts from the reading position, not from cached ones; SGLang's torch-native backend
+    does the same. Masks come in blocks; with a soft cap, attention goes token by token."""
     monkeypatch.setattr(extend, "_BLOCK", 64)
     rig = Rig(shifted=0.5, window=window)
     backend, batch = backend_of(kind, rig), rig.batch(new)
@@ -90,7 +90,7 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """But a prefill on CUDA is SGLang's, whatever it is told: in a server its prefix has no shifted slot."""
+    """But SGLang runs every prefill on CUDA, marked or not: in a server its prefix has no shifted slot."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda" and not batch.forward_mode.is_decode():
@@ -111,7 +111,7 @@ def test_latent_rows_are_read_where_they_are_used(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @ALL_BATCHES
 def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: str) -> None:
-    """Shifted keys as the mode has them."""
+    """With ``corrected`` off, all keys are expected to be used as cached."""
     rig = Rig(shifted=0.5)
     backend = backend_of(kind, rig, corrected)
     rig.evict(new)
@@ -119,14 +119,14 @@ def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: st
         rig.settle()
     rig.check(backend, rig.batch(new))
     if kind == "cuda":
-        # Above: a batch that nobody looked at.
+        # The batch above had no mark.
         batch = rig.batch(new)
         mark(batch, True)
         rig.check(backend, batch)
 
 
 def test_shifted_keys_do_matter() -> None:
-    """The other tests would prove nothing if reading as cached passed too."""
+    """Reading keys as cached must fail the comparison, else the other tests would prove nothing."""
     rig = Rig(shifted=0.2)
     batch = rig.batch([1, 1, 1])
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
@@ -137,7 +137,7 @@ def test_shifted_keys_do_matter() -> None:
 @pytest.mark.parametrize("marked", [True, False])
 @DECODE_AND_EXTEND
 def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kind: str) -> None:
-    """Their cached positions are recorded. Keys are rotated on the way out."""
+    """The cached positions of the written slots are recorded. Keys in the pool are never rotated in place."""
     rig = Rig(shifted=1.0)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda":
@@ -154,7 +154,7 @@ def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kin
 
 @KINDS
 def test_one_backend_serves_batches_of_every_kind(kind: str) -> None:
-    """What one forward prepared does not leak into the next."""
+    """Nothing that one forward prepared affects the next."""
     rig = Rig(shifted=1.0)
     backend, stock = backend_of(kind, rig), TorchNativeAttnBackend(rig.runner)
     for name in ("decode", "with-prefix", "mixed", "decode", "whole", "decode"):
@@ -201,7 +201,7 @@ def test_logits_are_soft_capped(new: list[int], kind: str) -> None:
 @KINDS
 @ALL_BATCHES
 def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str) -> None:
-    """As a model with fp8 scales: the pool holds K / k_scale, of another type than the model's."""
+    """With fp8 scales the pool holds K / k_scale, in a dtype that is not the model's."""
     scales, outputs = (0.5, 4.0), []
     for scaled in (True, False):
         rig = Rig(shifted=0.5, dtype=torch.bfloat16)
@@ -219,7 +219,7 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str
 @KINDS
 @DECODE_AND_EXTEND
 def test_sinks_take_weight(new: list[int], kind: str) -> None:
-    """What our kernels do not know is refused on CUDA."""
+    """The CPU backend counts sinks; on CUDA, cases that our kernels do not know are refused."""
     rig = Rig(shifted=0.5)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     plain = rig.forward(backend, batch)
@@ -246,7 +246,7 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
 
 
 def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
-    """And scales that SGLang would divide them by, and models with states."""
+    """Also refused: scales by which SGLang would divide latent rows, and models with states."""
     rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
     args = compat.ServerArgs(model_path="none", device="cpu")
     served.check_latent(rig.pool, args)
@@ -270,7 +270,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
 
 
 def test_what_is_not_served_beside_windows_is_refused() -> None:
-    """Policies, images and attention modules that may rotate as they like."""
+    """Refused: policies, images, and attention modules whose rotation is unknown."""
     rig = Rig(shifted=0.0, window=8)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     asked: Any = config, "triton", None, rig.cached_at

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in front of SGLang's backends on CUDA, here in front of one that runs on the CPU; in
-front of the Triton backend, and in graphs: ``test_attention_cuda_graph.py``."""
+"""Our mixin in front of SGLang's CUDA backends, tested here over a backend that runs on the CPU.
+``test_attention_cuda_graph.py`` tests it over the Triton backend, and in graphs."""
 
 import dataclasses
 import json
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform",
 @pytest.mark.parametrize("known", ["as cached", "as cached, evicted", "never shared", "marked"])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
 def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: str) -> None:
-    """Bit for bit; the mark decides, not what the rows hold. Where keys are read as cached, only
-    a batch with evicted positions is not; which has some is known batch by batch."""
+    """The result is SGLang's bit for bit; the batch's mark decides, not what the rows hold. If keys stay
+    as cached, only batches that are marked as having evicted positions use our kernels."""
     rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
     backend = backend_of("cuda", rig, corrected)
     assert corrected or backend.paged.rotations is None
@@ -53,7 +53,7 @@ def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: s
 
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
 def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> None:
-    """Prefill graphs run what is not shifted."""
+    """A copied batch keeps its mark; prefill graphs may run only batches without shifted slots."""
     rig = Rig(shifted=0.5)
     backend = backend_of("cuda", rig)
     batch = rig.batch(new)
@@ -63,13 +63,13 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
     copied = dataclasses.replace(batch, positions=batch.positions.clone())
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
     assert torch.equal(rig.forward(backend, copied), stock)
-    # Another batch of the same requests was not looked at.
+    # A new batch of the same requests has no mark.
     rig.check(backend, dataclasses.replace(batch, rids=list(batch.rids)))
 
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
 def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever we do not mention is SGLang's own: flags it reads, and what kind of backend it is."""
+    """Attributes that we do not override are SGLang's own, such as flags that it reads from a backend."""
     latent = attention.backend_class(name, latent=True)
     assert latent.__mro__[1] is SharedSlotReads and latent.__mro__[3].__name__ in (
         *("FlashInferMLAAttnBackend", "TritonAttnBackend"),
@@ -81,7 +81,7 @@ def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPat
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
 
-    # On other devices it is refused.
+    # Other devices are refused.
     over = f"--x y over --attention-backend {name} needs an NVIDIA GPU"
     runner = Rig(shifted=0.0).runner
     with pytest.raises(ValueError, match=f"{over}, this server runs on cpu"):
@@ -100,7 +100,7 @@ def test_flags_in_the_way_are_named(field: str) -> None:
     setattr(args, field, True)
     with pytest.raises(ValueError, match=f"--x y cannot be combined with: --{flag} "):
         refusals.check_corrected(args, "--x y")
-    # What SGLang switched on by itself is in the way as well.
+    # A field that SGLang itself switched on is refused as well.
     switched = compat.ServerArgs(model_path="none", device="cpu")
     compat.declare_resolution(switched, "a test", **{field: True})
     assert len(refusals.in_the_way_of_corrected(switched)) == 1
@@ -108,7 +108,7 @@ def test_flags_in_the_way_are_named(field: str) -> None:
 
 @pytest.mark.parametrize("name", refusals.CORRECTED_VARIABLES)
 def test_variables_in_the_way_are_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Where SGLang reads them as true, and where its own rules for a model set them."""
+    """Named if SGLang reads their value as true, or if its own rules for a model set them."""
     for word in ("1", "true", "YES", "y", "0", "no"):
         monkeypatch.setenv(name, word)
         found = refusals.in_the_way_of_corrected(SimpleNamespace())
@@ -119,7 +119,7 @@ def test_variables_in_the_way_are_named(monkeypatch: pytest.MonkeyPatch, name: s
     assert len(refusals.in_the_way_of_corrected(SimpleNamespace())) == 1
 
 
-#: What SGLang asks of a GPU, by its facts: compute capability, and what else is true.
+#: GPUs by the facts that SGLang asks for: compute capability, and predicates that are true.
 GPUS: dict[str, tuple[int, list[str]]] = {
     "ampere": (80, []),
     "hopper": (90, ["is_sm90", "is_hopper_with_cuda_12_3"]),
@@ -138,11 +138,11 @@ def resolved(
     flashinfer: bool = True,
     **fields: Any,
 ) -> tuple[str, str, int]:
-    """Attention of prefill and decode and the page size, all of SGLang's resolution run."""
+    """Attention of prefill and of decode, and the page size, after all of SGLang's resolution."""
     monkeypatch.setitem(
         resolution_hooks._HOOKS, compat.ATTENTION_STEP, [hooks._before_attention_default]
     )
-    # The tests' own platform has another default.
+    # The platform of these tests has a different default.
     monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
     capability, true = GPUS[gpu]
     facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)
@@ -160,8 +160,8 @@ def resolved(
 def test_the_flag_alone_is_the_recommended_mode(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On every generation: FlashInfer, in front of which keys are corrected, and said in the log
-    where SGLang alone takes another. On ROCm nothing changes."""
+    """On every NVIDIA generation the flag takes FlashInfer, where keys can be corrected; the log says so
+    if SGLang alone would take another backend. On ROCm nothing changes."""
     stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
     for gpu in GPUS:
         caplog.clear()
@@ -190,14 +190,14 @@ EVICTS = "streamingllm:budget=64"
         ({"positions": "as-cached"}, {}, {}, "fa3 fa3"),
         ({"policy": EVICTS, "positions": "as-cached"}, {}, {}, "flashinfer flashinfer"),
         ({"policy": "none"}, {}, {}, "fa3 fa3"),
-        # The operator named one.
+        # The operator named a backend.
         ({}, {"attention_backend": "fa3"}, {}, "fa3 fa3"),
         ({}, {"decode_attention_backend": "flashinfer"}, {}, "fa3 flashinfer"),
-        # Nothing could be corrected; what was asked for is refused later, by name.
+        # Keys cannot be corrected here; an explicit ``corrected`` is refused later, by name.
         ({}, {"enable_torch_compile": True}, {}, "fa3 fa3"),
         ({"positions": "corrected"}, {"enable_torch_compile": True}, {}, "flashinfer flashinfer"),
         ({}, {"flashinfer": False}, {}, "triton triton"),
-        # Of the model.
+        # The model decides.
         ({}, {}, {"head_dim": 96}, "triton triton"),
         ({}, {}, {"learnable_sink": True}, "triton triton"),
         ({}, {}, {"is_hybrid_swa": True}, "fa3 fa3"),
@@ -205,7 +205,7 @@ EVICTS = "streamingllm:budget=64"
         ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "triton triton"),
         ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **R1}, "flashinfer flashinfer"),
         ({}, {}, {"architectures": ["SarvamMLAForCausalLM"], **R1}, "triton triton"),
-        # SGLang's rules for a model stay.
+        # SGLang's own rules for this model win.
         ({}, {}, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
     ],
 )
@@ -218,7 +218,7 @@ def test_a_backend_is_taken_only_where_ours_serves_it(
     model: dict[str, Any],
     expected: str,
 ) -> None:
-    """``model``: of its config.json."""
+    """``model``: fields of the model's config.json."""
     shape = json.loads((model_path / "config.json").read_text()) | model
     (tmp_path / "config.json").write_text(json.dumps(shape))
     found = resolved(monkeypatch, tmp_path, "hopper", ReasonCacheConfig(**settings), **fields)
@@ -231,7 +231,7 @@ STOCK: Any = object()
 def chosen(
     runner: Any, name: str = "triton", cached: CachedPositions | None = None, **settings: Any
 ) -> tuple[Any, attention.AttentionParts, ReasonCacheConfig]:
-    """What serves in place of :data:`STOCK`, its parts, and the settings it is asked for with."""
+    """The backend that serves (:data:`STOCK` if it is not ours), its parts, and the settings used."""
     config, cached = ReasonCacheConfig(**settings), cached or CachedPositions(1, "cpu")
     found = attention.attention_backend(runner, config, name, lambda _runner: STOCK, cached)
     return *found, config
@@ -239,12 +239,12 @@ def chosen(
 
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_asks_for_our_kernels(positions: str) -> None:
-    """Without one SGLang's backend serves as it is; with one backend for each half it is refused later."""
+    """Without such a policy SGLang's backend stays; two backends, one for each phase, are refused later."""
     runner = Rig(shifted=0.0).runner
     runner.prefill_attention_backend_str = "triton"
 
     def made(policy: str) -> str:
-        """Why keys are not corrected."""
+        """The reason why keys are not corrected."""
         backend, parts, _ = chosen(runner, policy=policy, positions=positions)
         assert backend is STOCK
         assert parts == attention.AttentionParts(uncorrected=parts.uncorrected)
@@ -281,7 +281,7 @@ def test_auto_is_corrected(
 def test_auto_goes_on_where_ours_fails(
     kind: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without sharing, and nothing of ours is left; whoever asked for it by name gets an error."""
+    """With ``auto`` SGLang's backend serves and ours is freed; asking for it by name raises ValueError."""
     rig = Rig(shifted=0.0)
     rig.runner.prefill_attention_backend_str, rig.runner.device = "triton", "cuda"
     made: list[weakref.ref[Any]] = []
@@ -302,7 +302,7 @@ def test_auto_goes_on_where_ours_fails(
     monkeypatch.setattr(warm_up, "compile_attention", compiled)
     monkeypatch.setattr(attention, "_install_hooks", fails)
     warned = list[str]()
-    # Handlers of a test keep tracebacks.
+    # Replaced, as log handlers of a test keep tracebacks, which would hold the backend.
     monkeypatch.setattr(attention.logger, "warning", lambda *args, exc_info: warned.append(args[1]))
     told = f"{kind.__name__}: none left"
     why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"
@@ -329,7 +329,7 @@ def test_auto_goes_on_where_ours_fails(
 def test_auto_says_why_it_is_not_corrected(
     backend: str, fields: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And shares nothing; whoever asked for it by name gets an error."""
+    """With ``auto`` the log has the reason and nothing is shared; ``corrected`` raises ValueError."""
     runner = Rig(shifted=0.0).runner
     runner.server_args = compat.ServerArgs(model_path="none", **fields)
     runner.prefill_attention_backend_str = runner.decode_attention_backend_str = backend

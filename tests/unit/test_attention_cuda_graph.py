@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decode graphs a batch size, in front of SGLang's own Triton backend. Without a GPU: SGLang's
-and our Triton kernels run under Triton's interpreter, on CPU tensors. What a CUDA graph would
-replay is a capture's call with the state it was captured with, over the same buffers."""
+"""Two decode graphs for each batch size, in front of SGLang's own Triton backend. Needs no GPU: SGLang's
+and our Triton kernels run under Triton's interpreter, on CPU tensors. In place of replaying a CUDA
+graph, the captured call runs again, with the state of the capture and over the same buffers."""
 
 import functools
 from collections.abc import Iterator
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
-    """Ours over SGLang's Triton backend, as a server's start makes it."""
+    """Our backend over SGLang's Triton backend, made as at a server's start."""
     runner = rig.runner
     runner.sliding_window_size, runner.gpu_id, runner.page_size = rig.window or None, 0, 1
     rig.unread = 1
@@ -173,7 +173,7 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place of as many as on a device, which the other tests here run."""
+    """Shrinks launches to a few programs; the other tests here run as many programs as a device would."""
     shrink_launches(monkeypatch)
 
 
@@ -187,7 +187,7 @@ def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
     ("kind", "new"), [("eager", [1, 1, 1]), ("eager", [1, 3, 30]), ("graphs", [1, 1, 1])]
 )
 def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int], kind: str) -> None:
-    """Batch by batch: keys are read where they are used, or as cached."""
+    """The mark of each batch decides whether keys are read where they are used, or as cached."""
     runner = Graphs(rig, backend) if kind == "graphs" else backend
     batch = rig.batch(new)
     slots = batch.out_cache_loc
@@ -209,7 +209,7 @@ def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int],
 @under_interpreter
 @pytest.mark.usefixtures("few_programs", "ranks")
 def test_latent_rows_are_read_by_one_or_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode step; a prefill is SGLang's."""
+    """A decode step corrects keys if its batch is marked; SGLang's own kernels run the prefill."""
     latent = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, interleaved=True, latent=True)
     backend = triton_backend(latent, monkeypatch)
     graphs, batch = Graphs(latent, backend), latent.batch([1, 1, 1])
@@ -228,7 +228,7 @@ def test_latent_rows_are_read_by_one_or_the_other(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("few_programs", "ranks")
 @pytest.mark.parametrize("window", [17, 500])
 def test_windows_are_those_of_sglangs_kernels(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """In which a decode step leaves out the oldest position of a window and a prefill does not."""
+    """In SGLang's kernels a decode step leaves out the oldest position of a window; a prefill does not."""
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, window=window)
     backend = triton_backend(rig, monkeypatch)
     graphs = Graphs(rig, backend)
@@ -244,8 +244,8 @@ def test_windows_are_those_of_sglangs_kernels(monkeypatch: pytest.MonkeyPatch, w
 @under_interpreter
 @pytest.mark.usefixtures("few_programs")
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
-    """A captured plan is made anew: other rows, lengths and batch sizes, other cached positions.
-    An eager forward in between leaves graphs alone."""
+    """Each replay plans anew: rows, lengths, batch sizes and cached positions differ from the capture's.
+    An eager forward in between does not disturb the graphs."""
     graphs = Graphs(rig, backend)
     for lengths in ([1, 19, 70], [1, 2, 33]):
         rig.lengths = lengths
@@ -268,7 +268,7 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch, corrected: bool
 ) -> None:
-    """Evicted after the capture; a batch without any stays SGLang's where keys are as cached."""
+    """Evictions come after the capture; if keys stay as cached, SGLang runs batches without evictions."""
     backend = triton_backend(rig, monkeypatch, corrected)
     if not corrected:
         rig.settle()
@@ -284,7 +284,7 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
 
 @under_interpreter
 def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> None:
-    """Eager and in either variant of a graph, padded or not; prefill graphs keep none."""
+    """Eager forwards and both graph variants keep queries; prefill graphs, which keep none, may not run."""
     found = backend.paged.keep_queries(3)
     graphs = Graphs(rig, backend)
     for shifted in (True, False):
@@ -301,7 +301,7 @@ def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> No
 
 @under_interpreter
 def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
-    """They stay in SGLang: this process ends with these tests."""
+    """The hooks are not removed afterwards: this process ends with these tests."""
     attention._install_hooks(backend)
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
@@ -311,7 +311,7 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
     assert variants.select(batch) == SHIFTED
     mark(batch, False)
     assert variants.select(batch) == PLAIN
-    # The hook is there; what it is called with is in tests/contract.
+    # Checks only that the hook is there; tests/contract checks its parameters.
     assert isinstance(ForwardBatch.__dict__["init_new"], classmethod)
     assert ForwardBatch.init_new.__wrapped__ is not None
     for shifted, evicted in ((True, False), (False, True), (False, False)):

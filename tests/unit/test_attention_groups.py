@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of DP attention agree in SGLang's vote which decode graph they run, and on prefill graphs."""
+"""Groups of DP attention agree by SGLang's votes on which decode graph to run, and on prefill graphs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from sglang_reasoncache.plugin import attention
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
 
-#: What a group has to run: nothing, or a batch in this mode whose rows have shifted slots, or have not.
+#: What a group has to run: nothing, or a batch, by its mode and whether its rows have shifted slots.
 IDLE, EXTEND = None, ForwardMode.EXTEND
 DECODE, SHIFTED_DECODE = (ForwardMode.DECODE, False), (ForwardMode.DECODE, True)
 CASES: list[tuple[tuple[Any, Any], GraphVote]] = [
@@ -69,8 +69,8 @@ def _rank(rank: int, group: Any) -> list[Any]:
 
 
 def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
-    """In SGLang's exchange, between two processes. A group without shifted slots, and an idle one, run the
-    graph that the other one needs."""
+    """Votes through SGLang's own exchange, between two processes. A group without shifted slots, or without
+    a batch, runs the graph that the other group needs."""
     for found in on_two_ranks(_rank, tmp_path, 120):
         for (agreed, variant), (kinds, expected) in zip(found, CASES, strict=True):
             assert agreed is expected, kinds
@@ -80,7 +80,7 @@ def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 @pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries"])
 def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> None:
-    """Also for decode steps, which SGLang may turn into prefills."""
+    """A group also votes for decode steps, which SGLang may turn into prefills."""
     backend, batch = backend_of(), batch_of((mode, cause == "shifted"))
     controller = batch.tree_cache.controller
     controller.eviction.evicts_prompts = cause == "evicts"
@@ -88,5 +88,5 @@ def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> 
     vote = attention._after_prefill_vote(backend, True, local_batch=batch)
     assert vote is (False if cause else None)
     assert attention._after_prefill_vote(backend, False, local_batch=batch) is None
-    # Idle groups leave it to the others.
+    # An idle group has no vote.
     assert attention._after_prefill_vote(backend, True, local_batch=None) is None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever of ours fails while a server runs: requests go on, and every slot comes back.
+"""Whatever part of our code fails while a server runs: requests go on, and every slot comes back.
 
-SGLang's pools, allocator, tree and release path with our controller and hooks. The interpreter raises
-a fault in place of a call that our code makes: each place where it computes something, and where one
-of its files calls a function of another one that does, has its turn.
+Runs SGLang's pools, allocator, tree and release path with our controller and hooks. A fault is raised
+in place of a call in our code. Each place that computes something has its turn, and each place that
+calls a computing function of another of our files.
 """
 
 import contextlib
@@ -61,15 +61,15 @@ class Site(NamedTuple):
 
 
 class Faults:
-    """Counts calls of our code while SGLang waits for it: those of PyTorch and NumPy, and those of
-    functions in another file that make some. Raises ``error`` instead of the ``number``-th one at ``site``.
+    """Counts calls that our code makes while SGLang waits for it: calls of PyTorch and NumPy, and of functions
+    in another file that call these. Raises ``error`` in place of the ``number``-th call at ``site``.
 
-    Where a function of ours has asked :meth:`Ranks.agree`, it makes its change. From there on nothing but
-    PyTorch fails: NumPy takes some bytes of host memory. With ``agreed`` that does not fail either, nor
-    do our own functions anywhere: ranks that fail before they meet the others are another test.
+    After :meth:`Ranks.agree` a function of ours makes its change: from there on only PyTorch calls fail,
+    as NumPy needs just some bytes of host memory. With ``agreed`` PyTorch calls do not fail there either,
+    and our own functions fail nowhere: ranks that fail before they meet the others are another test.
     """
 
-    #: Functions of ours that were seen to compute.
+    #: Functions of ours that were seen to call PyTorch or NumPy.
     computing: ClassVar[set[CodeType]] = set()
 
     def __init__(
@@ -122,13 +122,13 @@ class Faults:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Of the package, but for what calls a second time."""
+    """Whether the frame is code of our package other than containment.py, which calls a second time."""
     name = frame.f_code.co_filename
     return name.startswith(OURS) and not name.endswith("containment.py")
 
 
 def _library(called: Any) -> str:
-    """``torch`` or ``numpy``, whose function or array's method this is, or nothing."""
+    """The library, ``torch`` or ``numpy``, of a function or of an array's method; else empty."""
     of = getattr(called, "__self__", None)
     owner = type(of) if isinstance(of, torch.Tensor | np.ndarray) else called
     library = (getattr(owner, "__module__", None) or "").partition(".")[0]
@@ -162,14 +162,14 @@ def injected(faults: Faults) -> Iterator[None]:
 
 
 class ReadingEvictor(ScriptedEvictor):
-    """Reads keys for what it is told to give up."""
+    """A scripted policy that also reads keys."""
 
     def scores(self, view: View) -> torch.Tensor:
         return view.mean(lambda layer: layer.used()[..., 0].T)
 
 
 class Load:
-    """Requests of one scheduler through all that SGLang calls of ours."""
+    """Takes requests of one scheduler through every function of ours that SGLang calls."""
 
     def __init__(self, setup: Setup, ranks: Ranks | None = None) -> None:
         evictor = ReadingEvictor(prompt=setup.prompts)
@@ -177,7 +177,7 @@ class Load:
         self.world.evictor = evictor
         self.memory = Memory(self.world, setup.block)
         self.setup, self.running = setup, list[Req]()
-        #: After each step; ranks must have the same.
+        #: Free slots after each step; equal on all ranks.
         self.free: list[int] = []
 
     @property
@@ -200,7 +200,7 @@ class Load:
         self.check()
 
     def prefill(self, req: Req) -> None:
-        """In two chunks, unless the tree has most of it."""
+        """Prefill in two chunks, unless the tree has most of the prompt."""
         self.running.append(req)
         tree, end = self.world.tree, 0
         while not end or end < len(req.full_untruncated_fill_ids):
@@ -220,7 +220,7 @@ class Load:
         self._polled("_after_prefill", reqs=[req], **lengths)
 
     def _script(self, req: Req) -> None:
-        """Evict a page of the prompt, another one each time."""
+        """Evict a page of the prompt, a different page each time."""
         if self.setup.prompts:
             at = 4 * (len(self.free) % 3) + 4
             self.world.evictor.waiting[req.rid] = [Eviction(at, 4)]
@@ -312,7 +312,7 @@ class Load:
         tree.reset()
 
     def check(self) -> None:
-        """SGLang's own sum, and every page is free once or named as often as it is counted."""
+        """SGLang's slots add up, and each page is free once, or referenced as often as counted."""
         world, page = self.world, self.world.page
         named, private = [], 0
         for _, data in world.nodes():
@@ -327,15 +327,15 @@ class Load:
         self.free.append(world.allocator.available_size())
 
 
-#: The number of a place's call.
+#: A place in our code, and which of its calls fails.
 Fault = tuple[Site, int]
 
 
 def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]]:
-    """What a run without a fault counts; and for each place that calls something a fault at its first
-    call or at its last, in turns."""
+    """Statistics of a run without a fault; and a fault for each place, alternately at the first and at
+    the last call of the place."""
     for _ in range(2):
-        # What is looked up once was looked up in the first run.
+        # The first run fills caches; the second one counts.
         load, faults = Load(setup), Faults(agreed=agreed)
         with injected(faults):
             load.run()
@@ -345,7 +345,7 @@ def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]
 
 
 def failed(load: Load, faults: Faults) -> Any:
-    """What the endpoint says after a run with this fault; no slot is lost in it."""
+    """Runs the load with this fault, in which no slot may be lost; returns the endpoint's report."""
     try:
         with injected(faults):
             load.run()
@@ -377,7 +377,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
 def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     fails: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault where SGLang makes a batch: its forward reads rows as if some slots were shifted."""
+    """A fault while SGLang makes a batch leaves it unmarked: its rows are read as possibly shifted."""
     world = World(SETUPS[0])
     world.allocator.has_shifted_slots = world.allocator.has_evicted = True
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
@@ -394,7 +394,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
 
 
 def _rank(rank: int, group: Any) -> list[Any]:
-    """The second one fails, here and there."""
+    """Runs every fourth fault, on the second rank only; returns sites, free slots and reasons."""
     logging.disable()
     ranks = functools.partial(Ranks, group)
     seen = []
@@ -412,16 +412,16 @@ def _rank(rank: int, group: Any) -> list[Any]:
 
 @pytest.mark.slow
 def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
-    """They have the same slots free after each step, whichever of them failed, and where. What is
-    published and freed they do all the same."""
+    """Both ranks have equally many slots free after each step, wherever the second one failed: they go on
+    to publish and to free alike."""
     found = on_two_ranks(_rank, tmp_path, 300)
     stopped = []
     for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):
         assert free == other_free, site
-        # A failure at the very end finds no other reduction.
+        # A failure after the last reduction stops neither rank.
         assert (well is None) == (failed is None), site
         assert well in (None, "another tensor-parallel rank failed"), site
-        if not site.file.startswith("cache"):  # what is published late finds none, either
+        if not site.file.startswith("cache"):  # no reduction follows a late failure to publish
             stopped.append(well is not None)
     assert sum(stopped) > len(stopped) * 0.8 > 10
 

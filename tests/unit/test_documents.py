@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site builds strictly; links outside of docs/, paths, commands, tables and examples hold."""
+"""The site builds strictly; links of READMEs, paths, commands, tables and examples in the docs hold."""
 
 import dataclasses
 import importlib.util
@@ -23,7 +23,7 @@ from tests.eviction.views import evict, view
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXT = {page.stem: page.read_text() for page in PAGES}
-#: Read on their own; links into docs/ are relative.
+#: READMEs are not part of the site; their links into docs/ are relative.
 READMES = [ROOT / "README.md", ROOT / "csrc/README.md", *sorted(ROOT.glob("eval/*/README.md"))]
 _LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 #: `sharing/state.py`, `config.py: ReasonCacheConfig`, `filter/structure/`, `eval/small_reasoner/README.md`
@@ -31,7 +31,7 @@ _SOURCE = re.compile(
     r"`((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|cpp|sh)|(?:[a-z_]+/)+(?:README\.md)?)(?:: (\w+))?`"
 )
 _PLACES = [ROOT, ROOT / "sglang_reasoncache", ROOT / "sglang_reasoncache" / "kernels"]
-#: What commands make, not in a checkout.
+#: Paths of files that commands write, which a checkout may lack.
 _MADE = ("build/", "out/", "docs/")
 
 
@@ -40,14 +40,14 @@ def _ids(path: Path) -> str:
 
 
 def _anchors(page: Path) -> set[str]:
-    """Of headings, as MkDocs and GitHub make them."""
+    """Anchors of headings, as MkDocs and GitHub make them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
     return {re.sub(r"[^\w\s-]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    """As ``make docs`` builds it: a broken link, anchor or navigation entry fails."""
+    """Builds the site like ``make docs``: a broken link, anchor or navigation entry fails."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -128,7 +128,7 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
 
 
 def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The document's module, as another package would have it, does what the text says."""
+    """The example module of the document, put into a package of its own, does what the text says."""
     [source] = re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL)
     path = tmp_path / "thinning_of_the_document.py"
     path.write_text(source)
@@ -151,7 +151,7 @@ def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_worked_example_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    """It prints the numbers of the page."""
+    """The example prints the numbers that the page shows."""
     [source] = re.findall(r"```python\n(.*?)```", TEXT["kernels"], flags=re.DOTALL)
     exec(source, {})
     printed = capsys.readouterr().out

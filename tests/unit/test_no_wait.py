@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """No path from a decode or prefill step waits for the device, and none does what a device forbids.
 
-Our code on SGLang's pools, allocators and trees, on the stand-in and, where there is one, on a GPU.
-Stock SGLang waits in ``PagedTokenToKVPoolAllocator.free`` (``torch.unique``), which nothing of ours
-calls. Ours waits in ``free`` and ``free_page_ids`` alone, of slots that nobody knows: SGLang frees
-so when an allocation for a part of a batch fails."""
+Our code runs on SGLang's pools, allocators and trees, on a stand-in device and, if there is one, a GPU.
+Stock SGLang waits in ``PagedTokenToKVPoolAllocator.free`` (``torch.unique``), which our code never
+calls. Our code waits only in ``free`` and ``free_page_ids``, for slots that the host does not know:
+SGLang calls these when an allocation for a part of a batch fails."""
 
 import contextlib
 import inspect
@@ -34,7 +34,7 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
 def called_by_sglang(owner: Any) -> set[str]:
-    """Public methods of ours, but for the one that waits."""
+    """Our public methods of ``owner``, except ``free``, which waits."""
     ours = [cls for cls in type(owner).__mro__ if cls.__module__.startswith("sglang_reasoncache.")]
     found = [item for cls in ours for item in vars(cls).items() if inspect.isfunction(item[1])]
     return {name for name, _ in found if name[0] != "_"} - {"free"}
@@ -48,7 +48,7 @@ pytestmark = [
 
 @pytest.fixture(params=["stand-in", "gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Worlds are on it, and what SGLang calls of ours must not wait."""
+    """Puts worlds on the device; our methods that SGLang calls raise if they wait."""
     made: list[World] = []
     plain = World.__init__
 
@@ -100,7 +100,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
         world.finish(req)
     if end == "together":
         world.allocator.free_group_end()
-    # A follow-up turn continues from what was published.
+    # A follow-up turn begins with the published prefix.
     text = [*reqs[1].origin_input_ids, *reqs[1].output_ids, 5]
     after = world.request("after", text)
     world.prefill(after)
@@ -115,7 +115,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
 def test_evicting(setup: Setup) -> None:
     world = World(setup)
     req = shared(world)
-    # A block that shares its slots, one whose slots others read, one that shares nothing.
+    # Three blocks: a reader, one whose slots others read, and one that shares nothing.
     world.evictor.waiting["r"] = [Eviction(at, 4) for at in (20, 12, 24)]
     steps(world, req, count=4)
     assert world.controller.report.slots_saved == 8 + 4
@@ -129,7 +129,7 @@ def test_evicting(setup: Setup) -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("kind", [L2Norm, KeyDiff, H2O, RKV])
 def test_policies_that_read_keys_and_queries(kind: Any, page: int) -> None:
-    """Their scores arrive at a later poll, and what goes is what goes on the CPU."""
+    """Scores arrive at a later poll; the same positions are evicted as on the CPU."""
     policy = kind(budget=16, slack=4, recent=4)
 
     def evicted() -> list[int]:

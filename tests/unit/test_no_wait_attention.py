@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention hooks and plans wait for no device: on a stand-in for one, under Triton's interpreter."""
+"""Attention hooks and plans do not wait for the device: on a stand-in, under Triton's interpreter."""
 
 import copy
 import dataclasses
@@ -34,7 +34,7 @@ def device() -> Iterator[None]:
 
 
 class Replayed:
-    """A decode graph as its capture ran it: what SGLang calls before it and in it."""
+    """In place of a decode graph: makes the calls that SGLang makes before it and inside its capture."""
 
     def __init__(self, backend: Any) -> None:
         backend.init_cuda_graph_state(3)
@@ -47,8 +47,8 @@ class Replayed:
 
 
 def moved(part: Any) -> Any:
-    """A part of SGLang's whose tensors say that they are on the device: the same memory. SGLang keeps
-    ``req_generation`` on the host."""
+    """A copy of an object of SGLang whose tensors are device tensors of the same memory, except
+    ``req_generation``, which SGLang keeps on the host."""
     found = copy.copy(part)
     for name, value in vars(part).items():
         if name != "req_generation":
@@ -70,7 +70,7 @@ def backend_of(rig: Rig, corrected: bool = True) -> Any:
 
 
 def batch_of(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None) -> Any:
-    """A batch on the device that the backend knows; nothing of that waits."""
+    """A batch on the device, announced to the backend; announcing must not wait."""
     batch = rig.batch(new)
     there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
     batch = dataclasses.replace(batch, **there)
@@ -93,8 +93,8 @@ def check(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
 def test_plans_and_layers(new: list[int], corrected: bool) -> None:
-    """With shifted slots, then with evicted positions too; every batch and either correction with
-    kept queries and without."""
+    """First with shifted slots, then with evicted positions too. Queries are kept in some cases, so that
+    over all cases each batch and each mode runs with and without kept queries."""
     keeps = corrected != (new == NEW["with-prefix"])
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)
     backend = backend_of(rig, corrected)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposals on their way: nothing waits for them, and what comes too late is refused. SGLang's
-pools, requests and release path with our controller; only the moment when results arrive is the
-test's to choose, as a GPU's would be."""
+"""Proposals in flight: nothing waits for them, and results that come too late are refused. Runs SGLang's
+pools, requests and release path with our controller; only when results arrive is chosen by the test,
+in place of a GPU."""
 
 import gc
 import threading
@@ -31,17 +31,17 @@ def slow() -> World:
 
 
 def arrive(world: World, yes: bool) -> None:
-    """What is in flight, now or later, has arrived or not."""
+    """Sets whether measurements in flight, now or later, count as arrived."""
     assert isinstance(world.meter, SlowMeter)
     world.meter.arrived = yes
 
 
-#: Of a request.
+#: Gets our state of a request.
 state: Any = state_of
 
 
 def pairs_of(req: Req) -> list[tuple[int, int]]:
-    """Blocks that share."""
+    """The request's blocks that share, as (destination, source)."""
     return [(block.dst_start, block.src_start) for block in state(req).redirected]
 
 
@@ -54,7 +54,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     before = used(slow)
     slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 0
-    # Later results stay with the engine, so rows do not change under the measurement.
+    # The engine keeps later results, so rows do not change during the measurement.
     slow.propose(req, Pair(26, 14))
     assert slow.engine.outstanding == 1
     assert used(slow) == before + 2
@@ -66,7 +66,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
 
 
 def assert_judged(world: World, freed: int, refusal: str) -> None:
-    """A block of four was refused, or freed its slots."""
+    """Checks that a block of four was refused for ``refusal``, or, if empty, freed its slots."""
     seen = freed, dict(world.controller.stats.refusals)
     assert seen == ((0, {refusal: 1}) if refusal else (4, {}))
 
@@ -80,7 +80,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
     ],
 )  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
-    """Whole pages, one not in the other, and no reader that the model just wrote."""
+    """Refused: parts of pages, blocks that overlap, and readers that the model has just written."""
     world = World(Setup(page=4, block=4, slots=160))
     world.controller.pipeline.redirector._min_age = min_age
     req = world.start()
@@ -92,7 +92,7 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
 
 
 def test_a_retracted_request_shares_again(slow: World) -> None:
-    """Decisions stand over a retraction; blocks of a batch of the old row are measured in the new."""
+    """Accepted blocks share again after a retraction; blocks in flight are measured in the new row."""
     arrive(slow, True)
     req = slow.start()
     slow.propose(req, Pair(20, 8))
@@ -104,7 +104,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert slow.controller.pipeline.saved == 0
     slow.come_back(req)
     arrive(slow, True)
-    # The old batch arrives and finds its row gone.
+    # The batch measured before the retraction arrives: its row is gone.
     assert [slow.controller.after_decode([req]) for _ in range(2)] == [0, 8]
     stats = slow.controller.stats
     assert stats.refusals["late"] == stats.blocks_reapplied == 1 and stats.blocks_shared == 2
@@ -113,7 +113,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
 
 
 def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
-    """Aborted while it waited to be scheduled again, it is never released."""
+    """A request aborted while it waits to be scheduled again is never released, only collected."""
     world = World(SETUP)
     req = world.start()
     followed = state(req).followed.id
@@ -134,7 +134,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
 
 
 class Voting(Ranks):
-    """The slowest other rank has ``allowed``; None: the others have what we have."""
+    """The slowest other rank has ``allowed`` results; None: all have as many as this rank."""
 
     def __init__(self, allowed: int | None) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Voting(Ranks):
 
 
 def test_ranks_take_only_what_all_of_them_have() -> None:
-    """Under tensor parallelism the slowest rank's filter decides, then its device."""
+    """Of several ranks, the slowest filter limits what is taken; then the slowest device does."""
     ranks = Voting(0)
     world = World(SETUP, SlowMeter, ranks=ranks)
     req = world.start()
@@ -170,8 +170,8 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
 @pytest.mark.parametrize("where", ["here", "on another rank"])
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> None:
-    """What it knew is lost; shared blocks stay, and new requests are followed unless it was
-    given up."""
+    """The engine's knowledge is lost, shared blocks stay, and new requests are followed unless the
+    engine was given up."""
     ranks = Voting(None)
     world = World(SETUP, ranks=ranks)
     req = world.start()
@@ -198,7 +198,7 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
 
 
 def test_polls_the_requests_now_and_then() -> None:
-    """One that ended before the first poll is counted too."""
+    """A request that ended before the first poll is counted too."""
     world = World(SETUP, interval=4)
     req = world.start()  # one call
     world.finish(world.start("short"))  # another one
@@ -216,9 +216,9 @@ def test_polls_the_requests_now_and_then() -> None:
 def test_ratios_of_the_endpoint() -> None:
     names = ("finished_redirected", "finished_positions", "finished_evicted")
     for finished, affected, final in (
-        # One counts tokens, the other one requests.
+        # ``affected_ratio`` is over tokens, ``final_saving_ratio`` is a mean over requests.
         ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
-        # Evicted positions are saved too.
+        # Evicted positions count as saved.
         ([(10, 100, 30)], 0.4, 0.4),
         ([], 0.0, 0.0),
     ):
@@ -248,7 +248,7 @@ def find(world: World, req: Req, *pairs: Pair) -> None:
 
 
 def lack(world: World, slots: int) -> int:
-    """A decode step wants so many more slots than are free; how many come."""
+    """A decode step wants ``slots`` more slots than are free; returns how many come back."""
     before = world.allocator.available_size()
     fits = world.allocator.check_decode_capacity(num_tokens=before + slots, tree_cache=world.tree)
     found: int = world.allocator.available_size() - before
@@ -265,12 +265,12 @@ def ledger(world: World) -> Any:
 def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
     setup: Setup, no_tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without a prefix cache, where SGLang has nothing to evict."""
+    """Holds without a prefix cache too, where SGLang itself has nothing to evict."""
     monkeypatch.setattr("sglang_reasoncache.sharing.pipeline._LEAST_RECLAIMED", 1)
     world = World(setup, no_tree=no_tree)
     req = world.start()
     before = world.row(req).copy()
-    # Contents count up, so near positions are near in KV.
+    # KV counts up with the position, so near positions have near KV.
     find(world, req, Pair(8, 28), Pair(16, 20), Pair(12, 24))
     assert ledger(world).slots == 12 and len(ledger(world)) == 3
     assert (world.row(req)[: len(before)] == before).all() and lack(world, 0) == 0
@@ -280,7 +280,7 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
 
 
 def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
-    """And are measured when it fills, or a request has to wait."""
+    """Blocks are measured once the pool fills, or once a request has to wait."""
     world = World(SETUPS[0])
     pipeline, use = world.controller.pipeline, [0.4]
     pipeline._use = lambda: use[0]
@@ -305,7 +305,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
 
 @pytest.mark.parametrize("percentile", [100, 50])
 def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
-    """Of running requests and of those that finish, as far as the percentile will accept them."""
+    """Blocks of running and of finished requests count, as far as the percentile will accept them."""
     world = World(SETUPS[0])
     pipeline, forecast = world.controller.pipeline, world.controller.forecast
     pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
@@ -319,7 +319,7 @@ def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
 
 @ALL_SETUPS
 def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
-    """What it needs now is reclaimed first; output to come may rely on the ledger."""
+    """Slots needed now are reclaimed before admission; output to come may rely on the ledger."""
     world = World(setup)
     req = world.start()
     find(world, req, Pair(8, 24), Pair(12, 28))
@@ -336,7 +336,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
 def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
-    """Positions 0 to 9 of two rows. The second row goes after ``removed`` blocks."""
+    """Blocks on positions 0 to 9 of two rows; the second row is released after ``removed`` blocks."""
     merges, labels = Merges(), list(range(10))
 
     def key(at: int) -> Key:
@@ -347,7 +347,7 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int
             merges.remove(1)
             labels = [label if at % 2 == 0 else 10 + at for at, label in enumerate(labels)]
         if any(labels[dst] != dst for dst, _ in block):
-            # A position reads one other at most.
+            # A position reads at most one other position.
             continue
         after, joins = list(labels), True
         for dst, src in block:

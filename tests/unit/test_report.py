@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the endpoints say to whom: totals to everybody, single requests to whoever asks for them
-and has SGLang's admin key where there is one."""
+"""What the endpoints show to which client: totals to every client, single requests only if asked for,
+with SGLang's admin key if one is set."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ RESPONSE = "/reasoncache/response?rid=r"
 
 @pytest.fixture
 def world() -> World:
-    """One request evicted positions and finished."""
+    """A world in which one request had positions evicted, and finished."""
     world, req = begun(SINGLE)
     world.evictor.waiting[req.rid] = [Eviction(10, 3)]
     world.controller.after_decode([req])
@@ -39,7 +39,7 @@ def world() -> World:
 
 
 def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -> TestClient:
-    """SGLang's HTTP guard and its way to the scheduler, over our routes."""
+    """A client of our routes behind SGLang's key check, with SGLang's channel to the scheduler."""
 
     def scheduler(sent: GetInternalStateReq) -> None:
         asked = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GetInternalStateReq)
@@ -80,9 +80,9 @@ def test_single_requests_are_told_only_on_request(
     [brief] = client.get(DETAILS, params={"blocks": False}).json()["schedulers"]
     assert brief.pop("recent") == [{k: v for k, v in row.items() if k not in report._OF_BLOCKS}]
     assert brief == totals
-    # No text is kept unless the operator says so.
+    # Without ``keep_responses`` no text is kept.
     assert client.get(RESPONSE).json() == {"rid": "r", "parts": None}
-    # What /server_info sends.
+    # The request that /server_info sends.
     own = GetInternalStateReqOutput(internal_state={"stock": 1})
     told = hooks._around_internal_state(lambda *_: own, None, GetInternalStateReq())
     assert told.internal_state.pop("stock") == 1
@@ -112,11 +112,11 @@ def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
 
 
 def test_parts_of_a_response() -> None:
-    """A part that reads slots, and each source, is one of its own; texts join to the whole."""
+    """Each reading block and each source is a part of its own; the parts' texts join to the whole text."""
     text = "what repeats, and so what repeats, ends"
     found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
     found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, "other")]}
-    # A decoder that drops a blank at the begin.
+    # This decoder drops a blank at the beginning.
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).removeprefix(" "))
     parts = asyncio.run(page.parts_of(found, tokenizer))
     assert "".join(part["text"] for part in parts) == text

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client may write to opt out, and what SGLang answers to anything else; markers of reasoning as
-SGLang's own parsers name them."""
+"""Spellings by which a client opts out, and SGLang's refusal of others; markers of reasoning as SGLang's
+own parsers name them."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 
-#: What it says -> spellings; None: neither yes nor no.
+#: Whether the request shares -> spellings; None: neither yes nor no.
 SPELLINGS = {
     False: (False, 0, "false", "False", "off", "no", "NO", "0"),
     True: (True, 1, "true", "TRUE", "on", "yes", "1", None),
@@ -41,7 +41,7 @@ def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     ("shares", "value"), [(shares, value) for shares in SPELLINGS for value in SPELLINGS[shares]]
 )
 def test_spellings_of_yes_and_no(shares: bool | None, value: object) -> None:
-    """The scheduler never fails on what no frontend refused; that request opts out."""
+    """The frontend refuses other spellings; a scheduler that gets one treats it as opting out."""
     params = SamplingParams(custom_params={OPT_OUT_KEY: value})
     assert allows(Req("r", "", array("q", [1]), params)) == bool(shares)
     if shares is not None:
@@ -64,7 +64,7 @@ def test_a_request_that_says_nothing_shares(params: object) -> None:
 )
 @pytest.mark.parametrize("added", [[], ["<tool_call>"]], ids=["", "tools"])
 def test_single_tokens(parser: str, force: bool, added: list[str]) -> None:
-    """A tool call that ends reasoning is an end marker."""
+    """The token of a tool call is an end marker if it ends reasoning."""
     tokenizer: Any = AutoTokenizer.from_pretrained(CHECKPOINT)
     tokenizer.add_tokens(added, special_tokens=True)
     start, *ends = tokenizer.convert_tokens_to_ids(["<think>", "</think>", *added])
@@ -75,7 +75,7 @@ def test_single_tokens(parser: str, force: bool, added: list[str]) -> None:
 
 @pytest.mark.parametrize("parser", ["gpt-oss", "mistral", "no-such-parser", "k2_horizon"])
 def test_what_cannot_be_followed_is_said(parser: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Without parser or tokenizer there is nothing to say: all is reasoning."""
+    """Unsupported parsers are warned of. Without parser or tokenizer all is reasoning, without a warning."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     for known in ((None, tokenizer), ("", tokenizer), ("qwen3", None)):
         assert reasoning_markers(*known) is None

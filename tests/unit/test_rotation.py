@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotating a cached key, with the rotary parameters of published models over their whole context.
-Hugging Face's module embeds a key for position s and for position t; rotated by t - s with SGLang's
-table, the first must be the second. Models without such a rotation are refused by name."""
+Hugging Face's module embeds a key for positions s and t; the key for s, rotated by t - s with
+SGLang's table, must equal the key for t. Models without such a rotation are refused by name."""
 
 import importlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ UNIT = 2.0**-24
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_rotary_modules() -> Iterator[None]:
-    """On our platform, and without SGLang's cache, which would keep every table."""
+    """Runs SGLang's modules on our platform, and empties SGLang's cache, which would keep every table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "current_platform", TorchCpuPlatform())
         patch.setattr(factory, "_ROPE_DICT", {})
@@ -40,8 +40,8 @@ def fresh_rotary_modules() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Model:
-    """``rope`` as in its config.json; ``positions`` is what its table has to hold, and the
-    first ``original`` of them what the model was first trained on (yarn, Llama 3)."""
+    """``rope``: as in the model's config.json. ``positions``: how many its table must hold.
+    ``original``: how many positions the model was first trained on (yarn, Llama 3)."""
 
     name: str
     family: str
@@ -123,8 +123,8 @@ class Embedding:
         return factory.get_rope(*asked, rope, dtype, self.model.partial)
 
     def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """``[tokens, heads, head_dim]`` at ``[tokens]``, in a response that fills the context."""
-        # With dynamic NTK the longest position decides on all; SGLang's table is the full one.
+        """Embeds ``[tokens, heads, head_dim]`` at ``[tokens]``, as in a response that fills the context."""
+        # With dynamic NTK the longest position decides all angles; SGLang's table is for the full length.
         last = torch.tensor([self.model.positions - 1])
         cos, sin = (t[:, :-1] for t in self._module(keys, torch.cat((positions, last))[None]))
         rotated = keys[None, ..., : self.rotary_dim].transpose(1, 2)
@@ -132,7 +132,7 @@ class Embedding:
         return torch.cat((found[0].transpose(0, 1), keys[..., self.rotary_dim :]), dim=-1)
 
     def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # DeepSeek's takes heads apart.
+        # DeepSeek's module takes ``[tokens, heads, dim]``, others flat rows.
         flat = keys if self.model.family == "DeepseekV3" else keys.flatten(1)
         return self.sglang.forward_native(positions, flat.clone(), flat.clone())[1].view_as(keys)
 
@@ -141,8 +141,8 @@ class Embedding:
     ) -> None:
         """``found`` is ``raw`` embedded at ``used``, within what fp32 angles allow.
 
-        Three angles n * f are rounded, both f are results of some four roundings, cosines,
-        products and sums add a few units: each dim of a pair is off by so much of its length.
+        Three angles n * f are rounded, both f are results of about four roundings, and cosines,
+        products and sums add a few units: each dim of a pair is off by that share of the pair's length.
         """
         expected = self.by_hugging_face(raw, used)
         distance = (used - cached_at).abs()
@@ -155,7 +155,7 @@ class Embedding:
         error = (found.double() - expected.double()).abs()
         assert torch.equal(found[..., self.rotary_dim :], raw[..., self.rotary_dim :])
         excess = error[..., : self.rotary_dim] / bound
-        # NaN is not at most 1.
+        # A NaN fails the comparison.
         assert bool((excess <= 1).all()), f"{float(excess.max()):.3g} of what fp32 allows"
 
     def keys(self, count: int) -> torch.Tensor:
@@ -171,7 +171,7 @@ def embedding(request: pytest.FixtureRequest, fresh_rotary_modules: None) -> Ite
 
 @pytest.mark.parametrize("cached_by", ["by_hugging_face", "by_sglang"])
 def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: str) -> None:
-    """No shift, small ones, nearly the whole context, both signs."""
+    """Shifts of both signs: none, small ones, and nearly the whole context."""
     last = embedding.model.positions - 1
     some = torch.tensor([0, 1, 19, last // 8, last // 3, last // 2 + 1, last - 1, last])
     cached_at, used = torch.cartesian_prod(some, some).unbind(1)
@@ -182,7 +182,7 @@ def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: 
     embedding.assert_close(rotated, raw, cached_at, used)
     stays = used == cached_at
     assert torch.equal(rotated[stays], cached[stays]), "every bit without a shift"
-    # The bound sees a shift of one position less, also a large one.
+    # The bound is tight: a shift that is off by one position fails, also a large shift.
     far = slice(3, 8)
     rotated = embedding.rotation.rotate(cached[far], (used - cached_at)[far] - 1)
     with pytest.raises(AssertionError, match="of what fp32 allows"):
@@ -190,7 +190,7 @@ def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: 
 
 
 def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> None:
-    """SGLang casts its table to the model's dtype on the CPU."""
+    """Our table is computed in fp32, though SGLang casts its own to the model's dtype on the CPU."""
     half = torch.nn.ModuleList([embedding.made_by_sglang(torch.bfloat16)])
     rotation = key_rotation(half, embedding.model.positions)
     assert torch.equal(rotation.cos, embedding.rotation.cos)
@@ -198,7 +198,7 @@ def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> No
 
 
 def test_layers_beside_windows_have_their_own_rotation() -> None:
-    """EXAONE 4 rotates keys of layers with a window alone."""
+    """EXAONE 4 rotates keys only in layers with a sliding window."""
     model = torch.nn.ModuleList()
     for layer, is_sliding in enumerate((True, True, False)):
         owner: Any = Exaone4Attention.__new__(Exaone4Attention)
@@ -221,7 +221,7 @@ def test_layers_beside_windows_have_their_own_rotation() -> None:
 
 
 def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
-    """Of a model with two: the distance of a block from itself, read elsewhere, is 0."""
+    """In a model with two rotations a block has distance 0 from its own copy rotated to another place."""
     near, far = (
         key_rotation(torch.nn.ModuleList([rotary_of(base=base)]), 256) for base in (100, 10_000)
     )
@@ -256,7 +256,7 @@ def rotary_of(**changes: Any) -> Any:
 
 
 def longrope() -> Any:
-    """Phi-3's: one table up to 4,096 tokens, another for longer responses."""
+    """Phi-3's rotation: one table up to the original length, another for longer responses."""
     original = dict(original_max_position_embeddings=256)
     factors = dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32)
     sizes: dict[str, Any] = dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
@@ -272,7 +272,7 @@ SECTIONS = {"mrope_section": [8, 12, 12]}
 MULTIMODAL = {"rope_type": "default", **SECTIONS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-#: Kinds that are not linear in the position, by their class.
+#: Rotations whose angles are not linear in the position, by class name.
 KINDS: dict[str, Any] = {
     "Phi3LongRoPEScaledRotaryEmbedding": longrope,
     "YaRNScalingMRotaryEmbedding": lambda: rotary_of(rope_scaling={**YARN, **SECTIONS}),
@@ -283,7 +283,7 @@ KINDS: dict[str, Any] = {
 
 
 class Attention(torch.nn.Module):
-    """A layer as SGLang's models build it."""
+    """An attention layer like those of SGLang's models."""
 
     def __init__(self, rotary: torch.nn.Module | None) -> None:
         torch.nn.Module.__init__(self)
@@ -292,7 +292,7 @@ class Attention(torch.nn.Module):
 
 
 def hunyuan(use_qk_norm: bool) -> Any:
-    """Its norm has a weight for each dim: turning its keys would turn the weights too."""
+    """HunYuan's norm weighs each dim after rotating: rotating its keys would mix the weights."""
     layer: Any = HunYuanAttention.__new__(HunYuanAttention)
     Attention.__init__(layer, rotary_of())
     layer.use_qk_norm = use_qk_norm
@@ -308,7 +308,7 @@ def hunyuan(use_qk_norm: bool) -> Any:
         ("LinearScaling", lambda: [rotary_of(), rotary_of(rope_scaling=LINEAR)]),
         ("same rotary embedding in every layer", lambda: [rotary_of(), rotary_of(base=500_000)]),
         ("holds 63 positions, --context-length is 64", lambda: [rotary_of(max_position=63)]),
-        # Llama 4 and others leave it out in some layers, whose keys must not be rotated.
+        # Llama 4 and others have layers without rotation, whose keys must not be rotated.
         (r"1 \(Attention\)", lambda: [Attention(rotary_of()), Attention(None)]),
         (r"0 \(HunYuanAttention, use_qk_norm\) scales keys", lambda: [hunyuan(True)]),
         # XLLM's rotated dims are neither the first ones of a head nor side by side.
@@ -324,13 +324,13 @@ def test_refused_by_name(message: str, modules: Any) -> None:
 
 
 def test_not_refused() -> None:
-    """Also a part of a head, where the rotary module tells it."""
+    """A rotation of a part of a head is accepted too, if the rotary module tells the part."""
     for modules, rotary_dim in (
         ([rotary_of()] * 2, 64),
         ([Attention(rotary_of()), Attention(rotary_of())], 64),
         ([hunyuan(False)], 64),
         ([Attention(rotary_of(rotary_dim=32))], 32),
-        # Qwen3.5: text positions of a model that also sees images, whose other part has a table too.
+        # Qwen3.5: text positions in a model with images; its vision part has another table.
         (
             [Attention(rotary_of(rope_scaling=MULTIMODAL)), rotary_of(head_size=32, rotary_dim=32)],
             64,

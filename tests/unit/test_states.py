@@ -52,7 +52,7 @@ class States(World):
         params.enable_mamba_extra_buffer = self.copies
 
     def write(self, slots: object, contents: object) -> None:
-        """A forward: the states of all requests see all that is computed."""
+        """Acts as a forward: each request's state then has seen all of its positions."""
         super().write(slots, contents)  # type: ignore[arg-type]
         for req in self.requests if hasattr(self, "controller") else ():
             if req.kv.holds_mamba and req.kv.holds_kv:
@@ -66,7 +66,7 @@ class States(World):
             state[:, slot] = positions
 
     def track(self, req: Req) -> None:
-        """As SGLang does every so many tokens: keep a copy of the state, beside the one before."""
+        """Keeps a copy of the state beside the previous copy, as SGLang does at intervals."""
         kv, pool = req.kv, self.rows
         kv.mamba_last_track_idx = kv.mamba_next_track_idx
         kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
@@ -76,7 +76,7 @@ class States(World):
         self.set_state(slot, kv.kv_committed_len)
 
     def cached(self, tokens: list[int]) -> int:
-        """Positions of ``tokens`` that a new request gets; its state has seen as many."""
+        """Number of ``tokens`` that a new request finds cached; checks that its state has seen as many."""
         req = self.request("again", [*tokens, 1])
         req.init_next_round_input(self.tree)
         found = req.prefix_len
@@ -88,7 +88,7 @@ class States(World):
         return found
 
     def assert_whole(self) -> None:
-        """Every slot and every state is free, or the tree's and evictable; then all are free."""
+        """Each slot and state is free or evictable from the tree; after evicting all are free."""
         free, states = self.allocator.available_size(), self.rows.mamba_allocator.available_size()
         assert free + self.tree.full_evictable_size() == self.total
         assert states + self.tree.mamba_evictable_size() == STATES
@@ -114,11 +114,11 @@ def test_a_row_that_shares_nothing_is_published_whole(world: States) -> None:
 
 @pytest.mark.parametrize("dst", [8, 20])
 def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int) -> None:
-    """Without copies nothing of the response, as its state has seen all of it; with copies up to the
-    last copy before the first shared position."""
+    """Without copies no part of the response is published, as its state has seen all of it. With copies it
+    is published up to the last copy before the first shared position."""
     req = world.start(first=100)
     if world.copies:
-        # The copies of positions 15 and 31.
+        # Makes the copies at positions 15 and 31.
         req.kv.mamba_prev_track_seqlen, req.kv.mamba_last_track_seqlen = None, 15
         kept = req.kv.mamba_ping_pong_track_buffer[req.kv.mamba_next_track_idx]
         req.kv.mamba_last_track_idx = req.kv.mamba_next_track_idx
@@ -138,7 +138,7 @@ def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int)
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str) -> None:
-    """After a retraction its prefill is longer than its prompt: a state of that length is not the
+    """After a retraction the prefill covers prompt and output: its state must not be published as the
     prompt's."""
     req = world.start()
     world.end(req, "retract")

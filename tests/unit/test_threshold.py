@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptive threshold against numpy's percentile, and that ranks read keys alike."""
+"""The adaptive threshold against numpy's percentile; and ranks that read keys differently are refused."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def test_the_value_is_within_one_percent_of_numpy(distances: list[float], p: flo
 
 
 def test_every_distance_is_at_most_the_edge_of_its_bin() -> None:
-    """Also just below the edges, where the logarithm rounds across them."""
+    """Holds also just below an edge, where the logarithm may round across the edge."""
     for edge in (1e-7 * 10.0 ** (np.arange(1, 2560) / 256)).tolist():
         for distance in (edge * (1 - 1e-11), math.nextafter(edge, 0), edge, edge * (1 + 1e-15)):
             assert distance <= value_after([distance], 50) <= distance * 1.011
@@ -46,7 +46,7 @@ def test_distances_out_of_range_count_at_the_ends() -> None:
 
 
 def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a percentile by weights has it that sorts all distances; memory stays what it was."""
+    """Equals a weighted percentile over all distances, in which the weights are halved again and again."""
     monkeypatch.setattr(threshold, "_FULL", 64.0)
     rng = np.random.default_rng(2)
     distances = np.concatenate([rng.lognormal(0, 0.5, 300), rng.lognormal(2, 0.5, 50)])
@@ -66,7 +66,7 @@ def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_accepted_follows_what_was_observed() -> None:
-    """Nothing before the warm-up is over; at zero percent never, at a hundred everything. A batch is
+    """Nothing is accepted during the warm-up, nothing at 0 percent, everything at 100. A batch is
     observed before it is judged."""
     nothing, everything = AdaptiveThreshold(0, 0), AdaptiveThreshold(100, 3)
     distances = [0.0, 1e-9, 0.5, 1e6]
@@ -93,7 +93,7 @@ def test_what_is_no_distance_is_neither_observed_nor_accepted() -> None:
 
 @pytest.mark.parametrize("corrects", [(True, True), (False, False), (True, False), (False, True)])
 def test_ranks_that_read_keys_differently_are_refused(corrects: tuple[bool, bool]) -> None:
-    """On those that could correct them."""
+    """If only one rank can correct keys, that rank refuses to start."""
 
     def refuses(rank: int, group: Any) -> bool:
         try:

@@ -26,7 +26,7 @@ class _Fuzz(insert_walk.SegmentLockFuzzFixtures):
 
 
 def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, ours: bool) -> list[Any]:
-    """What SGLang's random inserts, matches, locks and evictions lead to: sizes and slots after each."""
+    """Sizes and slots after each of SGLang's random inserts, matches, locks and evictions."""
     seen: list[Any] = []
 
     def build(config: CacheConfig) -> Any:
@@ -51,7 +51,7 @@ def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, ours: bool) -> list[An
             return receipt
 
         cache.sanity_check, cache.match_prefix, cache.inc_lock_ref = checked, matched, locked
-        # SGLang's test expects a sliding window.
+        # SGLang's test calls this for sliding windows.
         allocator.free_swa = lambda slots: None
         return cache, allocator, rows
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of a test: where a row would be redirected, K and V of the slots that it would read
-are copied into its own, rotated to where they are used. Answers must not differ from sharing."""
+"""An SGLang plugin for a test: instead of redirecting a row, copies K and V of the slots that the row would
+read into the row's own slots, keys rotated to where they are used. Answers must be those of sharing."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def register() -> None:
         def copy() -> None:
             for rotation, layers in meter._layers.items():
                 for keys, values in layers:
-                    # Slots used where they were cached are copied bit for bit.
+                    # With shift 0 keys are copied bit for bit.
                     keys[dst] = read_keys(keys, src, shift, rotation).to(keys.dtype)
                     values[dst] = values[src]
 

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of a test: the last tensor-parallel rank runs out of memory, under load, some
-batches of block pairs after a request whose id is :data:`ARMS`; and once more in each of what SGLang
-cannot go on without."""
+"""An SGLang plugin for a test: after a request with the id :data:`ARMS` and some batches of block pairs,
+the last tensor-parallel rank runs out of memory under load. After that it does so once in each call that
+SGLang cannot go on without."""
 
 from collections.abc import Sequence
 from typing import Any
 
 ARMS = "arm"
-#: Batches that are measured before.
+#: How many batches are measured before the failure.
 BATCHES = 10
-#: In the log, once for each of the calls below.
+#: What the log says for each vital call that fails, and the number of these calls.
 SAID, VITAL = "faulty_reasoncache:", 5
 
 
@@ -59,7 +59,7 @@ def register() -> None:
         elif (
             left and torch.distributed.get_rank() == last and any(a.references for a in allocators)
         ):
-            # Rows share, so freeing them needs what the host knows.
+            # Fails only once rows share, so that freeing them needs reference counts.
             left.clear()
             due.update(name for _, name in vital)
             raise torch.OutOfMemoryError("made up by a test")

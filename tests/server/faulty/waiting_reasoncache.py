@@ -12,7 +12,7 @@ _ready = FilterProcess.ready
 
 
 def wait_for(step_filter: FilterProcess) -> int:
-    """Poll until every feed has its reply, or the process has failed; what the last poll said."""
+    """Poll until every feed has its reply or the process has failed; return the last poll's result."""
     while 0 <= (ready := _ready(step_filter)) < step_filter.outstanding:
         time.sleep(0.0005)
     return ready

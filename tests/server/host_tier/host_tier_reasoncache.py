@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of a test: what SGLang's hierarchical cache needs of a device, in PyTorch. SGLang copies
-between host and device with CUDA kernels. Which nodes move, and when, stays SGLang's."""
+"""An SGLang plugin for a test: copies between host and device in PyTorch, for which SGLang's hierarchical
+cache has CUDA kernels. SGLang still decides which nodes move, and when."""
 
 import importlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def register() -> None:
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # The attention comes before the prefix tree, which makes the host's pool.
+    # Hooked here, as attention is made before the prefix tree, which makes the host pool.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
 
@@ -23,7 +23,7 @@ def _replace(*_: object, **__: object) -> None:
     pools.transfer_kv_direct = copy
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_: None
-    # SGLang leaves ten gigabytes of the host to others; a test's pool takes 50 megabytes.
+    # SGLang would keep ten gigabytes of host memory free; the pool here takes 50 megabytes.
     base: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
     base.host_memory_budget_bytes = lambda *_: 1 << 30
 
@@ -32,6 +32,6 @@ def copy(
     src_layers: Sequence[torch.Tensor], dst_layers: Sequence[torch.Tensor],
     src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int,
 ) -> None:  # fmt: skip
-    """``transfer_kv_direct``: slots of all layers."""
+    """In place of ``transfer_kv_direct``: copies slots of all layers."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]

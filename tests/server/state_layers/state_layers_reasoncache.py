@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of a test: the state layers of hybrid models in PyTorch. SGLang computes them in Triton,
-which needs a GPU. Slots of states, their copies and their clearing stay SGLang's."""
+"""An SGLang plugin for a test: the state layers of hybrid models in PyTorch. SGLang computes them in Triton,
+which needs a GPU. SGLang still manages slots of states, copies and clears them."""
 
 import importlib
 import itertools
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Qwen3-Next asks it where to put its norms: without this a GPU that is not there.
+    # Qwen3-Next puts its norms on this device, without this on a GPU that is not there.
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     # The model is loaded by then, and no forward has run.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
