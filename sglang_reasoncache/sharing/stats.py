@@ -18,7 +18,7 @@ class SharingStats(EvictionStats):
         filter_seconds: CPU seconds of the filter process.
         scheduler_seconds: Seconds of the scheduler's thread spent on sharing and evicting.
         shortages: Times SGLang had fewer slots than it wanted and nothing left to evict.
-        blocks_missed: Blocks that the ledger counted but that could not share when they were needed.
+        blocks_missed: Blocks in the ledger that could not share when they were needed.
         finished_positions: Positions of finished requests, prompts included.
         finished_redirected: The finished positions that named a slot which another position owns.
         finished_evicted: The finished positions that were evicted.

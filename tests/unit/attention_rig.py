@@ -128,7 +128,7 @@ class Rig:
         )
 
     def batch(self, new: list[int]) -> ForwardBatch:
-        """A forward that computes the last ``new`` tokens of each row; decode if one each."""
+        """A forward that computes the last ``new[i]`` tokens of row i; a decode step if all are 1."""
         decode = all(count == 1 for count in new)
         ends = torch.tensor(self.lengths)
         slots, positions = [], []

@@ -86,7 +86,7 @@ def test_a_bad_text_names_flag_bound_and_value(text: Any, message: str) -> None:
 
 
 def test_what_is_on() -> None:
-    """Sharing needs its name and a percentile; a server with neither policy computes nothing."""
+    """Sharing needs ``reasoncache`` and a percentile above 0; ``none`` touches no row."""
     assert ReasonCacheConfig().shares
     assert not ReasonCacheConfig(policy="none").is_active
     eviction = ReasonCacheConfig(policy="reasoncache+random:share=0.5", percentile=0)
