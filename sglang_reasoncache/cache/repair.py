@@ -152,7 +152,7 @@ class Repairs:
                 positions = self._positions(req, prefix, count)
                 received = self._scores_of(req, prefix, batch.device)
                 if received is not None and req.prefix_len + count == len(req.origin_input_ids):
-                    work.append(partial(self._publish, req, prefix))
+                    work.append(partial(self._publish, req, prefix, received))
                 if len(positions):
                     work.append(self._placing(batch, req, prefix, token, positions))
                 what = positions, prefix.length if len(positions) else 0, received
@@ -217,12 +217,13 @@ class Repairs:
             _keep(self._scoring, req.rid, torch.zeros(prefix.length, device=device))
         return self._scoring[req.rid]
 
-    def _publish(self, req: Request, prefix: Composition) -> None:
+    def _publish(self, req: Request, prefix: Composition, received: torch.Tensor) -> None:
         """Let other requests see the scores of ``req``, at the last chunk of its prompt."""
         key = _key(req, prefix)
         for known in [known for known in self._chosen if known[0] == key]:
             del self._chosen[known]
-        _keep(self._scores, key, self._scoring.pop(req.rid))
+        self._scoring.pop(req.rid, None)
+        _keep(self._scores, key, received)
 
 
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
