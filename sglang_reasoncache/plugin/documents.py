@@ -5,6 +5,7 @@ documents prefilled before a request that reads them."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -133,10 +134,17 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     marks.check_before(len(base), len(asked))
     spans, prompt, end = list[list[int]](), adapted.input_ids or [], len(base)
     for number in asked:
-        # Base and this message only, as it is prefilled: the messages between are not tokenised again.
-        tokens = _tokens(serving, request, [*messages[: asked[0]], messages[number]])
-        start, end = end, end + len(tokens) - len(base)
-        if end <= start or tokens != [*prompt[: len(base)], *prompt[start:end]]:
+        start = end
+        # Alone behind the base, as it is prefilled; behind all before it only if the template needs them.
+        for before, count in ((messages[: asked[0]], len(base)), (messages[:number], start)):
+            with contextlib.suppress(Exception):
+                marks.check_before(count, len(asked))
+                tokens = _tokens(serving, request, [*before, messages[number]])
+                last = start + len(tokens) - count
+                if tokens == [*prompt[:count], *prompt[start:last]]:
+                    end = last
+                    break
+        if end <= start:
             told = f"the chat template writes messages[{number}] in another way behind others"
             raise ValueError(f"{wrong} token spans of input_ids here: {told}")
         spans.append([start, end])

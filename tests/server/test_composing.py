@@ -223,11 +223,11 @@ def test_a_client_marks_messages(server: ServerProcess, texts: list[list[int]]) 
         body = {"model": "any", "messages": turns, "max_tokens": 4, "custom_params": custom}
         return server.post("/v1/chat/completions", json=body)
 
-    for documents in ("messages", [2, 3]):
+    for documents in ("messages", [2, 3], [0, 1, 2]):
         before = report(server)["totals"]
         assert ask(documents=documents).status_code == 200
         totals = report(server)["totals"]
-        count = 3 if documents == "messages" else 2
+        count = 2 if documents == [2, 3] else 3
         assert totals["documents_composed"] == before["documents_composed"] + count
     for documents, message in (([3, 2], "follow one another"), ([3, 4], "before the last of 5")):
         told = ask(documents=documents)
