@@ -223,7 +223,7 @@ def test_a_client_marks_messages(server: ServerProcess, texts: list[list[int]]) 
         body = {"model": "any", "messages": turns, "max_tokens": 4, "custom_params": custom}
         return server.post("/v1/chat/completions", json=body)
 
-    for documents in ("messages", [2, 3], [0, 1, 2]):
+    for documents in ([0, 1, 2], "messages", [2, 3]):
         before = report(server)["totals"]
         assert ask(documents=documents).status_code == 200
         totals = report(server)["totals"]

@@ -25,7 +25,7 @@ from eval.runs.servers import Server
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import generate, wait_until_idle
-from tests.server.problems import problems, prompts, solve
+from tests.server.problems import problems, prompts, report, solve
 
 PREFIX, KEY = "/behind/a/proxy", "let me in"
 HOSTILE = "<img src=x onerror=hit()><script>hit()</script>"
@@ -98,11 +98,15 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
     page.on("pageerror", lambda error: faults.append(error))
     state, text, rows = page.locator("#state"), page.locator("#text"), page.locator("#recent tr")
 
+    def shared() -> int:
+        return int(report(server)["totals"]["blocks_shared"])
+
     def load() -> None:
-        end, seed = time.monotonic() + (180 if PICTURE else 0), 70
-        while seed == 70 or time.monotonic() < end:
+        end, begun = time.monotonic() + (180 if PICTURE else 0), shared()
+        for seed in range(70, 200 if PICTURE else 76):
             solve(server, problems(72 if PICTURE else 18, seed=seed))
-            seed += 1
+            if time.monotonic() > end and shared() > begun:
+                break
         generate(server, prompts(1, seed=1)[0], 300, rid=HOSTILE)
 
     with proxy(server) as between, ThreadPoolExecutor(1) as pool:
