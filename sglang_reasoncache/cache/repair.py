@@ -229,7 +229,7 @@ class Repairs:
 def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
     kept[key] = value
     kept.move_to_end(key)
-    while sum(map(len, kept.values())) > _MOST_SCORED and len(kept) > 1:
+    while len(kept) > 1024 or (sum(map(len, kept.values())) > _MOST_SCORED and len(kept) > 1):
         kept.popitem(last=False)
 
 

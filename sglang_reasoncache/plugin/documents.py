@@ -85,7 +85,7 @@ def _verify(manager: Any, obj: Any) -> None:
     sampling.verify(manager.model_config.vocab_size)
     # On a copy, because SGLang may be set to shorten a prompt that is too long.
     alike = copy.copy(obj)
-    alike.sampling_params = asked
+    alike.sampling_params = dict(obj.sampling_params)
     manager._validate_one_request(alike, list(obj.input_ids))
 
 
@@ -141,7 +141,7 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
                 marks.check_before(count, len(asked))
                 tokens = _tokens(serving, request, [*before, messages[number]])
                 last = start + len(tokens) - count
-                if tokens == [*prompt[:count], *prompt[start:last]]:
+                if [base, tokens] == [prompt[: len(base)], prompt[:count] + prompt[start:last]]:
                     end = last
                     break
         if end <= start:
