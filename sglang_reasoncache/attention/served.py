@@ -4,7 +4,7 @@ attention layers and their rotary embedding. Flags are checked in ``plugin/refus
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
 
-#: Attention -> why it is refused.
+#: Attention -> why it is refused; docs/index.md lists models of each kind.
 REFUSED = {
     "latent beside states": "no such model was tried",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
@@ -34,37 +34,6 @@ _POOLS = {
     "DSATokenToKVPool": "sparse",
     "SWAKVPool": "sliding window",
 }
-
-
-class Family(NamedTuple):
-    """A row of the table in docs/index.md. ``tried``: with which model, on which device."""
-
-    models: str
-    attention: str
-    tried: str
-
-    @property
-    def answer(self) -> str:
-        """``served``, or why not."""
-        return REFUSED.get(self.attention, "served")
-
-
-#: ``attention`` is a key of ``REFUSED``, or describes attention that is served.
-FAMILIES = (
-    Family(
-        "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"
-    ),
-    Family("Qwen3-Next, Qwen3.5 without images", "full, gated delta net", "tiny ones: CPU"),
-    Family("LFM2", "full, short convolution", "tiny: CPU"),
-    Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
-    Family("Granite-H, Falcon-H1", "full, Mamba 2", "not tried"),
-    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2 and V3: CPU"),
-    Family("Kimi-Linear, Ring", "latent beside states", ""),
-    Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
-    Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
-    Family("gpt-oss with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
-    Family("gpt-oss without the flag, Gemma 4, MiMo-V2", "sliding window", ""),
-)
 
 #: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.
 LAYER_ATTRIBUTES = (
