@@ -17,8 +17,7 @@ from typing import Any
 
 from sglang_reasoncache.arguments import kind_of, value_of
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
-from sglang_reasoncache.eviction.policies.evictor import Evictor
-from sglang_reasoncache.policy_options import OptionError
+from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
 #: Name -> class of each evicting policy; a new policy needs one line here.

@@ -24,8 +24,8 @@ from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
+from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 from sglang_reasoncache.sharing.state import Candidate, RequestState
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32

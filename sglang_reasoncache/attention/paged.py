@@ -24,8 +24,7 @@ from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.row_plan import RowPlan
+from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
 
 if TYPE_CHECKING:
     from sglang_reasoncache.cache.repair import Repaired

@@ -8,21 +8,60 @@ cached prefixes have no shifted slots.
 
 from __future__ import annotations
 
+import enum
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
-from sglang_reasoncache.attention.batch_mark import GraphVote, mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.extend import gather_kv
 
 if TYPE_CHECKING:
+    from sglang_reasoncache.attention.paged import PagedAttention
     from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 logger = logging.getLogger(__name__)
 #: Graph variants: SGLang's kernels, and ours.
 PLAIN, SHIFTED = "plain", "shifted"
+
+
+class GraphVote(enum.IntEnum):
+    """Which decode graph a group of DP attention can run. The groups take the smallest vote.
+
+    Takes the place of a bool of SGLang's: EAGER is false, SHIFTED and PLAIN are true.
+    """
+
+    EAGER, SHIFTED, PLAIN = range(3)
+
+
+class MarkedRids(list[str]):
+    """The request ids of a batch, marked with what its rows hold.
+
+    SGLang passes this list, a field of ``ForwardBatch``, on to every copy of the batch. A batch whose
+    ids are a plain list was not looked at: its rows may hold anything.
+
+    Args:
+        rids: The request ids.
+        needs_ours: Some row has shifted slots or evicted positions, which only our kernels can read.
+        evicted: How many positions of each row were evicted; None: unknown.
+    """
+
+    def __init__(
+        self, rids: Sequence[str], needs_ours: bool, evicted: Sequence[int] | None = None
+    ) -> None:
+        super().__init__(rids)
+        self.needs_ours, self.evicted = needs_ours, evicted
+
+
+def mark_of(batch: Any) -> MarkedRids | None:
+    """The mark of a ``ForwardBatch``; None: unknown."""
+    return batch.rids if isinstance(batch.rids, MarkedRids) else None
 
 
 class SharedSlotReads(PagedBackend):
@@ -161,3 +200,24 @@ class GraphVariants:
     def select(self, forward_batch: ForwardBatch) -> str:
         """The label of the graph that ``forward_batch`` runs."""
         return self._backend.choose_graph(forward_batch)
+
+
+def compile_attention(paged: PagedAttention) -> None:
+    """Compile Triton kernels, so that the first forwards do not wait seconds. The pool is only read."""
+    # Row 0 belongs to no request.
+    zero = torch.zeros(1, dtype=torch.int64, device=paged.device)
+    plan, merged = (
+        paged.plan_into(paged.buffers(1, 8, merge=merge), zero, zero + 8)
+        for merge in (False, paged.merges)
+    )
+    spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
+    shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in paged.attention_layers}
+    for (heads, dim, logit_cap), layer in shapes.items():
+        kv = paged.pools[layer.layer_id]
+        query = torch.zeros((1, heads, dim), dtype=paged.dtype, device=paged.device)
+        # Triton compiles a kernel twice: for addresses that are multiples of 16 bytes and for others.
+        for some, rows in ((None, merged), (spans, plan)):
+            decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, spans=some)
+        for first in (0, 1):
+            shift = None if plan.shift is None else plan.shift[first:]
+            gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.row_plan import RowPlan
+from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 

@@ -23,7 +23,7 @@ from torch.nn.attention.bias import causal_lower_right
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.row_plan import RowPlan
+from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 #: Up to this many new tokens a request is read token by token.

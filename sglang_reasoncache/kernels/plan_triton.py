@@ -17,9 +17,9 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels import rotations_triton
+from sglang_reasoncache.kernels.plan import TILE as ENTRIES
+from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotations_triton import MergeBuffers
-from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
-from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 
 #: Programs of a row.
 PIECES = 16

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
-from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
-from sglang_reasoncache.kernels.row_plan import Rotations
+from sglang_reasoncache.kernels.plan import TILE as ENTRIES
+from sglang_reasoncache.kernels.plan import Rotations
 
 #: Programs that count the rotations of a request, and runs (or tiles) that one takes at once.
 PIECES, RUNS = 16, 64

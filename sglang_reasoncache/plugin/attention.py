@@ -12,9 +12,15 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import served, warm_up
-from sglang_reasoncache.attention.batch_mark import GraphVote, MarkedRids
+from sglang_reasoncache.attention import served
 from sglang_reasoncache.attention.paged import PagedAttention
+from sglang_reasoncache.attention.paged_cuda import (
+    GraphVariants,
+    GraphVote,
+    MarkedRids,
+    SharedSlotReads,
+    compile_attention,
+)
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
@@ -227,7 +233,7 @@ def make_cuda(
         backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-        warm_up.compile_attention(backend.paged)
+        compile_attention(backend.paged)
         # Last, because hooks cannot be removed after a failure.
         _install_hooks(backend)
     except ValueError:
@@ -241,8 +247,6 @@ def make_cuda(
 def backend_class(name: str, latent: bool = False) -> type:
     """Our subclass of SGLang's backend ``name``, for latent or ordinary attention. Raises ImportError if
     SGLang's class is missing."""
-    from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
-
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (SharedSlotReads, getattr(compat, stock))
@@ -269,8 +273,6 @@ def _after_forward_batch(
 ) -> None:
     """Mark a new batch. Unmarked stay batches without our tree (SGLang's own trial runs) and batches of a draft
     worker, whose backend is SGLang's."""
-    from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
-
     tree: Any = getattr(batch, "tree_cache", None)
     backend: Any = getattr(model_runner, "attn_backend", None)
     # A hybrid model has two backends; take that of its attention layers.
@@ -336,6 +338,4 @@ def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_conf
     if variants is not None:
         own = f"variants of their own ({', '.join(variants.capture_labels)})"
         raise ValueError(f"{backend.requested_by}: this model's decode graphs have {own}")
-    from sglang_reasoncache.attention.paged_cuda import GraphVariants
-
     return GraphVariants(backend)

@@ -24,11 +24,10 @@ from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 from sglang_reasoncache.plugin.report import Report, SharingMetrics
-from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.measure import AdaptiveThreshold, BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.stats import SharingStats
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 logger = logging.getLogger(__name__)

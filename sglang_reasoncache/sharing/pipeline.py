@@ -14,10 +14,9 @@ from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.ledger import Ledger
-from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.measure import AdaptiveThreshold, BlockMeter, Measurement
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Most blocks measured at once, and most replies taken from the filter: many steps may end together.

@@ -11,7 +11,7 @@ import sglang_reasoncache
 
 #: The rooms of each layer, lowest layer first.
 LAYERS = (
-    ("arguments", "platform", "policy_options"), ("compat",), ("custom_params",),
+    ("arguments", "platform"), ("compat",), ("custom_params",),
     ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
     ("registry",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
 )  # fmt: skip

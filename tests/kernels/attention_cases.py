@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from sglang_reasoncache.kernels.plan import TILE as TILE_ENTRIES
+from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
-from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 from tests.kernels.pools import LATENT, LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.kernels.plan import plan_rows
-from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
+from sglang_reasoncache.kernels.plan import TILE, RowPlan, plan_rows
 from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
 #: Tensors of a batch: rows, requests, lengths and cached positions.

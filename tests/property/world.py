@@ -42,12 +42,11 @@ from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.decision import BlockProposal
-from sglang_reasoncache.sharing.measure import BlockMeter, Measurement
+from sglang_reasoncache.sharing.measure import AdaptiveThreshold, BlockMeter, Measurement
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 LAYERS = 2

@@ -14,7 +14,7 @@ from eval.fidelity.cache import Reader
 from eval.fidelity.replay import ArmCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
+from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 
 _ARM = parse(default_name())
 _BLOCK = ReasonCacheConfig().block

@@ -14,7 +14,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.models.olmo2 import Olmo2Attention
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.batch_mark import MarkedRids
+from sglang_reasoncache.attention.paged_cuda import MarkedRids
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.plugin import attention
 from tests.kernels.pools import dense, turned

@@ -20,7 +20,6 @@ from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.runtime_context import override_platform
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import warm_up
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -299,7 +298,7 @@ def test_auto_goes_on_where_ours_fails(
     first = fails if at == "__init__" else make
     monkeypatch.setattr(attention, "backend_class", lambda *_: first)
     compiled = fails if at == "warm_up" else lambda _paged: None
-    monkeypatch.setattr(warm_up, "compile_attention", compiled)
+    monkeypatch.setattr(attention, "compile_attention", compiled)
     monkeypatch.setattr(attention, "_install_hooks", fails)
     warned = list[str]()
     # Replaced, as log handlers of a test keep tracebacks, which would hold the backend.

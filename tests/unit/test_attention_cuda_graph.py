@@ -23,8 +23,8 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang.srt.runtime_context import get_parallel
 from transformers import Qwen3Config
 
-from sglang_reasoncache.attention import paged, warm_up
-from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
+from sglang_reasoncache.attention import paged
+from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants, compile_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
 from tests.eviction.test_recent_queries import assert_kept
@@ -68,7 +68,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     )
     buffers = rig.buffers
     before = [buffer.clone() for buffer in buffers]
-    warm_up.compile_attention(backend.paged)
+    compile_attention(backend.paged)
     torch.testing.assert_close(before, buffers, rtol=0, atol=0, equal_nan=True)
     return backend
 

@@ -11,8 +11,7 @@ from sglang.srt.managers.scheduler_components import dp_attn
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context, get_parallel
 
-from sglang_reasoncache.attention.batch_mark import GraphVote
-from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, SharedSlotReads
+from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVote, SharedSlotReads
 from sglang_reasoncache.plugin import attention
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of

@@ -27,8 +27,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cac
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
-from sglang_reasoncache.attention.batch_mark import mark_of
-from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
+from sglang_reasoncache.attention.paged_cuda import SharedSlotReads, mark_of
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.filter.align import AcrossPair

@@ -14,10 +14,9 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.sharing.merges import Key, Merges
-from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.sharing.measure import AdaptiveThreshold
+from sglang_reasoncache.sharing.state import Key, Merges, state_of
 from sglang_reasoncache.sharing.stats import SharingStats
-from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.eviction.rows import steps
 from tests.property.world import Pair, Setup, SlowMeter, World

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-
-from sglang_reasoncache.policy_options import OptionError, bounded, check
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +17,27 @@ if TYPE_CHECKING:
 
 #: Values of ``when``.
 ALWAYS, SHORT = "always", "short"
+
+
+class OptionError(ValueError):
+    """An option of a policy is out of bounds: ``<key> of a policy must be <bound>``."""
+
+    def __init__(self, key: str, bound: str) -> None:
+        super().__init__(f"{key} {bound}")
+        self.key, self.bound = key, bound
+
+
+def bounded(default: float | None, low: float, high: float) -> Any:
+    """A field of a policy whose value, if there is one, must lie in ``[low, high]``."""
+    return dataclasses.field(default=default, metadata={"bounds": (low, high)})
+
+
+def _check(policy: Any) -> None:
+    """Raises OptionError for a value that is out of bounds or NaN."""
+    for option in dataclasses.fields(policy):
+        value, bounds = getattr(policy, option.name), option.metadata.get("bounds")
+        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
+            raise OptionError(option.name, "between {} and {}".format(*bounds))
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,7 @@ class Evictor:
         return False
 
     def __post_init__(self) -> None:
-        check(self)
+        _check(self)
         if (self.budget is None) == (self.share is None):
             raise OptionError("budget or share", "given, one of the two")
         if self.share is not None and not 0 < self.share < 1:

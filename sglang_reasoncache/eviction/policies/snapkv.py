@@ -7,9 +7,8 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.eviction.policies.contract import View
-from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
+from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError, bounded
 from sglang_reasoncache.eviction.policies.pooling import pooled
-from sglang_reasoncache.policy_options import OptionError
 
 
 @dataclass(frozen=True)
