@@ -18,8 +18,7 @@ from eval.jsonl import one_line, read_rows, text_of
 from eval.runs.folder import write_whole
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config
-from sglang_reasoncache.filter.proposal import Proposal
-from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of

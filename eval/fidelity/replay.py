@@ -19,7 +19,7 @@ from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import View
-from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary

@@ -1,14 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The interface of all ways of finding block pairs, and the simplest way: at random."""
+"""Block pairs, the interface of all ways of finding them, and the simplest way: at random."""
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from sglang_reasoncache.filter.align import AcrossPair, BlockPair, block_starts
-from sglang_reasoncache.filter.proposal import FilterCounters
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
+
+
+class BlockPair(NamedTuple):
+    """A block that may read the slots of another one: positions of their first tokens in prompt plus
+    output."""
+
+    dst_start: int
+    src_start: int
+
+
+class AcrossPair(NamedTuple):
+    """A block that may read the slots of a block of the request ``source``, which may be the same
+    request. ``source`` is an id from :meth:`FilterProcess.open`."""
+
+    dst_start: int
+    src_start: int
+    source: int
+
+
+@dataclass(slots=True)
+class FilterCounters:
+    """Counts of what happened to one finished step.
+
+    Attributes:
+        candidates: Earlier steps above the lexical threshold (``match=steps``), or paired blocks
+            (``match=runs``).
+        dropped_structure: Candidates whose formal content differs.
+        over_bound: Steps that exceeded a bound of ``Limits`` when they were parsed to compare this step.
+    """
+
+    candidates: int = 0
+    dropped_structure: int = 0
+    over_bound: int = 0
 
 
 class Matcher:
@@ -64,3 +96,9 @@ class RandomPairs(Matcher):
             del earlier[: self._per_step.pop(0)]
         self.counters = FilterCounters(candidates=len(pairs))
         return pairs
+
+
+def block_starts(step: Step, block: int, page_size: int) -> range:
+    """First positions of the step's consecutive blocks, from its first page boundary on."""
+    first = step.start + -step.start % page_size
+    return range(first, step.end - block + 1, block)

@@ -12,13 +12,10 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair, FilterCounters
 from sglang_reasoncache.filter.settings import FilterConfig
 
 LENGTH = struct.Struct("!I")
-
-#: How many of the steps that a feed finished were shed, and the results of the other steps.
-Reply = tuple[int, list[StepResult]]
 
 #: Tokens that open reasoning, tokens that close it; None: all output counts as reasoning.
 Markers = tuple[frozenset[int], frozenset[int]] | None
@@ -60,3 +57,22 @@ class Feed(NamedTuple):
         for request, count in zip(self.requests, self.counts, strict=True):
             yield request, self.tokens[at : at + count]
             at += count
+
+
+class StepResult(NamedTuple):
+    """A step's :class:`Proposal` without the step, as :meth:`FilterProcess.take` returns it.
+
+    Attributes:
+        request: Id from :meth:`FilterProcess.open`.
+        seconds: CPU seconds that the step took.
+    """
+
+    request: int
+    pairs: tuple[BlockPair, ...]
+    counters: FilterCounters
+    seconds: float
+    across: tuple[AcrossPair, ...] = ()
+
+
+#: How many of the steps that a feed finished were shed, and the results of the other steps.
+Reply = tuple[int, list[StepResult]]

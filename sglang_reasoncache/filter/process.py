@@ -16,8 +16,7 @@ from array import array
 from pathlib import Path
 
 from sglang_reasoncache import __version__
-from sglang_reasoncache.filter.messages import LENGTH, Feed, Markers, Reply, Setup
-from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.messages import LENGTH, Feed, Markers, Reply, Setup, StepResult
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 

@@ -3,15 +3,33 @@
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from sglang_reasoncache.filter.align import BlockPair
-from sglang_reasoncache.filter.matcher import Matcher, RandomPairs
-from sglang_reasoncache.filter.proposal import Proposal
+from sglang_reasoncache.filter.matcher import (
+    AcrossPair,
+    BlockPair,
+    FilterCounters,
+    Matcher,
+    RandomPairs,
+)
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import ReasoningSpan, Segmenter, Step, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.steps import StepMatcher
 from sglang_reasoncache.filter.vocabulary import Vocabulary
+
+
+class Proposal(NamedTuple):
+    """A finished step, and the block pairs that may share now, ascending in ``dst_start``.
+
+    With ``min_age`` above 0 most of the pairs were found in earlier steps. ``across``: pairs with blocks of the
+    request's group.
+    """
+
+    step: Step
+    pairs: tuple[BlockPair, ...]
+    counters: FilterCounters
+    across: tuple[AcrossPair, ...] = ()
 
 
 class RequestFilter:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 from array import array
 
-from sglang_reasoncache.filter.align import AcrossPair, BlockPair
-from sglang_reasoncache.filter.matcher import Matcher
-from sglang_reasoncache.filter.proposal import FilterCounters
+from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair, FilterCounters, Matcher
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 

@@ -14,8 +14,7 @@ import traceback
 import weakref
 
 from sglang_reasoncache import __version__
-from sglang_reasoncache.filter.messages import LENGTH, Feed, Reply, Setup
-from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.messages import LENGTH, Feed, Reply, Setup, StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.runs import RunGroup
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses

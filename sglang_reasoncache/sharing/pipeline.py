@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.filter.proposal import StepResult
+from sglang_reasoncache.filter.messages import StepResult
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
 from sglang_reasoncache.sharing.ledger import Ledger
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold, BlockMeter, Measurement

@@ -12,8 +12,8 @@ from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
+from sglang_reasoncache.filter.messages import StepResult
 from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.sharing.state import (
     Followed,

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.align import BlockPair, align_blocks
 from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
-from sglang_reasoncache.filter.proposal import Proposal
-from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.matcher import BlockPair
+from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import PRESETS, AlignMode, FilterConfig
+from sglang_reasoncache.filter.steps import align_blocks
 from sglang_reasoncache.filter.structure import Limits
 from sglang_reasoncache.filter.structure.signature import same_structure, signature
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold

@@ -22,8 +22,8 @@ import pytest
 
 import sglang_reasoncache
 from sglang_reasoncache.filter import messages, process, worker
+from sglang_reasoncache.filter.messages import StepResult
 from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.filter.proposal import StepResult
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import ReasoningSpan
 from sglang_reasoncache.filter.settings import FilterConfig

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reasoncache.filter import runs
-from sglang_reasoncache.filter.align import AcrossPair, BlockPair
+from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair
 from sglang_reasoncache.filter.request_filter import AgeRule
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import Step

@@ -36,9 +36,9 @@ from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.eviction.policies.evictor import Evictor
-from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.matcher import BlockPair, FilterCounters
+from sglang_reasoncache.filter.messages import StepResult
 from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.filter.proposal import FilterCounters, StepResult
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.decision import BlockProposal

@@ -13,7 +13,7 @@ from eval.fidelity.arms import default_name, parse
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import ArmCache
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.align import BlockPair
+from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 
 _ARM = parse(default_name())

@@ -16,7 +16,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY
-from sglang_reasoncache.filter.align import AcrossPair
+from sglang_reasoncache.filter.matcher import AcrossPair
 from sglang_reasoncache.sharing.tracker import in_one_group
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Pair, ScriptedEngine, Setup, World

@@ -30,7 +30,7 @@ import sglang_reasoncache
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads, mark_of
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
-from sglang_reasoncache.filter.align import AcrossPair
+from sglang_reasoncache.filter.matcher import AcrossPair
 from sglang_reasoncache.plugin import attention, hooks
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.sharing.state import state_of

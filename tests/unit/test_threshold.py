@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.plugin.server import check_alike
-from sglang_reasoncache.sharing import threshold
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 from tests.two_ranks import in_two_threads
 
@@ -47,7 +46,7 @@ def test_distances_out_of_range_count_at_the_ends() -> None:
 
 def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equals a weighted percentile over all distances, in which the weights are halved again and again."""
-    monkeypatch.setattr(threshold, "_FULL", 64.0)
+    monkeypatch.setattr(measure, "_FULL", 64.0)
     rng = np.random.default_rng(2)
     distances = np.concatenate([rng.lognormal(0, 0.5, 300), rng.lognormal(2, 0.5, 50)])
     adaptive, weights = AdaptiveThreshold(50, 0), np.zeros(0)
