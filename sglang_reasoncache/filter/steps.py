@@ -92,7 +92,7 @@ class StepMatcher(Matcher):
                 return False
             self._readable -= len(earlier.text)
         a, b = self._signature(step), self._signature(earlier)
-        if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
+        if same_structure(a, b):
             return True
         self.counters.dropped_structure += not (a.bound or b.bound)
         return False

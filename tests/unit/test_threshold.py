@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.plugin.server import check_alike
+from sglang_reasoncache.sharing import measure
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 from tests.two_ranks import in_two_threads
 

@@ -16,4 +16,3 @@ class Limits:
     max_chars: int = 8192  # of the decoded step
     max_depth: int = 32  # of nested brackets, arguments and signs; SymPy recurses
     max_nodes: int = 1024  # lexical tokens of the step
-    max_edit_nodes: int = 32  # SymPy nodes of a step whose edit distance is computed

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the structure signature of a step, and compares two signatures. SymPy and zss are imported on first
-use, because they take half a second to load and only the filter process needs them."""
+"""Computes the structure signature of a step, and compares two signatures. SymPy is imported on first use,
+because it takes half a second to load and only the filter process needs it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_reasoncache.filter.structure import Limits, OverBound
 
 if TYPE_CHECKING:
-    from sympy import Basic, Tuple
+    from sympy import Tuple
 
 LIMITS = Limits()
 
@@ -39,36 +38,14 @@ def signature(text: str, limits: Limits = LIMITS, *, in_code: bool = False) -> S
         return Signature(bound=over.args[0])
 
 
-def same_structure(a: Signature, b: Signature, tolerance: int = 0, limits: Limits = LIMITS) -> bool:
+def same_structure(a: Signature, b: Signature) -> bool:
     """Whether two steps pass the structure check (ReasonCache, stage 1, item 4).
 
     A step over a bound passes with no step. Prose passes with every other step.
-
-    ``tolerance``: largest tree edit distance allowed (Zhang and Shasha, unit costs) between trees within
-    ``limits.max_edit_nodes``. Larger trees must be equal.
     """
     if a.bound or b.bound:
         return False
     if a.content is None or b.content is None:
         return True
     # Hashes first, which is fast: SymPy keeps them, and different content mostly has different hashes.
-    if hash(a.content) == hash(b.content) and a.content == b.content:
-        return True
-    return tolerance > 0 and _is_near(a.content, b.content, tolerance, limits.max_edit_nodes)
-
-
-def _is_near(a: Basic, b: Basic, tolerance: int, max_nodes: int) -> bool:
-    import zss
-    from sympy import preorder_traversal
-
-    one, other = (Counter(map(_label, preorder_traversal(tree))) for tree in (a, b))
-    # One operation changes at most one label.
-    least = max((one - other).total(), (other - one).total())
-    if least > tolerance or max(one.total(), other.total()) > max_nodes:
-        return False
-    costs = (lambda _: 1, lambda _: 1, lambda x, y: int(_label(x) != _label(y)))
-    return bool(zss.distance(a, b, lambda node: node.args, *costs) <= tolerance)
-
-
-def _label(node: Basic) -> object:
-    return node.func if node.args else node
+    return hash(a.content) == hash(b.content) and bool(a.content == b.content)
