@@ -2,7 +2,7 @@
 """Eviction's state of one request, and its counts. The request's row knows which positions are evicted."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,13 +17,18 @@ def written_positions(req: Request) -> int:
     return min(len(req.origin_input_ids) + len(req.output_ids) - 1, req.kv.kv_allocated_len)
 
 
+def counter(text: str) -> Any:
+    """A field that counts from 0, and is a Prometheus counter with the help ``text`` too."""
+    return field(default=0, metadata={"help": text})
+
+
 @dataclass
 class EvictionStats:
     """Totals since the start or the last flush. Evicting a position that shares its slot frees no slot."""
 
-    eviction_decisions: int = 0
-    positions_evicted: int = 0
-    slots_freed_by_eviction: int = 0
+    eviction_decisions: int = counter("Times an evicting policy was asked what to evict.")
+    positions_evicted: int = counter("Positions evicted by evicting policies.")
+    slots_freed_by_eviction: int = counter("Slots returned to the allocator by evicting.")
 
 
 class Totals(NamedTuple):

@@ -4,7 +4,7 @@
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sglang_reasoncache.compat.types import Request
@@ -28,28 +28,7 @@ _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 
 #: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
-_COUNTERS = {
-    "steps_seen": "Reasoning steps finished.",
-    "steps_with_candidate": "Steps with a similar earlier step or an equal run.",
-    "steps_shed": "Finished steps not compared, because too many were waiting.",
-    "filter_restarts": "Times the process that compares steps failed and was started anew.",
-    "structure_refusals": "Candidates refused because their formal content differs.",
-    "blocks_compared": "Block pairs judged by their KV distance.",
-    "blocks_shared": "Blocks redirected to the slots of equal ones.",
-    "slots_saved_total": "Slots returned to the allocator by sharing.",
-    "shortages": "Times SGLang had fewer slots than it wanted and nothing left to evict.",
-    "blocks_missed": "Blocks that were counted as shareable and could not share.",
-    "blocks_shared_across": "Blocks redirected to the slots of another response to the same prompt.",
-    "slots_saved_across_total": "Slots returned to the allocator by sharing with another response.",
-    "requests_opted_out": "Requests that opted out: neither shared nor evicted.",
-    "prompts_composed": "Prompts made of documents that were cached.",
-    "documents_composed": "Cached documents that they read at another place.",
-    "tokens_composed": "Tokens of these prompts that were not computed.",
-    "tokens_repaired": "Tokens of these documents that were computed again at their places.",
-    "eviction_decisions": "Times an evicting policy was asked what to evict.",
-    "positions_evicted": "Positions evicted by evicting policies.",
-    "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",
-}
+_COUNTERS = {field.name: field.metadata["help"] for field in fields(SharingStats) if field.metadata}
 _GAUGES = {
     "slots_saved_now": "Slots the running requests do without.",
     "slots_shareable_now": "Slots the running requests can give when SGLang is short.",

@@ -5,7 +5,7 @@ import collections
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_reasoncache.eviction.row_state import EvictionStats
+from sglang_reasoncache.eviction.row_state import EvictionStats, counter
 
 
 @dataclass
@@ -17,46 +17,40 @@ class SharingStats(EvictionStats):
         filter_given_up: 0 or 1; a flush does not reset it.
         filter_seconds: CPU seconds of the filter process.
         scheduler_seconds: Seconds of the scheduler's thread spent on sharing and evicting.
-        shortages: Times SGLang had fewer slots than it wanted and nothing left to evict.
-        blocks_missed: Blocks in the ledger that could not share when they were needed.
         finished_positions: Positions of finished requests, prompts included.
         finished_redirected: The finished positions that named a slot which another position owns.
         finished_evicted: The finished positions that were evicted.
-        prompts_composed: Prompts that were composed of cached documents, counted again after a retraction.
-        documents_composed: Documents that composed prompts read from the cache.
-        tokens_composed: Tokens that composed prompts did not compute, base included.
-        tokens_repaired: Tokens of the composed documents that were computed again.
         sum_saved: Slots that the running requests saved by sharing and eviction, added up over all polls.
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
 
-    steps_seen: int = 0
-    steps_with_candidate: int = 0
-    structure_refusals: int = 0
+    steps_seen: int = counter("Reasoning steps finished.")
+    steps_with_candidate: int = counter("Steps with a similar earlier step or an equal run.")
+    structure_refusals: int = counter("Candidates refused because their formal content differs.")
     over_bound_steps: int = 0
-    steps_shed: int = 0
-    filter_restarts: int = 0
+    steps_shed: int = counter("Finished steps not compared, because too many were waiting.")
+    filter_restarts: int = counter("Times the process that compares steps was started anew.")
     filter_given_up: int = 0
-    blocks_compared: int = 0
-    blocks_shared: int = 0
-    slots_saved_total: int = 0
-    shortages: int = 0
-    blocks_missed: int = 0
-    blocks_shared_across: int = 0
-    slots_saved_across_total: int = 0
+    blocks_compared: int = counter("Block pairs judged by their KV distance.")
+    blocks_shared: int = counter("Blocks redirected to the slots of equal ones.")
+    slots_saved_total: int = counter("Slots returned to the allocator by sharing.")
+    shortages: int = counter("Times SGLang was short of slots with nothing left to evict.")
+    blocks_missed: int = counter("Blocks that were counted as shareable and could not share.")
+    blocks_shared_across: int = counter("Blocks that read another response to the same prompt.")
+    slots_saved_across_total: int = counter("Slots returned to the allocator by such blocks.")
     filter_seconds: float = 0.0
     scheduler_seconds: float = 0.0
     requests_seen: int = 0
-    requests_opted_out: int = 0
+    requests_opted_out: int = counter("Requests that opted out: neither shared nor evicted.")
     requests_finished: int = 0
     finished_positions: int = 0
     finished_redirected: int = 0
     finished_evicted: int = 0
     blocks_reapplied: int = 0
-    prompts_composed: int = 0
-    documents_composed: int = 0
-    tokens_composed: int = 0
-    tokens_repaired: int = 0
+    prompts_composed: int = counter("Prompts made of cached documents, again after a retraction.")
+    documents_composed: int = counter("Cached documents that they read at another place.")
+    tokens_composed: int = counter("Tokens of these prompts that were not computed, base included.")
+    tokens_repaired: int = counter("Tokens of these documents that were computed again.")
     decode_steps: int = 0
     polls: int = 0
     sum_running: int = 0
