@@ -165,14 +165,9 @@ def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
     return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
 
 
-def installed_version() -> str:
-    """Version of the installed SGLang."""
-    return version("sglang")
-
-
 def check_version(allow_untested: bool) -> None:
     """Raises ValueError on an SGLang version that was not tested, unless allowed."""
-    found = installed_version()
+    found = version("sglang")
     if found not in SUPPORTED_SGLANG and not allow_untested:
         raise ValueError(
             f"--enable-reasoncache supports sglang {', '.join(SUPPORTED_SGLANG)}, found "

@@ -4,7 +4,7 @@
 import dataclasses
 import zlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -256,8 +256,3 @@ class EvictionController:
     def reset(self) -> None:
         """Start anew after a flush of the cache: no request runs."""
         self.positions_now = 0
-
-
-def longest_first(reqs: Iterable[Request]) -> list[Request]:
-    """Requests in the order in which they give slots: those with the most allocated positions first."""
-    return sorted(reqs, key=lambda req: -req.kv.kv_allocated_len)

@@ -117,16 +117,13 @@ class ExtendPlan:
                 self._read += ((begin, begin + int(entry) + 1) for entry in own)
                 self._read += ((begin, last) for last in range(end - count + len(own) + 1, end + 1))
             else:
-                piece = slice(at, at + count), slice(begin, end)
-                self.pieces.append(
-                    (*piece, None if not len(own) else self._places(own, count, end - begin))
-                )
+                last, places = range(end - begin - count + len(own), end - begin), None
+                if len(own):
+                    places = upload([*own, *last], device)
+                self.pieces.append((slice(at, at + count), slice(begin, end), places))
             at += count
         self.singles = upload(tokens, device)
         self._spans: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def _places(self, own: np.ndarray, count: int, total: int) -> Tensor:
-        return upload([*own, *range(total - count + len(own), total)], self._device)
 
     def spans(self, reach: int) -> tuple[Tensor, Tensor]:
         """For each token that is read singly: the first entry that it sees, and one past the last."""
@@ -137,28 +134,22 @@ class ExtendPlan:
             self._spans[reach] = begin, end
         return self._spans[reach]
 
-    def mask(self, new: int, total: int, reach: int) -> Tensor:
+    def mask(
+        self, new: int, total: int, reach: int, places: Tensor | None = None, first: int = -1
+    ) -> Tensor:
         """Additive mask ``[new, total]`` of the last ``new`` entries: each sees the ``reach`` entries up to and
-        with itself (0: all of them)."""
-        found = self._masks.get((new, total, reach))
+        with itself (0: all of them). ``places``: other entries instead, int64 ``[new]``; ``first``: number in
+        the batch of the first of their tokens. A mask that is not too large is kept for the next layer."""
+        key = new, total, reach, first
+        found = self._masks.get(key)
         if found is None:
-            last = torch.arange(total - new, total, device=self._device)
-            found = self._make((new, total, reach), last, total, reach)
+            if places is None:
+                places = torch.arange(total - new, total, device=self._device)
+            found = torch.zeros(new, total, dtype=self._dtype, device=self._device)
+            found.masked_fill_(_hidden(places, total, reach), -torch.inf)
+            if found.numel() <= _MASK_ELEMENTS:
+                self._masks[key] = found
         return found
-
-    def mask_of(self, first: int, places: Tensor, total: int, reach: int) -> Tensor:
-        """Additive mask ``[n, total]`` of the entries ``places``, int64 ``[n]``, which see as in :meth:`mask`.
-        ``first``: number in the batch of the first of these tokens."""
-        found = self._masks.get((first, reach))
-        return self._make((first, reach), places, total, reach) if found is None else found
-
-    def _make(self, key: tuple[int, ...], places: Tensor, total: int, reach: int) -> Tensor:
-        """Make a mask, and keep it for the next layer if it is not too large."""
-        mask = torch.zeros(len(places), total, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(_hidden(places, total, reach), -torch.inf)
-        if mask.numel() <= _MASK_ELEMENTS:
-            self._masks[key] = mask
-        return mask
 
 
 def extend_attention(
@@ -275,10 +266,10 @@ def _extend_piece(
         first = max(0, total - new + begin + 1 - reach) if reach else 0
         if places is not None:
             first, seen = 0, total
-            mask = plan.mask_of(first_token + begin, places[begin:end], total, reach)
+            mask = plan.mask(end - begin, total, reach, places[begin:end], first_token + begin)
         elif not causal:
-            size = end - begin, seen - first, reach
-            mask = causal_lower_right(new, total) if flash else plan.mask(*size)
+            size = end - begin, seen - first
+            mask = causal_lower_right(new, total) if flash else plan.mask(*size, reach)
         found = F.scaled_dot_product_attention(
             queries[:, :, begin:end],
             keys[:, :, first:seen],

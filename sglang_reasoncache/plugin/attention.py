@@ -92,14 +92,9 @@ def attention_backend(
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
         return backend, AttentionParts(uncorrected=uncorrected)
-    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
-        return backend, AttentionParts(paged.rotations, uncorrected=uncorrected)
-    return backend, AttentionParts(
-        rotations=paged.rotations,
-        queries=_queries(paged, config),
-        serves_policies=True,
-        uncorrected=uncorrected,
-    )
+    one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
+    queries = _queries(paged, config) if one else None
+    return backend, AttentionParts(paged.rotations, queries, one, uncorrected)
 
 
 def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries | None:

@@ -12,7 +12,7 @@ from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import takes_part
-from sglang_reasoncache.eviction.controller import EvictionController, longest_first
+from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
@@ -67,11 +67,6 @@ class Controller:
         self.tracker.stop()
         self.report.publish()
 
-    @property
-    def saved_positions(self) -> int:
-        """Slots that sharing and evicting save the running requests now."""
-        return self.report.slots_saved
-
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a running request keeps its prompt out of the prefix tree, so that a policy may evict
         positions of the prompt."""
@@ -103,7 +98,7 @@ class Controller:
             self._running.pop(id(req), None)
             if state is not None:
                 state.forget_row(row)
-        if (row.saved or evicted or row.in_other_rows) and not self.saved_positions:
+        if (row.saved or evicted or row.in_other_rows) and not self.report.slots_saved:
             self.report.publish()
 
     def _on_end(
@@ -167,7 +162,7 @@ class Controller:
     @property
     def _to_have(self) -> int:
         """Slots that are saved now, plus slots that the ledger can give."""
-        return self.saved_positions + self.pipeline.ledger.slots
+        return self.report.slots_saved + self.pipeline.ledger.slots
 
     def shareable(self) -> int:
         """Slots that blocks of the ledger can give, on the rank where they are fewest. All ranks call
@@ -193,8 +188,9 @@ class Controller:
         start = time.perf_counter()
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
-        # Policies with ``when=short`` free the slots that sharing could not free.
-        for req in longest_first(self._running.values()) if self.eviction.waits else ():
+        # Policies with ``when=short`` free the slots that sharing could not free, of the longest rows first.
+        longest = sorted(self._running.values(), key=lambda req: -req.kv.kv_allocated_len)
+        for req in longest if self.eviction.waits else ():
             if missing <= 0:
                 break
             if is_running(req):
@@ -224,7 +220,7 @@ class Controller:
             output += len(req.output_ids)
             saved += len(state.row.evicted_from(len(req.origin_input_ids)))
         self.tracker.feed(running)
-        self.stats.poll(len(running), self.saved_positions, logical, self.pipeline.across)
+        self.stats.poll(len(running), self.report.slots_saved, logical, self.pipeline.across)
         expected = self.pipeline.expected(map(self.tracker.follow, running))
         self.forecast.poll(saved + expected, output)
         if self.eviction.is_active:
@@ -238,10 +234,10 @@ class Controller:
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
         """Evict what policies give up after prompts, or chunks of prompts, were computed. ``written``: for each
         of ``reqs``, how many positions have their KV written. Returns how many slots were freed."""
-        before = self.saved_positions
+        before = self.report.slots_saved
         if self.eviction.evicts_prompts and self.report.disabled is None:
             self.containment.together(self._poll_prompts, reqs, written)
-        return self.saved_positions - before
+        return self.report.slots_saved - before
 
     def _poll_prompts(self, reqs: Sequence[Request], written: Iterable[int]) -> None:
         start = time.perf_counter()

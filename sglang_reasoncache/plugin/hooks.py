@@ -213,7 +213,7 @@ def _after_count_uncached(
     """SGLang counts one slot per position in the rows of running requests: subtract the slots that sharing and
     evicting saved."""
     full, window = result
-    return full - controller.saved_positions, window
+    return full - controller.report.slots_saved, window
 
 
 def _after_decode_log_parts(controller: Controller, result: list[str], _stats: Any) -> list[str]:

@@ -125,7 +125,12 @@ class ServerParts:
             queries=self.attention.queries,
             stream=self._forward_stream(context.tp_worker.model_runner),
         )
-        use = functools.partial(_pool_use, self.allocator, tree)
+        allocator = self.allocator
+
+        def use() -> float:
+            # As in SGLang's log line: the share of the slots that are neither free nor evictable.
+            return 1.0 - (allocator.available_size() + tree.evictable_size()) / allocator.size
+
         pipeline = self._pipeline(context, source, stats, ranks, use)
         rows, evictors = params.req_to_token_pool, config.policies.evictors
         eviction = EvictionController(evictors, self.allocator, rows, source, stats, ranks)
@@ -166,11 +171,6 @@ class ServerParts:
         threshold = AdaptiveThreshold(config.percentile, config.warmup)
         at_once = config.shares_at_once
         return BlockPipeline(tracker, meter, redirector, threshold, block, at_once, use)
-
-
-def _pool_use(allocator: Any, tree: Any) -> float:
-    """Share of the slots, 0 to 1, that are neither free nor evictable, as in SGLang's log line."""
-    return 1.0 - (allocator.available_size() + tree.evictable_size()) / allocator.size
 
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:

@@ -28,13 +28,9 @@ from sglang_reasoncache.sharing.stats import SharingStats
 GroupKey = tuple[bytes, str | None, str | None, str | None]
 
 
-def in_one_group(one: Request, other: Request) -> bool:
-    groups = [
-        state.followed.group
-        for state in map(state_of, (one, other))
-        if state is not None and state.followed is not None
-    ]
-    return len(groups) == 2 and groups[0] is not None and groups[0] is groups[1]
+def group_of(req: Request) -> PromptGroup | None:
+    state = state_of(req)
+    return None if state is None or state.followed is None else state.followed.group
 
 
 class RequestTracker:
@@ -100,17 +96,17 @@ class RequestTracker:
 
     def source(self, req: Request, number: int) -> Request | None:
         """The request with the filter's id ``number``; None if it is gone or not in the group of ``req``."""
-        source = self._requests.get(number)
-        return source if source is not None and in_one_group(req, source) else None
+        source, group = self._requests.get(number), group_of(req)
+        return source if source and group and group_of(source) is group else None
 
     def describe_groups(self, most: int) -> list[dict[str, Any]]:
         """JSON of at most ``most`` groups with several running requests. The groups whose members read the most
         slots of each other come first."""
         members: dict[PromptGroup, list[tuple[Request, HostRow]]] = {}
         for req in list(self._requests.values()):
-            state = state_of(req) if is_running(req) else None
-            if state is not None and state.row and state.followed and state.followed.group:
-                members.setdefault(state.followed.group, []).append((req, state.row))
+            state, group = state_of(req), group_of(req)
+            if group and is_running(req) and state and state.row:
+                members.setdefault(group, []).append((req, state.row))
         described = [
             {
                 "prompt_tokens": len(group[0][0].origin_input_ids),

@@ -56,7 +56,7 @@ HOOKS = {
 
 def test_version_and_hook_target_signatures() -> None:
     """The hook ``last_loc`` passes its arguments to ``get_last_loc_torch``, which must take the same."""
-    assert compat.installed_version() in compat.SUPPORTED_SGLANG
+    assert compat.version("sglang") in compat.SUPPORTED_SGLANG
     targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
     targets |= compat.FRONTEND_HOOK_TARGETS
     assert targets.keys() == HOOKS.keys()

@@ -311,7 +311,7 @@ class Memory:
         extra = sum(allocator.references.values()) - len(allocator.references)
         assert live == extra * page
         assert live == expected_live
-        assert world.controller.saved_positions == live + num_evicted
+        assert world.controller.report.slots_saved == live + num_evicted
         books = (allocator.available_size(), evictable, protected, private, -live, -num_evicted)
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 

@@ -228,7 +228,7 @@ class GroupMachine(RuleBasedStateMachine):
         assert pipeline.across == page * (sum(readers.values()) - len(readers))
         assert pipeline.redirector.within == sum(self._within(req) for req in self.running) >= 0
         books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
-        assert books + private - world.controller.saved_positions == world.total
+        assert books + private - world.controller.report.slots_saved == world.total
         slots = (free[:, None] * page + np.arange(page)).ravel()
         world.write(slots, [NOTHING] * len(slots))
 

@@ -560,7 +560,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
         self._evict_all()
         assert self.world.allocator.available_size() == self.setup.slots
-        assert self.world.controller.saved_positions == 0
+        assert self.world.controller.report.slots_saved == 0
 
 
 def explore(machine: Any, quick: int, setups: int, rate: int) -> None:

@@ -17,7 +17,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY
 from sglang_reasoncache.filter.matcher import AcrossPair
-from sglang_reasoncache.sharing.tracker import in_one_group
+from sglang_reasoncache.sharing.tracker import group_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Pair, ScriptedEngine, Setup, World
 from tests.unit.test_pipeline import assert_judged, state
@@ -76,7 +76,7 @@ def balance(world: World) -> None:
     tree = world.tree
     books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
     private = sum(kv_private_tokens(req.kv, world.page) for req in running(world))
-    assert books + private - world.controller.saved_positions == world.total
+    assert books + private - world.controller.report.slots_saved == world.total
     for req in running(world):
         assert not np.isin(world.row(req) // world.page, world.free_pages()).any()
 
@@ -186,6 +186,11 @@ KEYS: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
+def alike(one: Any, other: Any) -> bool:
+    group = group_of(one)
+    return group is not None and group is group_of(other)
+
+
 @pytest.mark.parametrize(("key", "same"), KEYS)
 def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: bool) -> None:
     """Holds in both directions, whatever the filter proposes."""
@@ -194,10 +199,10 @@ def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: b
         began(world, i, dict(one)) for i, one in enumerate(({}, key, {"lora_id": "adapter"}, key))
     ]
     plain, other, adapted, twin = made
-    assert in_one_group(plain, other) == in_one_group(other, plain) == same
-    assert in_one_group(adapted, other) == (key == {"lora_id": "adapter"})
+    assert alike(plain, other) == alike(other, plain) == same
+    assert alike(adapted, other) == (key == {"lora_id": "adapter"})
     joins = key.keys().isdisjoint({"opts_out", "positional_embed_overrides"})
-    assert in_one_group(other, twin) == joins
+    assert alike(other, twin) == joins
     if "opts_out" not in key:
         freed = [lend(world, other, plain, Pair(12, 12)), lend(world, plain, other, Pair(12, 12))]
         assert freed == ([4, 0] if same else [0, 0])

@@ -306,7 +306,7 @@ class Load:
         tree = self.world.tree
         tree.evict(EvictParams(num_tokens=tree.evictable_size()))
         assert self.world.allocator.available_size() == self.world.total
-        assert not self.world.allocator.references and not self.controller.saved_positions
+        assert not self.world.allocator.references and not self.controller.report.slots_saved
         self.totals = copy.copy(self.controller.stats)
         tree.reset()
 
