@@ -16,9 +16,9 @@ from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
 from sglang_reasoncache.cache.host_row import HostRow, Moved
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.row_state import Decision
 from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses

@@ -14,11 +14,16 @@ from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
-from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS, Evictor, runs
-from sglang_reasoncache.eviction.row_state import EvictionStats, RowState, Totals, written_positions
+from sglang_reasoncache.eviction.row_state import (
+    Decision,
+    EvictionStats,
+    RowState,
+    Totals,
+    written_positions,
+)
 
 #: Positions that a request writes between two polls, rounded up.
 _BETWEEN_POLLS = 8

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction's state of one request, and its counts. The request's row knows which positions are evicted."""
+"""Eviction's state of one request, with the choices that policies are making, and its counts. The request's row
+knows which positions are evicted."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -7,9 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.eviction.decision import Decision
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import lowest
 
 
 def written_positions(req: Request) -> int:
@@ -29,6 +34,33 @@ class EvictionStats:
     eviction_decisions: int = counter("Times an evicting policy was asked what to evict.")
     positions_evicted: int = counter("Positions evicted by evicting policies.")
     slots_freed_by_eviction: int = counter("Slots returned to the allocator by evicting.")
+
+
+class Decision(Download):
+    """Chooses the lowest-scored candidates of one request, so that ``count`` slots become free.
+
+    Args:
+        view: The view of the request for which ``scores`` were computed.
+        candidates: Positions that may be evicted: int64 ``[n]``, ascending, at least one.
+        scores: This rank's scores: float ``[held]`` on the device where they were computed.
+        count: Slots, above 0.
+    """
+
+    def __init__(
+        self, view: View, candidates: np.ndarray, scores: torch.Tensor, count: int
+    ) -> None:
+        at = np.searchsorted(view.held, candidates)
+        super().__init__(scores[upload(at, scores.device)].double())
+        self._candidates, self._slots = candidates, view.first_readers[at]
+        self._page, self._count = view.page, count
+
+    def positions(self, ranks: Ranks) -> np.ndarray:
+        """The chosen positions: int64 ``[n]``, ascending, the same on all ranks, which call this
+        together. On a GPU this waits for the scores unless they are :meth:`ready`."""
+        [sums] = self.wait()
+        ranks.add(sums)
+        chosen = lowest(sums.numpy(), self._slots, self._page, self._count)
+        return self._candidates[chosen]
 
 
 class Totals(NamedTuple):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_reasoncache.filter.structure.signature import Signature
+from sglang_reasoncache.filter.structure import Signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _WHITE = b" \t\r"

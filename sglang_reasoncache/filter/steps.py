@@ -11,7 +11,7 @@ from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.matcher import BlockPair, FilterCounters, Matcher, block_starts
 from sglang_reasoncache.filter.segment import BLANK, Step, TokenClasses
 from sglang_reasoncache.filter.settings import AlignMode, FilterConfig
-from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
+from sglang_reasoncache.filter.structure import Signature, same_structure, signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 

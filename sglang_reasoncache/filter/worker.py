@@ -18,7 +18,7 @@ from sglang_reasoncache.filter.messages import LENGTH, Feed, Reply, Setup, StepR
 from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.runs import RunGroup
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
-from sglang_reasoncache.filter.structure.signature import signature
+from sglang_reasoncache.filter.structure import signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _PR_SET_PDEATHSIG = 1

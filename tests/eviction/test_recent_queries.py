@@ -14,7 +14,6 @@ from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.eviction import held as held_module
-from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.held import HeldLayer, KeySource
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.h2o import H2O
@@ -23,6 +22,7 @@ from sglang_reasoncache.eviction.policies.rkv import RKV
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 from sglang_reasoncache.eviction.policies.triattention import TriAttention
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
+from sglang_reasoncache.eviction.row_state import Decision
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.kernels.pools import dense
 from tests.two_ranks import in_two_threads

@@ -10,9 +10,9 @@ import torch
 
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.eviction.decision import Decision
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor
+from sglang_reasoncache.eviction.row_state import Decision
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 

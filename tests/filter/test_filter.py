@@ -22,8 +22,7 @@ from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import PRESETS, AlignMode, FilterConfig
 from sglang_reasoncache.filter.steps import align_blocks
-from sglang_reasoncache.filter.structure import Limits
-from sglang_reasoncache.filter.structure.signature import same_structure, signature
+from sglang_reasoncache.filter.structure import Limits, same_structure, signature
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 from tests.filter.words import Words, filter_knobs, step_of, with_length_factor
 

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sympy import Add, Basic, Eq, Lt, Mul, Pow, S, Symbol
 
-from sglang_reasoncache.filter.structure import Limits
+from sglang_reasoncache.filter.structure import Limits, Signature, same_structure, signature
 from sglang_reasoncache.filter.structure.expression import written
-from sglang_reasoncache.filter.structure.signature import Signature, same_structure, signature
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,7 @@ from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.steps import StepMatcher
-from sglang_reasoncache.filter.structure import Limits
-from sglang_reasoncache.filter.structure.signature import same_structure, signature
+from sglang_reasoncache.filter.structure import Limits, same_structure, signature
 from sglang_reasoncache.filter.structure.tokens import _WRITTEN
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 
