@@ -2,8 +2,6 @@
 """What a client says in the OpenAI API's ``custom_params``: whether its request shares, and which parts of
 its prompt are documents."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixin that our attention backends put in front of SGLang's."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +8,9 @@ import torch
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.served import check_attention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
-
     # The class behind the mixin: any of SGLang's backends.
     _Stock = Any
 else:

@@ -19,18 +19,18 @@ from torch import Tensor
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.served import attention_layers, key_rotations, reach_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.repair import Repaired
 from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.cache.repair import Repaired
-    from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

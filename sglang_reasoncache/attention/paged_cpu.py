@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of the CPU platform, ``reasoncache_cpu``."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.compat.types import ForwardBatch, ModelRunner
+from sglang_reasoncache.compat.types import ForwardBatch, ModelRunner
 
 
 class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):

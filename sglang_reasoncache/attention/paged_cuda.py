@@ -17,13 +17,13 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
+from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.attention.paged import PagedAttention
-    from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 logger = logging.getLogger(__name__)

@@ -5,8 +5,6 @@ Static types only: nothing is checked at run time. ``tests/contract/test_compat.
 attribute up in the class that the installed SGLang has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.target_info import cuda_capability_geq
 
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 # Element types inside the kernels. fp8 is read as bytes: GPUs before sm_89 cannot convert it.
 ELEMENT = {

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Paged decode attention: one query token per row, grouped query heads, shifted keys."""
 
-from __future__ import annotations
-
 import torch
 
 from sglang_reasoncache.kernels.paged import PagedKv

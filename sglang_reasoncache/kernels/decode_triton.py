@@ -8,7 +8,7 @@ alone, so a request has the same bits in any batch.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -17,12 +17,10 @@ from triton.language.target_info import cuda_capability_geq
 
 from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels import tile_triton as tiles
+from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import TILE as ENTRIES
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.paged import PagedKv
-    from sglang_reasoncache.kernels.plan import RowPlan
-    from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Bounds on the memory of unmerged outputs: chunks of a query's entries, and queries and output elements
 #: of one launch.

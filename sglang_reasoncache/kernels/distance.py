@@ -6,20 +6,15 @@ tensors, N layers, d tokens a block, h KV heads. Elements are subtracted before 
 because norms computed once for each block would cancel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sglang_reasoncache import native
 from sglang_reasoncache.kernels.paged import BACKENDS, read_keys, read_rows
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.native.pool import NativePool
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Key and value buffer of a layer, ``[num_slots, heads, head_dim]`` each.
 Layer = tuple[Tensor, Tensor]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -12,9 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_reasoncache.kernels import common_triton as common
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Elements of a block that a program holds at once.
 TILE = 2048

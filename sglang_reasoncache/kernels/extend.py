@@ -6,8 +6,6 @@ straight from the pool. For a request with more new tokens, the entries are gath
 and PyTorch's fused attention runs on the copies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType

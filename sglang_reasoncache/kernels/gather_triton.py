@@ -3,16 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from sglang_reasoncache.kernels import common_triton as common
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.paged import PagedKv
+from sglang_reasoncache.kernels.paged import PagedKv
 
 #: Elements a program holds at once.
 TILE = 4096

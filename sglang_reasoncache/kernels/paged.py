@@ -1,17 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buffers of a KV pool, and which kernels read them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.native.pool import NativePool
-
-if TYPE_CHECKING:
-    from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Device of a pool -> the kernels that read the pool: C++ or Triton.
 BACKENDS = {"cpu": "native", "cuda": "triton"}

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of a batch's rows, FlashInfer's ``kv_indptr`` and ``kv_indices``, made once per forward."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from typing import NamedTuple
