@@ -202,5 +202,5 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """The context for work on the tree. A single rank contains exceptions. With several ranks they
         are raised and end the scheduler: a rank whose tree differs from the others' would admit
         different requests."""
-        alone = self.controller is not None and self.controller.containment.alone
+        alone = self.controller is not None and self.controller.tracker.ranks.alone
         return self.controller.containment if alone else contextlib.nullcontext()

@@ -50,6 +50,7 @@ class FilterProcess:
         max_pending: New steps are shed (not compared) while this many results of steps were not taken.
 
     Attributes:
+        outstanding: Number of feeds whose replies were not taken yet.
         steps_shed: Number of shed steps, as told by the replies that were taken.
         restarts: Times that the process failed and was restarted.
         given_up: The process failed too often or was shut down; nothing is compared any more.
@@ -89,7 +90,7 @@ class FilterProcess:
         self._closed: list[int] = []
         self._unsent, self._unread = bytearray(self._setup), bytearray()
         self._replies: collections.deque[Reply] = collections.deque()
-        self._outstanding = self._steps_taken = 0
+        self.outstanding = self._steps_taken = 0
 
     def open(self, start_position: int, inside: bool) -> int:
         """Follow a new request. Returns the id by which this class knows it.
@@ -120,7 +121,7 @@ class FilterProcess:
         )
         self._unsent += pickle.dumps(tuple(feed))
         self._opened, self._joined, self._closed = [], [], []
-        self._outstanding += 1
+        self.outstanding += 1
         self._exchange()
 
     def ready(self) -> int:
@@ -147,7 +148,7 @@ class FilterProcess:
             num_pairs += sum(len(result.pairs) + len(result.across) for result in results)
             taken += results
             self.steps_shed += num_shed
-            self._outstanding -= 1
+            self.outstanding -= 1
         self._steps_taken += len(taken)
         return taken
 
@@ -172,11 +173,6 @@ class FilterProcess:
         """End the process for good."""
         self.given_up = True
         self._stop()
-
-    @property
-    def outstanding(self) -> int:
-        """Number of feeds whose replies were not taken yet."""
-        return self._outstanding
 
     @property
     def pid(self) -> int:
@@ -251,7 +247,7 @@ class FilterProcess:
         """Add up the time without an awaited reply; too much of it is a failure."""
         now = time.monotonic()
         waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
-        is_awaited = not self._has_started or self._outstanding > len(self._replies)
+        is_awaited = not self._has_started or self.outstanding > len(self._replies)
         self._silent = self._silent + waited if is_awaited else 0.0
         if self._silent > (SILENT_SECONDS if self._has_started else START_SECONDS):
             self._failure = self._failure or f"no reply for {self._silent:.0f} seconds"

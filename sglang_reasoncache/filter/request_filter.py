@@ -62,7 +62,7 @@ class RequestFilter:
         self._matcher: Matcher
         if config.random_ratio is not None:
             # The seed differs between requests and is the same on all ranks.
-            self._matcher = RandomPairs(config, config.seed * 1_000_003 + start_position)
+            self._matcher = RandomPairs(config, seed=start_position)
         elif config.match == "runs":
             self._matcher = RunMatcher(config, start_position)
         else:

@@ -78,7 +78,6 @@ class FilterConfig:
     max_candidates: int = 4  # earlier steps with which one step may be paired
     max_blocks_per_step: int = 256  # block pairs proposed for one step
     random_ratio: float | None = None
-    seed: int = 0  # of the random pairs
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

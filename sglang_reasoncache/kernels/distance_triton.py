@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -153,22 +153,17 @@ def constants(
     )
 
 
-class Addresses(NamedTuple):
-    """Where the buffers of a pool begin."""
-
-    bases: Tensor  # int64 [layers, 2], of K and V, on the pool's device
-    aligned: bool  # every one is a multiple of 16 bytes
-
-
-def addresses(layers: Sequence[tuple[Tensor, Tensor]]) -> Addresses:
+def addresses(layers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, bool]:
+    """Where the buffers of K and V begin, int64 ``[layers, 2]`` on the pool's device. Also whether every one is
+    a multiple of 16 bytes."""
     found = torch.tensor([[buffer.data_ptr() for buffer in layer] for layer in layers])
     aligned = not (found % 16).any().item()
-    return Addresses(found.to(layers[0][0].device), aligned)
+    return found.to(layers[0][0].device), aligned
 
 
 def squares(
     layers: Sequence[tuple[Tensor, Tensor]],
-    addresses: Addresses,
+    addresses: tuple[Tensor, bool],
     rotation: KeyRotation | None,
     dst: Tensor,
     src: Tensor,
@@ -176,16 +171,16 @@ def squares(
 ) -> Tensor:
     """``DistanceKernel.squares`` of contiguous arguments on a device: one launch, and no wait. A pair
     with a slot or shift out of range is NaN."""
-    pairs, block = dst.shape
+    (pairs, block), (bases, aligned) = dst.shape, addresses
     keys, values = layers[0]
     out = dst.new_empty((pairs, len(layers), 2), dtype=torch.float64)
     rotation = None if shift is None else rotation
     if pairs:
         with common.current_device(dst.device):
             distance_kernel[(pairs, len(layers), 2)](
-                *(common.as_read(keys), addresses.bases, dst, src),
-                *common.rotary_arguments(shift, rotation, dst, addresses.bases),
+                *(common.as_read(keys), bases, dst, src),
+                *common.rotary_arguments(shift, rotation, dst, bases),
                 *(out, block, keys.shape[0], *keys.stride()[:2], *values.stride()[:2]),
-                **constants(keys, values, rotation, addresses.aligned),
+                **constants(keys, values, rotation, aligned),
             )
     return out

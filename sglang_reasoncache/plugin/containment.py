@@ -22,14 +22,10 @@ class Containment:
     It suppresses exceptions. The first one is logged, and ``disable`` is called once with the reason: at
     once on a single rank; under tensor parallelism on all ranks at the next reduction. Until then the
     rank that failed goes on sharing.
-
-    Attributes:
-        alone: True if this rank is the only one.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
         self._ranks, self._disable = ranks, disable
-        self.alone = ranks.alone
         self._reason = ""
 
     def __enter__(self) -> None:

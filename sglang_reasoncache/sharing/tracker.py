@@ -58,7 +58,6 @@ class RequestTracker:
         self._markers, self.in_groups, self._num_groups = markers, groups, 0
         self._groups: weakref.WeakValueDictionary[GroupKey, PromptGroup]
         self._groups = weakref.WeakValueDictionary()
-        self._shed_before = 0
         # The filter's ids of requests that SGLang dropped; any thread may append one.
         self._orphans: collections.deque[int] = collections.deque()
         # The filter's id -> SGLang's request, as long as the request lives.
@@ -157,7 +156,9 @@ class RequestTracker:
         if ready < 0:
             self._lose(self._process)
             return []
+        shed = self._process.steps_shed
         results = self._process.take(min(ready, limit), max_pairs)
+        self.stats.steps_shed += self._process.steps_shed - shed
         for result in results:
             seen = result.counters
             self.stats.steps_seen += 1
@@ -190,12 +191,10 @@ class RequestTracker:
             self._count(self._process)
 
     def _count(self, process: FilterProcess) -> None:
-        self.stats.steps_shed = process.steps_shed - self._shed_before
         self.stats.filter_restarts = process.restarts
         self.stats.filter_given_up = int(process.given_up)
 
     def reset(self) -> None:
         """Count restarts of the filter process again after a flush, which set all counts to 0."""
         if self._process is not None:
-            self._shed_before = self._process.steps_shed
             self._count(self._process)

@@ -161,11 +161,12 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
                for _ in range(300)]  # fmt: skip
 
     def run(**knobs: Any) -> list[Proposal]:
-        return propose(phrases, start=7, block=4, random_ratio=0.25, **knobs)[1]
+        return propose(phrases, **({"start": 7, "block": 4, "random_ratio": 0.25} | knobs))[1]
 
     proposals = run()
     assert [p.pairs for p in proposals] == [p.pairs for p in run()]
-    assert [p.pairs for p in proposals] != [p.pairs for p in run(seed=1)]
+    other = [[(dst - 1, src - 1) for dst, src in p.pairs] for p in run(start=8)]
+    assert [list(p.pairs) for p in proposals] != other
     num_blocks = sum(len(p.step) // 4 for p in proposals)
     assert 0.22 < sum(len(p.pairs) for p in proposals) / num_blocks < 0.28
     starts: set[int] = set()

@@ -69,16 +69,13 @@ class Evictor:
 
     #: Scores are running totals. They are also computed whenever the window of recent queries is full.
     accumulates: ClassVar[bool] = False
+    #: The policy reads keys or queries before rotary embedding.
+    unrotates: ClassVar[bool] = False
 
     @property
     def queries(self) -> int:
         """Newest queries of a request that the policy reads; 0: none."""
         return 0
-
-    @property
-    def unrotates(self) -> bool:
-        """Whether the policy reads keys or queries before rotary embedding."""
-        return False
 
     def __post_init__(self) -> None:
         _check(self)

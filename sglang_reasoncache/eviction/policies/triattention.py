@@ -2,6 +2,7 @@
 """TriAttention: keeps keys that queries like the recent ones will attend to."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,8 @@ class TriAttention(Evictor):
         reach: Distance to the farthest query ahead, at most the length of the rotary table.
     """
 
+    unrotates: ClassVar[bool] = True
+
     slack: int = bounded(128, 0, 65_536)
     window: int = bounded(32, 1, 256)
     reach: int = bounded(65_536, 1, 1 << 20)
@@ -35,10 +38,6 @@ class TriAttention(Evictor):
     @property
     def queries(self) -> int:
         return self.window
-
-    @property
-    def unrotates(self) -> bool:
-        return True
 
     def scores(self, view: View) -> torch.Tensor:
         def score(layer: Layer) -> torch.Tensor:
