@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import pkgutil
 import re
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,18 +20,16 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
 #: Name -> class of each evicting policy; a new policy needs one line here.
-BUILT_IN: Mapping[str, str] = types.MappingProxyType(
-    {
-        "streamingllm": f"{_POLICIES}.streamingllm:StreamingLLM",
-        "random": f"{_POLICIES}.random_attention:RandomAttention",
-        "l2norm": f"{_POLICIES}.l2norm:L2Norm",
-        "keydiff": f"{_POLICIES}.keydiff:KeyDiff",
-        "h2o": f"{_POLICIES}.h2o:H2O",
-        "snapkv": f"{_POLICIES}.snapkv:SnapKV",
-        "rkv": f"{_POLICIES}.rkv:RKV",
-        "triattention": f"{_POLICIES}.triattention:TriAttention",
-    }
-)
+BUILT_IN: Mapping[str, str] = {
+    "streamingllm": f"{_POLICIES}.streamingllm:StreamingLLM",
+    "random": f"{_POLICIES}.random_attention:RandomAttention",
+    "l2norm": f"{_POLICIES}.l2norm:L2Norm",
+    "keydiff": f"{_POLICIES}.keydiff:KeyDiff",
+    "h2o": f"{_POLICIES}.h2o:H2O",
+    "snapkv": f"{_POLICIES}.snapkv:SnapKV",
+    "rkv": f"{_POLICIES}.rkv:RKV",
+    "triattention": f"{_POLICIES}.triattention:TriAttention",
+}
 #: The policy that shares, and the policy that does nothing.
 SHARING, NOTHING = "reasoncache", "none"
 _LONGEST = 1000

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixin that our attention backends put in front of SGLang's."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,11 +10,8 @@ from sglang_reasoncache.attention.served import check_attention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 
-if TYPE_CHECKING:
-    # The class behind the mixin: any of SGLang's backends.
-    _Stock = Any
-else:
-    _Stock = object
+#: Stands for the class behind the mixin: any of SGLang's backends.
+_Stock: Any = object
 
 
 class PagedBackend(_Stock):

@@ -65,6 +65,8 @@ class PagedAttention:
         self._pool = pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
         self.cached = cached
+        #: Whether decode steps read each slot of a row once.
+        self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
         #: Layer -> rotation of its keys; None: keys are read as cached.
@@ -107,11 +109,6 @@ class PagedAttention:
         return self.queries
 
     # -- planning -------------------------------------------------------------------
-
-    @property
-    def merges(self) -> bool:
-        """Whether decode steps read each slot of a row once."""
-        return self.cached is not None
 
     def buffers(
         self, batch: int, entries: int | None = None, *, merge: bool = False

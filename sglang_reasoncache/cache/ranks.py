@@ -22,27 +22,18 @@ class Ranks:
         group: CPU process group of the ranks; None: this rank is alone.
 
     Attributes:
+        alone: Whether this is the only rank.
         failed: Set by the caller when this rank has failed.
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._group = group
+        self._group, self.alone = group, group is None
         self.failed = self._ended = False
-
-    @property
-    def alone(self) -> bool:
-        return self._group is None
 
     def least(self, value: int) -> int:
         """The smallest ``value`` of any rank. Raises RankFailed if a rank has failed."""
-        return value if self._group is None else self._least(value)
-
-    def agree(self) -> None:
-        """Raise RankFailed if a rank has failed."""
-        if self._group is not None:
-            self._least(0)
-
-    def _least(self, value: int) -> int:
+        if self._group is None:
+            return value
         if not self._ended:
             box = torch.tensor([int(value), not self.failed], dtype=torch.int64)
             dist.all_reduce(box, op=dist.ReduceOp.MIN, group=self._group)
@@ -52,6 +43,10 @@ class Ranks:
         # From now on no rank makes a reduction.
         self._ended = True
         raise RankFailed
+
+    def agree(self) -> None:
+        """Raise RankFailed if a rank has failed."""
+        self.least(0)
 
     def add(self, sums: torch.Tensor) -> None:
         """Add up ``sums`` over the ranks, in place. Raises RankFailed if a rank has failed."""

@@ -1,18 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pairs blocks of a step with blocks of similar earlier steps: stage 1 of ReasonCache, and its alignment
-of blocks. Stage 2, the distance of their K and V, is in ``sharing/``, because it needs the device."""
+of blocks. Stage 2, the distance of their K and V, is in ``sharing/``, because it needs the device.
 
+``sim(c, k) = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of
+token ids and |S| the length in characters; MemShare leaves the length factor out.
+"""
+
+from array import array
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.matcher import BlockPair, FilterCounters, Matcher, block_starts
 from sglang_reasoncache.filter.segment import BLANK, Step, TokenClasses
 from sglang_reasoncache.filter.settings import AlignMode, FilterConfig
 from sglang_reasoncache.filter.structure import Signature, same_structure, signature
 from sglang_reasoncache.filter.vocabulary import Vocabulary
+
+Floats = npt.NDArray[np.float64]
+
+# A list of postings: pairs (number of the step, count of the token), flattened; 32 bits each.
+_POSTING_TYPE = "I"
+_POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
+_TOKENS_AT_ONCE = 32
+# The number 1 in fixed point, for the mean similarity.
+_FIXED_POINT = 2.0**40
 
 
 class StepMatcher(Matcher):
@@ -57,8 +72,8 @@ class StepMatcher(Matcher):
         # Reversed before the stable sort, so that the latest of equal similarities comes first.
         order = above[::-1]
         order = order[np.argsort(-sims[order], kind="stable")]
-        kept = order[: config.max_structure_checks]
-        return [int(index) for index in kept]
+        found: list[int] = order[: config.max_structure_checks].tolist()
+        return found
 
     def _align(self, step: Step, candidates: list[int]) -> list[BlockPair]:
         """Block pairs of the best candidates that pass the structure check."""
@@ -155,3 +170,81 @@ def align_blocks(
         pairs.append(BlockPair(dst.start + i, src.start + j))
         i += block
     return pairs
+
+
+def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
+    """``tau = strict - (strict - soft) * mean(sims)``, or ``strict`` if there are no earlier steps.
+
+    The mean is computed from the integers ``rint(sim * 2**40)``. Their sum does not depend on the order
+    of summation, so every rank gets the same bits.
+
+    Args:
+        sims: float64 ``[earlier steps]``, between 0 and 1. At most 2**22 steps, so that the sum fits 63
+            bits and ``len(sims) * 2**40`` is exact.
+    """
+    if not len(sims):
+        return strict
+    total = int(np.rint(sims * _FIXED_POINT).astype(np.int64).sum())
+    return strict - (strict - soft) * (total / (len(sims) * _FIXED_POINT))
+
+
+class LexicalIndex:
+    """The newest ``max_history_steps`` earlier steps of one request. Not thread safe.
+
+    A forgotten step is no candidate, and does not count in the mean of the dynamic threshold. The index
+    is inverted: comparing a step reads only the postings of tokens that the step contains.
+    """
+
+    def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
+        self._max_history_steps = max_history_steps
+        self._length_factor = length_factor
+        self._steps: deque[Step] = deque()
+        self._num_chars, self._norm_sq = array("d"), array("d")
+        self._postings: dict[int, array[int]] = {}
+        self._num_forgotten = 0
+
+    def __len__(self) -> int:
+        """Number of remembered steps."""
+        return len(self._steps)
+
+    def __getitem__(self, index: int) -> Step:
+        return self._steps[index]
+
+    def add(self, step: Step) -> None:
+        """Remember ``step``; forget the oldest step if there are too many."""
+        number = self._num_forgotten + len(self)
+        self._steps.append(step)
+        self._num_chars.append(step.num_chars)
+        self._norm_sq.append(step.norm_sq)
+        for token, count in step.bag.items():
+            self._postings.setdefault(token, array(_POSTING_TYPE)).extend((number, count))
+        if len(self) > self._max_history_steps:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        self._num_forgotten += 1
+        del self._num_chars[0], self._norm_sq[0]
+        for token in self._steps.popleft().bag:
+            # The oldest step's entry is the first one of each posting list.
+            del self._postings[token][:2]
+            if not self._postings[token]:
+                del self._postings[token]
+
+    def similarities(self, step: Step) -> Floats:
+        """Similarity of ``step`` to every remembered step, oldest first: float64 ``[len(self)]``."""
+        dots = np.zeros(len(self))
+        hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
+        # In parts, so that the memory of a part stays in the processor's cache.
+        for at in range(0, len(hits), _TOKENS_AT_ONCE):
+            counts, postings = zip(*hits[at : at + _TOKENS_AT_ONCE], strict=True)
+            joined = np.frombuffer(b"".join(postings), dtype=_POSTING_DTYPE)
+            weights = np.repeat(np.array(counts, dtype=np.float64), [len(p) >> 1 for p in postings])
+            weights *= joined[1::2]
+            dots += np.bincount(joined[::2] - self._num_forgotten, weights, minlength=len(self))
+        # The product is an exact integer, so equal bags give exactly 1.
+        sims = np.asarray(dots / np.sqrt(np.array(self._norm_sq) * step.norm_sq))
+        if self._length_factor:
+            chars = np.array(self._num_chars)
+            sims *= np.minimum(chars, step.num_chars)
+            sims /= np.maximum(chars, step.num_chars)
+        return sims

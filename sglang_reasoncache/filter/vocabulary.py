@@ -34,8 +34,6 @@ class Vocabulary:
     """The bytes that each token id adds to a text. A text is their concatenation. ``pieces``: bytes of
     the tokens 0, 1, 2, ...; empty for an id without a token."""
 
-    __slots__ = ("pieces",)
-
     def __init__(self, pieces: Sequence[bytes]) -> None:
         # XGrammar has a special class of bytes; unpickling it would import torch in the filter process.
         self.pieces = tuple(map(bytes, pieces))

@@ -12,15 +12,8 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import paged_cuda, served
 from sglang_reasoncache.attention.paged import PagedAttention
-from sglang_reasoncache.attention.paged_cuda import (
-    GraphVariants,
-    GraphVote,
-    MarkedRids,
-    SharedSlotReads,
-    compile_attention,
-)
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
@@ -217,7 +210,8 @@ def make_cuda(
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
-    refusals.check_corrected(model_runner.server_args, requested_by)
+    found = refusals.in_the_way_of_corrected(model_runner.server_args)
+    refusals.refuse(requested_by, found)
     latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
     kwargs = {}
     if name == "flashinfer" and not latent:
@@ -228,7 +222,7 @@ def make_cuda(
         backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-        compile_attention(backend.paged)
+        paged_cuda.compile_attention(backend.paged)
         # Last, because hooks cannot be removed after a failure.
         _install_hooks(backend)
     except ValueError:
@@ -244,7 +238,7 @@ def backend_class(name: str, latent: bool = False) -> type:
     SGLang's class is missing."""
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
-    bases = (SharedSlotReads, getattr(compat, stock))
+    bases = (paged_cuda.SharedSlotReads, getattr(compat, stock))
     # SGLang's Triton decode kernels leave out the oldest position of a window, its other kernels do not.
     members = {"__module__": __name__, "unread": int(name == "triton")}
     return type(f"Corrected{stock}", bases, members)
@@ -272,7 +266,7 @@ def _after_forward_batch(
     backend: Any = getattr(model_runner, "attn_backend", None)
     # A hybrid model has two backends; take that of its attention layers.
     backend = getattr(backend, "full_attn_backend", backend)
-    if not isinstance(backend, SharedSlotReads) or not hasattr(tree, "reads_shifted"):
+    if not isinstance(backend, paged_cuda.SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
     # SGLang builds a batch on the stream that its forward runs on.
     with tree.controller.containment:
@@ -280,11 +274,11 @@ def _after_forward_batch(
         result.rids = _marked(backend, batch, result.rids)
 
 
-def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
+def _marked(backend: Any, batch: Any, rids: list[str]) -> paged_cuda.MarkedRids:
     tree = batch.tree_cache
     evicted = tree.evicted_of(batch.reqs)
     shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
-    return MarkedRids(rids, shifted or any(evicted), evicted)
+    return paged_cuda.MarkedRids(rids, shifted or any(evicted), evicted)
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:
@@ -301,12 +295,12 @@ def _needs_ours(backend: Any, batch: Any) -> bool:
 
 def _after_decode_vote(
     backend: Any, result: bool, *, local_batch: Any, **_: Any
-) -> GraphVote | None:
+) -> paged_cuda.GraphVote | None:
     """This group's vote on the decode graph of the next forward, on which groups of DP attention agree."""
     needed = _needs_ours(backend, local_batch)
     if not result:
         return None
-    return GraphVote.SHIFTED if needed else GraphVote.PLAIN
+    return paged_cuda.GraphVote.SHIFTED if needed else paged_cuda.GraphVote.PLAIN
 
 
 def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
@@ -325,7 +319,7 @@ def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
     """Read the smallest vote from ``info.tp0_info_cpu`` ``[groups, columns]`` again, because SGLang has turned
     it into a bool. The batch takes it to ``SharedSlotReads.choose_graph``."""
     votes = info.tp0_info_cpu[:, _DECODE_VOTE]
-    info.can_run_decode_cuda_graph = GraphVote(int(votes.min()))
+    info.can_run_decode_cuda_graph = paged_cuda.GraphVote(int(votes.min()))
 
 
 def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:
@@ -333,4 +327,4 @@ def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_conf
     if variants is not None:
         own = f"variants of their own ({', '.join(variants.capture_labels)})"
         raise ValueError(f"{backend.requested_by}: this model's decode graphs have {own}")
-    return GraphVariants(backend)
+    return paged_cuda.GraphVariants(backend)

@@ -69,14 +69,8 @@ def of_policy(policy: str, reason: str) -> ValueError:
 
 def check(args: ServerArgs) -> None:
     """Raises ValueError naming every flag in the way. ``args``: raw ``ServerArgs``."""
-    _refuse("--enable-reasoncache", _found(args, CONFLICTS))
+    refuse("--enable-reasoncache", _found(args, CONFLICTS))
     check_page_size(args.page_size or 1)
-
-
-def check_corrected(args: ServerArgs, requested_by: str) -> None:
-    """Raises ValueError naming every flag that excludes corrected keys on CUDA. ``requested_by`` begins
-    the message."""
-    _refuse(requested_by, in_the_way_of_corrected(args))
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
@@ -99,7 +93,8 @@ def _option(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def _refuse(subject: str, found: list[str]) -> None:
+def refuse(subject: str, found: list[str]) -> None:
+    """Raises ValueError that names ``subject`` and what was ``found`` in its way, if anything was."""
     if found:
         raise ValueError(f"{subject} cannot be combined with: {'; '.join(found)}")
 
@@ -124,7 +119,7 @@ def check_page_size(page_size: int) -> None:
     variable = "SGLANG_DEBUG_MEMORY_POOL"
     if page_size > 1 and _is_set(variable):
         reason = f"at page size {page_size} (it counts a shared page as freed twice)"
-        _refuse("--enable-reasoncache", [f"{variable} {reason}"])
+        refuse("--enable-reasoncache", [f"{variable} {reason}"])
 
 
 def _is_set(variable: str) -> bool:

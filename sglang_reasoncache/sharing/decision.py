@@ -15,27 +15,20 @@ from sglang_reasoncache.sharing.state import Candidate, has_row, state_of
 
 
 class Refusal(Enum):
-    """Why a proposed block was not shared. The values are labels of a Prometheus series."""
+    """Why a proposed block was not shared (docs/architecture.md). The values label a Prometheus series."""
 
     WARMUP = "warmup"
     DISTANCE = "distance"
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
-    """Source and destination name the same slots already, or will once other accepted blocks share."""
     PART_OF_PAGE = "part_of_page"
     OVERLAP = "overlap"
-    """Source and destination overlap, or another candidate has some of the destination's positions."""
     TOO_YOUNG = "too_young"
-    """The block, or its source in another request, is less than ``min_age`` tokens behind the end."""
     READERS = "readers"
-    """Too many positions name the block's slots, or will; moving all of them would take long."""
     LATE = "late"
-    """The request finished, or lost its row, before the block could be shared."""
     ACROSS = "across"
-    """Another request names some of the block's slots, so redirecting the block would not free them."""
     EVICTED = "evicted"
-    """A position of the block or of its source was evicted."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -34,14 +34,8 @@ _FULL = 2.0**21
 class Measurement(Download):
     """Slots and sums of squares of a batch of block pairs, being copied from device to host.
 
-    ``dst_slots`` and ``src_slots`` are int64 ``[blocks, length]``.
+    ``Measurement(dst_slots, src_slots, sums)``; slots are int64 ``[blocks, length]``.
     """
-
-    def __init__(
-        self, dst_slots: torch.Tensor, src_slots: torch.Tensor, sums: torch.Tensor
-    ) -> None:
-        super().__init__(dst_slots, src_slots, sums)
-        self.block = dst_slots.shape[1]
 
     @property
     def sums(self) -> torch.Tensor:
@@ -103,11 +97,9 @@ class BlockMeter:
         dst, src = at[:, 0:1] + within, at[:, 1:2] + within
         dst_slots = self._rows[rows[:, 0:1], dst].long()
         src_slots = self._rows[rows[:, 1:2], src].long()
-        sums = self._squares(dst_slots, src_slots, self._shift(src_slots, dst))
+        shift = self._cached_at.shift(src_slots, dst) if self._corrects else None
+        sums = self._squares(dst_slots, src_slots, shift)
         return Measurement(dst_slots, src_slots, sums)
-
-    def _shift(self, src_slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor | None:
-        return self._cached_at.shift(src_slots, used_at) if self._corrects else None
 
     def _squares(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
@@ -121,7 +113,7 @@ class BlockMeter:
         """KV distance of each block. All tensor-parallel ranks call this together."""
         sums = measured.sums
         self._ranks.add(sums)
-        return block_distances(sums, measured.block, self._num_heads).tolist()
+        return block_distances(sums, measured.host[0].shape[1], self._num_heads).tolist()
 
 
 class AdaptiveThreshold:

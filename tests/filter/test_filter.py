@@ -16,12 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import PRESETS, AlignMode, FilterConfig
-from sglang_reasoncache.filter.steps import align_blocks
+from sglang_reasoncache.filter.steps import LexicalIndex, align_blocks, dynamic_threshold
 from sglang_reasoncache.filter.structure import Limits, same_structure, signature
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 from tests.filter.words import Words, filter_knobs, step_of, with_length_factor

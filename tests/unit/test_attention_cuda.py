@@ -20,6 +20,7 @@ from sglang.srt.platforms.cuda import CudaSRTPlatform
 from sglang.srt.runtime_context import override_platform
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention import paged_cuda
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -94,11 +95,11 @@ def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("field", refusals.CORRECTED_CONFLICTS)
 def test_flags_in_the_way_are_named(field: str) -> None:
     args, flag = compat.ServerArgs(model_path="none", device="cpu"), field.replace("_", "-")
-    refusals.check_corrected(args, "--x y")
+    refusals.refuse("--x y", refusals.in_the_way_of_corrected(args))
     assert getattr(args, field) is False
     setattr(args, field, True)
     with pytest.raises(ValueError, match=f"--x y cannot be combined with: --{flag} "):
-        refusals.check_corrected(args, "--x y")
+        refusals.refuse("--x y", refusals.in_the_way_of_corrected(args))
     # A field that SGLang itself switched on is refused as well.
     switched = compat.ServerArgs(model_path="none", device="cpu")
     compat.declare_resolution(switched, "a test", **{field: True})
@@ -298,7 +299,7 @@ def test_auto_goes_on_where_ours_fails(
     first = fails if at == "__init__" else make
     monkeypatch.setattr(attention, "backend_class", lambda *_: first)
     compiled = fails if at == "warm_up" else lambda _paged: None
-    monkeypatch.setattr(attention, "compile_attention", compiled)
+    monkeypatch.setattr(paged_cuda, "compile_attention", compiled)
     monkeypatch.setattr(attention, "_install_hooks", fails)
     warned = list[str]()
     # Replaced, as log handlers of a test keep tracebacks, which would hold the backend.

@@ -32,14 +32,6 @@ def bounded(default: float | None, low: float, high: float) -> Any:
     return dataclasses.field(default=default, metadata={"bounds": (low, high)})
 
 
-def _check(policy: Any) -> None:
-    """Raises OptionError for a value that is out of bounds or NaN."""
-    for option in dataclasses.fields(policy):
-        value, bounds = getattr(policy, option.name), option.metadata.get("bounds")
-        if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
-            raise OptionError(option.name, "between {} and {}".format(*bounds))
-
-
 @dataclass(frozen=True)
 class Evictor:
     """A policy scores positions (:meth:`scores`). The lowest scores are evicted until the budget is met.
@@ -78,7 +70,10 @@ class Evictor:
         return 0
 
     def __post_init__(self) -> None:
-        _check(self)
+        for option in dataclasses.fields(self):
+            value, bounds = getattr(self, option.name), option.metadata.get("bounds")
+            if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
+                raise OptionError(option.name, "between {} and {}".format(*bounds))
         if (self.budget is None) == (self.share is None):
             raise OptionError("budget or share", "given, one of the two")
         if self.share is not None and not 0 < self.share < 1:
