@@ -99,7 +99,7 @@ class ScriptedEngine(FilterProcess):
         self._results: list[StepResult] = []
 
     @property
-    def outstanding(self) -> int:
+    def outstanding(self) -> int:  # type: ignore[override]
         return len(self._results)
 
     def open(self, start_position: int, inside: bool) -> int:
