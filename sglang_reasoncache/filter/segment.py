@@ -159,6 +159,8 @@ class ReasoningSpan:
         inside: Whether the next token is reasoning, unless it is a marker.
     """
 
+    __slots__ = ("_end_ids", "_start_ids", "inside")
+
     def __init__(self, start_ids: frozenset[int], end_ids: frozenset[int], inside: bool) -> None:
         self._start_ids = start_ids
         self._end_ids = end_ids

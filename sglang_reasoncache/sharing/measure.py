@@ -74,13 +74,10 @@ class BlockMeter:
             self._layers.setdefault(rotation, []).append(kv_of(pool, layer))
         # One kernel for each rotation. Most models have one rotation.
         self._kernels = [DistanceKernel(some, rotation) for rotation, some in self._layers.items()]
+        #: What computes the distances: see ``kernels.paged.BACKENDS``.
+        self.backend = self._kernels[0].backend
         self._rows, self._cached_at, self._corrects = rows, cached_at, rotations is not None
         self._num_heads, self._ranks = num_heads, ranks
-
-    @property
-    def backend(self) -> str:
-        """What computes the distances: see ``kernels.paged.BACKENDS``."""
-        return self._kernels[0].backend
 
     def warm_up(self, block: int) -> None:
         """Compile the kernels for blocks of ``block`` tokens, before requests come."""
