@@ -189,8 +189,8 @@ class Controller:
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
         # Policies with ``when=short`` free the slots that sharing could not free, of the longest rows first.
-        longest = sorted(self._running.values(), key=lambda req: -req.kv.kv_allocated_len)
-        for req in longest if self.eviction.waits else ():
+        running = self._running.values() if self.eviction.waits else ()
+        for req in sorted(running, key=lambda req: -req.kv.kv_allocated_len):
             if missing <= 0:
                 break
             if is_running(req):
