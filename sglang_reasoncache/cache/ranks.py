@@ -32,7 +32,7 @@ class Ranks:
 
     def least(self, value: int) -> int:
         """The smallest ``value`` of any rank. Raises RankFailed if a rank has failed."""
-        if self._group is None:
+        if self.alone:
             return value
         if not self._ended:
             box = torch.tensor([int(value), not self.failed], dtype=torch.int64)
@@ -46,7 +46,8 @@ class Ranks:
 
     def agree(self) -> None:
         """Raise RankFailed if a rank has failed."""
-        self.least(0)
+        if not self.alone:
+            self.least(0)
 
     def add(self, sums: torch.Tensor) -> None:
         """Add up ``sums`` over the ranks, in place. Raises RankFailed if a rank has failed."""
