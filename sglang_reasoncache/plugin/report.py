@@ -46,6 +46,7 @@ _COUNTERS = {
     "documents_composed": "Cached documents that they read at another place.",
     "tokens_composed": "Tokens of these prompts that were not computed.",
     "tokens_repaired": "Tokens of these documents that were computed again at their places.",
+    "repairs_missed": "Prompts composed without the repair that they asked for.",
     "eviction_decisions": "Times an evicting policy was asked what to evict.",
     "positions_evicted": "Positions evicted by evicting policies.",
     "slots_freed_by_eviction": "Slots returned to the allocator by evicting.",

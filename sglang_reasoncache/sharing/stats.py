@@ -26,6 +26,7 @@ class SharingStats(EvictionStats):
         documents_composed: Documents that composed prompts read from the cache.
         tokens_composed: Tokens that composed prompts did not compute, base included.
         tokens_repaired: Tokens of the composed documents that were computed again.
+        repairs_missed: Composed prompts that asked for a repair and were served without.
         sum_saved: Slots that the running requests saved by sharing and eviction, added up over all polls.
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
@@ -57,6 +58,7 @@ class SharingStats(EvictionStats):
     documents_composed: int = 0
     tokens_composed: int = 0
     tokens_repaired: int = 0
+    repairs_missed: int = 0
     decode_steps: int = 0
     polls: int = 0
     sum_running: int = 0
@@ -89,13 +91,14 @@ class SharingStats(EvictionStats):
         if logical > 0:
             self.sum_final_ratio += (redirected + evicted) / logical
 
-    def composed(self, documents: int, tokens: int, repaired: int) -> None:
+    def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         """Count a prompt composed of ``documents``: ``tokens`` of it are not computed, base included, and
-        ``repaired`` tokens are computed again."""
+        ``repaired`` tokens are computed again. ``missed``: a repair was asked for, and none is made."""
         self.prompts_composed += 1
         self.documents_composed += documents
         self.tokens_composed += tokens
         self.tokens_repaired += repaired
+        self.repairs_missed += missed
 
     @property
     def memory_saving_ratio(self) -> float:

@@ -206,7 +206,7 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
     assert told.status_code == 400 and "query:SHARE" in told.text
     # A request that SGLang itself refuses prefills no documents.
     new = [texts[0][:15:-1], texts[1][:15:-1]]
-    for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}):
+    for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}, {"json_schema": "{"}):
         prompt = [*SYSTEM, *new[0], *new[1], *QUESTION]
         sampling = {**wrong, "custom_params": {"documents": _spans(new)}}
         told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
