@@ -23,7 +23,7 @@ KEY, REPAIR_KEY = "documents", "documents_repair"
 #: Most documents of a prompt. While a request waits, each is looked up in the cache repeatedly.
 MOST = 256
 #: Bound of tokens before the documents times documents: these tokens are looked up with every document.
-_MOST_BEFORE = 1 << 21
+_MOST_BEFORE = 1 << 19
 
 
 @dataclass(frozen=True)
