@@ -45,7 +45,7 @@ def repair_of(text: object) -> Repair:
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
-    if kind == "first" and amount.isascii() and amount.isdigit() and 0 < len(amount) < 6:
+    if kind == "first" and re.fullmatch(r"[1-9][0-9]{0,4}", amount):
         return Repair(first=int(amount))
     if kind == "query" and re.fullmatch(r"0?\.[0-9]{1,4}|1", amount):
         return Repair(share=float(amount))

@@ -69,14 +69,20 @@ async def _behind_documents(
         base = prompt[: documents.start]
         alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
         # The first document goes alone, so that the base is computed once and not once per document.
-        for some in (
+        groups = [
             alone[:1],
             *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
-        ):
-            await asyncio.gather(*(anext(original(manager, each, request)) for each in some))
+        ]
         if documents.repair.share:
             custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
-            await anext(original(manager, _request(prompt, obj, custom), request))
+            groups.append([_request(prompt, obj, custom)])
+        for group in groups:
+            sent = (anext(original(manager, each, request)) for each in group)
+            for answer in await asyncio.gather(*sent):
+                if (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort":
+                    # Whoever aborted all requests aborted this one too.
+                    yield answer
+                    return
     async for response in original(manager, obj, request):
         yield response
 
