@@ -21,7 +21,7 @@ KEY, REPAIR_KEY = "documents", "documents_repair"
 #: Most documents of a prompt. While a request waits, each is looked up in the cache repeatedly.
 MOST = 256
 #: Bound of tokens before the documents times documents: these tokens are looked up with every document.
-_MOST_BEFORE = 1 << 21
+_MOST_BEFORE = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def repair_of(text: object) -> Repair:
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
-    if kind == "first" and amount.isascii() and amount.isdigit() and 0 < len(amount) < 6:
+    if kind == "first" and re.fullmatch(r"[1-9][0-9]{0,4}", amount):
         return Repair(first=int(amount))
     if kind == "query" and re.fullmatch(r"0?\.[0-9]{1,4}|1", amount):
         return Repair(share=float(amount))

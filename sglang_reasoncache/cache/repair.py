@@ -9,12 +9,14 @@ here fails on any rank, SGLang recomputes the last tokens of the prefix instead.
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -23,9 +25,11 @@ from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition
 from sglang_reasoncache.cache.ranks import RankFailed, Ranks
 from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
+from sglang_reasoncache.custom_params import Repair
 
-#: Most prompt tokens whose scores are kept. A prompt whose scores were dropped is served without its repair.
-_MOST_SCORED = 1 << 24
+#: Most prompts, and most tokens of all of them, whose scores are kept. A prompt whose scores were dropped is
+#: served without its repair.
+_MOST_PROMPTS, _MOST_TOKENS = 1024, 1 << 24
 
 
 class Repaired(NamedTuple):
@@ -98,10 +102,12 @@ class Repairs:
         self._prepared: dict[str, Repaired] = {}
         # Row index in ``req_to_token`` -> the row, and where SGLang expects its recomputed entries.
         self._rows: dict[int, tuple[RepairedRow, int]] = {}
-        # By request id: scores of a prompt whose last chunk was not prefilled yet.
-        self._scoring: OrderedDict[str, torch.Tensor] = OrderedDict()
+        # The scores of a request that only scores.
+        self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
+        # By what the attention to a prompt depends on: the scores of prompts that were prefilled whole.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        self._chosen: OrderedDict[Any, np.ndarray] = OrderedDict()
+        # Kept because a waiting request is matched again at every step: for which length, and the positions.
+        self._chosen: WeakKeyDictionary[Request, tuple[int, np.ndarray]] = WeakKeyDictionary()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
@@ -115,22 +121,22 @@ class Repairs:
             return heads_of(documents.ends[: len(prefix.nodes)], repair.first)
         if not repair.share or _only_scores(req):
             return NO_POSITIONS
-        key = _key(req, prefix)
-        scores = self._scores.get(key)
+        known, chosen = self._chosen.get(req, (0, NO_POSITIONS))
+        if known == end:
+            return chosen
+        scores = self._scores.get(_key(req, prefix))
         if scores is None or len(scores) < end:
             return NO_POSITIONS
-        # The choice is kept, because a waiting request is matched again at every step.
-        if (key, end) not in self._chosen:
-            # The forward that wrote the scores ended before its request was answered.
-            first = documents.ends[0]
-            seen = scores[first:end].cpu()
-            try:
-                ranks.add(seen)
-            except RankFailed:  # on every rank alike
-                return NO_POSITIONS
-            count = round(repair.share * (end - documents.start))
-            _keep(self._chosen, (key, end), highest_of(seen, count) + first)
-        return self._chosen[key, end]
+        # The forward that wrote the scores ended before its request was answered.
+        first = documents.ends[0]
+        seen = scores[first:end].cpu()
+        try:
+            ranks.add(seen)
+        except RankFailed:  # on every rank alike
+            return NO_POSITIONS
+        count = round(repair.share * (end - documents.start))
+        self._chosen[req] = end, highest_of(seen, count) + first
+        return self._chosen[req][1]
 
     @staticmethod
     def concerns(batch: ScheduleBatch) -> bool:
@@ -212,25 +218,26 @@ class Repairs:
         """fp32 ``[length]`` to which a request's attention is added. None: the request is not scored."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
-        if req.prefix_len == prefix.length or req.rid not in self._scoring:
+        if req.prefix_len == prefix.length or req not in self._scoring:
             # The first chunk of its prompt, perhaps once more after a retraction.
-            _keep(self._scoring, req.rid, torch.zeros(prefix.length, device=device))
-        return self._scoring[req.rid]
+            self._scoring[req] = torch.zeros(prefix.length, device=device)
+        return self._scoring[req]
 
     def _publish(self, req: Request, prefix: Composition, received: torch.Tensor) -> None:
         """Let other requests see the scores of ``req``, at the last chunk of its prompt."""
-        key = _key(req, prefix)
-        for known in [known for known in self._chosen if known[0] == key]:
-            del self._chosen[known]
-        self._scoring.pop(req.rid, None)
-        _keep(self._scores, key, received)
+        key, kept = _key(req, prefix), self._scores
+        kept[key] = received
+        kept.move_to_end(key)
+        while len(kept) > _MOST_PROMPTS or (
+            sum(map(len, kept.values())) > _MOST_TOKENS and len(kept) > 1
+        ):
+            kept.popitem(last=False)
 
 
-def _keep(kept: OrderedDict[Any, Any], key: Any, value: Any) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    while len(kept) > 1024 or (sum(map(len, kept.values())) > _MOST_SCORED and len(kept) > 1):
-        kept.popitem(last=False)
+def missed(req: Request, prefix: Composition) -> bool:
+    """Whether a request asked for a repair, and its composed ``prefix`` has none."""
+    asked = prefix.documents.repair != Repair() and not _only_scores(req)
+    return asked and not len(prefix.again)
 
 
 def _only_scores(req: Request) -> bool:
@@ -238,6 +245,6 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """Key of scores and of choices: everything that the attention to a prompt depends on."""
-    tokens = array("q", req.origin_input_ids).tobytes()
+    """Everything that the attention to a prompt depends on. The tokens by their digest, which is shorter."""
+    tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
     return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents

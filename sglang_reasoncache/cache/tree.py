@@ -16,7 +16,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.composition import Composition, CompositionLock, compose, marked
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.cache.repair import RepairedRow
+from sglang_reasoncache.cache.repair import RepairedRow, missed
 from sglang_reasoncache.compat.types import CacheInitParams, Request
 from sglang_reasoncache.custom_params import Documents
 
@@ -185,7 +185,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         assert len(slots) == prefix.length, (req.rid, len(slots), prefix.length)
         if len(prefix.again):
             prefix.repaired = RepairedRow(slots)
-        self.controller.stats.composed(len(prefix.nodes), prefix.kept, len(prefix.again))
+        counts = len(prefix.nodes), prefix.kept, len(prefix.again), missed(req, prefix)
+        self.controller.stats.composed(*counts)
         return slots[: req.prefix_len]
 
     def lock(self, *where: Any, **named: Any) -> Any:

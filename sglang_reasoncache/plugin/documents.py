@@ -17,6 +17,8 @@ from sglang_reasoncache.config import config_of
 
 #: Documents of a request that are prefilled at once, at most.
 _TOGETHER = 16
+#: Sampling parameters that hold a grammar.
+_GRAMMARS = "json_schema", "regex", "ebnf", "structural_tag"
 _ranks = itertools.count()
 
 
@@ -51,42 +53,51 @@ async def _behind_documents(
     config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
     custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
-    documents = marks.documents_of(custom, len(prompt))
-    assert documents is not None
     # SGLang reads ``is_single`` if the client leaves before SGLang has prepared the request.
     obj.is_single = True
     ranks = manager.server_args.dp_size
-    if ranks > 1 and obj.routed_dp_rank is None:
+    if obj.routed_dp_rank is None:
+        # The name that SGLang gave up still comes from clients.
+        obj.routed_dp_rank = obj.data_parallel_rank
+    if obj.routed_dp_rank is None and ranks > 1:
         # Each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
-    _verify(manager, obj)
-    one = len(documents.ends) == 1 or obj.contains_mm_input()
-    if not one and marks.asks_to_share(custom) and await _composes(manager):
+    documents = marks.documents_of(custom, _verified_length(manager, obj))
+    assert documents is not None
+    several = len(documents.ends) > 1 and not obj.contains_mm_input()
+    if several and marks.asks_to_share(custom) and await _composes(manager):
         base = prompt[: documents.start]
         alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
         # The first document goes alone, so that the base is computed once and not once per document.
-        for some in (
+        groups = [
             alone[:1],
             *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
-        ):
-            await asyncio.gather(*(anext(original(manager, each, request)) for each in some))
+        ]
         if documents.repair.share:
             custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
-            await anext(original(manager, _request(prompt, obj, **custom), request))
+            groups.append([_request(prompt, obj, custom)])
+        for group in groups:
+            sent = (anext(original(manager, each, request)) for each in group)
+            for answer in await asyncio.gather(*sent):
+                if (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort":
+                    # Whoever aborted all requests aborted this one too.
+                    yield answer
+                    return
     async for response in original(manager, obj, request):
         yield response
 
 
-def _verify(manager: Any, obj: Any) -> None:
-    """Raises ValueError for a request that SGLang would refuse, before any of its documents is prefilled."""
+def _verified_length(manager: Any, obj: Any) -> int:
+    """Tokens of the prompt, of which SGLang may be set to drop some if they are too many. Raises ValueError
+    for a request that SGLang would refuse, before any of its documents is prefilled."""
     asked = {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
     sampling = manager.sampling_params_class(**asked)
     sampling.normalize(manager.tokenizer)
     sampling.verify(manager.model_config.vocab_size)
-    # On a copy, because SGLang may be set to shorten a prompt that is too long.
-    alike = copy.copy(obj)
+    alike, prompt = copy.copy(obj), list(obj.input_ids)
     alike.sampling_params = dict(obj.sampling_params)
-    manager._validate_one_request(alike, list(obj.input_ids))
+    manager._validate_one_request(alike, prompt)
+    return len(prompt)
 
 
 async def _composes(manager: Any) -> bool:
@@ -103,9 +114,11 @@ async def _composes(manager: Any) -> bool:
     return known
 
 
-def _request(prompt: Sequence[int], obj: Any, **custom_params: Any) -> Any:
-    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, keys and replica)."""
-    sampling = {"max_new_tokens": 0, "custom_params": custom_params or None}
+def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | None = None) -> Any:
+    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, keys and replica).
+    With the grammar of ``obj``, so that SGLang refuses a wrong one before it computes anything."""
+    sampling = {name: obj.sampling_params.get(name) for name in _GRAMMARS}
+    sampling |= {"max_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
     for name in ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority"):
         setattr(made, name, getattr(obj, name))
@@ -133,6 +146,9 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     base = _tokens(serving, request, messages[: asked[0]])
     marks.check_before(len(base), len(asked))
     spans, prompt, end = list[list[int]](), adapted.input_ids or [], len(base)
+    told = f"{wrong} token spans of input_ids here: the chat template writes"
+    if base != prompt[: len(base)]:
+        raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")
     for number in asked:
         start = end
         # Alone behind the base, as it is prefilled; behind all before it only if the template needs them.
@@ -141,12 +157,11 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
                 marks.check_before(count, len(asked))
                 tokens = _tokens(serving, request, [*before, messages[number]])
                 last = start + len(tokens) - count
-                if [base, tokens] == [prompt[: len(base)], prompt[:count] + prompt[start:last]]:
+                if tokens == prompt[:count] + prompt[start:last]:
                     end = last
                     break
         if end <= start:
-            told = f"the chat template writes messages[{number}] in another way behind others"
-            raise ValueError(f"{wrong} token spans of input_ids here: {told}")
+            raise ValueError(f"{told} messages[{number}] in another way behind others")
         spans.append([start, end])
     adapted.sampling_params["custom_params"] = {**custom, marks.KEY: spans}
 

@@ -51,6 +51,7 @@ class SharingStats(EvictionStats):
     documents_composed: int = counter("Cached documents that they read at another place.")
     tokens_composed: int = counter("Tokens of these prompts that were not computed, base included.")
     tokens_repaired: int = counter("Tokens of these documents that were computed again.")
+    repairs_missed: int = counter("Prompts composed without the repair that they asked for.")
     decode_steps: int = 0
     polls: int = 0
     sum_running: int = 0
@@ -83,13 +84,14 @@ class SharingStats(EvictionStats):
         if logical > 0:
             self.sum_final_ratio += (redirected + evicted) / logical
 
-    def composed(self, documents: int, tokens: int, repaired: int) -> None:
+    def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         """Count a prompt composed of ``documents``: ``tokens`` of it are not computed, base included, and
-        ``repaired`` tokens are computed again."""
+        ``repaired`` tokens are computed again. ``missed``: a repair was asked for, and none is made."""
         self.prompts_composed += 1
         self.documents_composed += documents
         self.tokens_composed += tokens
         self.tokens_repaired += repaired
+        self.repairs_missed += missed
 
     @property
     def memory_saving_ratio(self) -> float:

@@ -93,8 +93,11 @@ class Composing(RuleBasedStateMachine):
         salt=st.sampled_from(SALTS),
         repair=st.sampled_from(["none", "first:2", "query:.3"]),
         opts_out=st.booleans(),
+        scores=st.booleans(),
     )
-    def ask(self, order: list[int], salt: str | None, repair: str, opts_out: bool) -> None:
+    def ask(
+        self, order: list[int], salt: str | None, repair: str, opts_out: bool, scores: bool
+    ) -> None:
         world, ends = self.world, [len(PROMPT)]
         prompt = list(PROMPT)
         for number in order:
@@ -107,18 +110,20 @@ class Composing(RuleBasedStateMachine):
             ends.append(len(prompt))
         spans = [list(span) for span in itertools.pairwise(ends)]
         custom = {KEY: spans, REPAIR_KEY: repair, **({OPT_OUT_KEY: False} if opts_out else {})}
-        if repair.startswith("query"):
+        if repair.startswith("query") and scores:
             scoring = self._request([*prompt, *QUERY], salt, **custom)
             scoring.sampling_params.max_new_tokens = 0
             if self._prefill(scoring) is not None:
                 world.finish(scoring)
         req = self._request([*prompt, *QUERY], salt, **custom)
+        missed = world.tree.controller.stats.repairs_missed
         shown = self._prefill(req)
         if shown is None:
             return
-        prefix = req.last_node
+        prefix, missed = req.last_node, world.tree.controller.stats.repairs_missed - missed
         if isinstance(prefix, Composition):
             assert not opts_out
+            assert missed == (repair != "none" and not len(prefix.again))
             kept = set(range(prefix.length)) - set(prefix.again.tolist())
             for number, (start, end) in list(zip(order, spans, strict=True))[: len(prefix.nodes)]:
                 own = self.documents[salt, number][len(PROMPT) :]

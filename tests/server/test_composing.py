@@ -206,12 +206,26 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
     assert told.status_code == 400 and "query:SHARE" in told.text
     # A request that SGLang itself refuses prefills no documents.
     new = [texts[0][:15:-1], texts[1][:15:-1]]
-    for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}):
+    for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}, {"json_schema": "{"}):
         prompt = [*SYSTEM, *new[0], *new[1], *QUESTION]
         sampling = {**wrong, "custom_params": {"documents": _spans(new)}}
         told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
         assert told.status_code == 400, told.text
     assert _ask(server, new, _spans(new[:1]))["meta_info"]["cached_tokens"] <= len(SYSTEM)
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_who_aborts_all_requests_ends_one_whose_documents_are_prefilled(
+    server: ServerProcess,
+) -> None:
+    documents = [[at % 90 + 5, *range(5, 40)] for at in range(60)]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(_ask, server, documents, _spans(documents))
+        while not asked.done():
+            server.post("/abort_request", json={"abort_all": True}).raise_for_status()
+    ended = asked.result()["meta_info"]
+    assert ended["finish_reason"]["type"] == "abort"
+    assert ended["prompt_tokens"] < len(SYSTEM) + 60 * 36
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
