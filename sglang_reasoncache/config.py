@@ -39,7 +39,8 @@ def _setting(
 
 #: Settings that only the comparison of steps reads (``match=steps``).
 _OF_STEPS = frozenset((
-    "align", "fixed_tau", "length_factor", "tau_soft", "tau_strict", "use_structure",
+    "align", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
+    "tau_strict", "use_structure",
 ))  # fmt: skip
 
 
@@ -118,6 +119,9 @@ class ReasonCacheConfig:
     use_structure: bool = _setting(True, "Require equal formal content where both steps have some.")
     fixed_tau: float | None = _setting(
         None, "Constant lexical threshold instead of the dynamic one.", bounds=(0, 1)
+    )
+    structure_tolerance: int = _setting(
+        0, "Largest tree edit distance between the formal content of two steps.", bounds=(0, 1000)
     )
     positions: str = _setting(
         "auto",

@@ -64,6 +64,7 @@ class FilterConfig:
     fixed_tau: float | None = None
     length_factor: bool = True
     use_structure: bool = True
+    structure_tolerance: int = 0
     #: Most candidates of a step whose structure is compared; the most similar come first.
     max_structure_checks: int = 64
     match: Literal["steps", "runs"] = "steps"

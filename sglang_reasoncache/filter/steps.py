@@ -107,7 +107,7 @@ class StepMatcher(Matcher):
                 return False
             self._readable -= len(earlier.text)
         a, b = self._signature(step), self._signature(earlier)
-        if same_structure(a, b):
+        if same_structure(a, b, self._config.structure_tolerance, self._config.limits):
             return True
         self.counters.dropped_structure += not (a.bound or b.bound)
         return False

@@ -127,6 +127,7 @@ def test_positions_are_logical_and_the_delimiter_belongs_to_the_step() -> None:
     ("knobs", "dropped", "shares"),
     [
         ({}, 1, False), ({"use_structure": False}, 0, True),
+        ({"structure_tolerance": 1}, 1, False), ({"structure_tolerance": 2}, 0, True),
     ],
 )  # fmt: skip
 def test_a_differing_number_is_not_shared_unless_structure_allows_it(

@@ -182,15 +182,28 @@ def test_prose_passes_and_over_bound_never_matches() -> None:
     assert same_structure(prose, prose)
     for other in (formal, prose, over):
         assert not same_structure(over, other)
-        assert not same_structure(other, over)
+        assert not same_structure(other, over, tolerance=1000)
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "distance"),
     [
-        ("x = 1", "x = 2"), ("x = 1", "x = 1 and y"), ("2x+5=10", "2x-5=10"), ("x = 1", "x < 1"),
-        ("(x + 1)^2", "x + 1"), ("[1, 2]", "[1, 2)"),
+        ("x = 1", "x = 2", 1), ("x = 1", "x = 1 and y", 1), ("x = 1", "x = 12 and y", 2),
+        ("2x+5=10", "2x-5=10", 2), ("x = 1", "x < 1", 1), ("(x + 1)^2", "x + 1", 2),
+        ("[1, 2]", "[1, 2)", 1),
     ],
 )  # fmt: skip
-def test_a_small_difference_is_one(first: str, second: str) -> None:
-    assert not same_structure(signature(first), signature(second))
+def test_tolerance(first: str, second: str, distance: int) -> None:
+    """``distance``: operations counted by hand; the pair is equal at this tolerance and not at one less."""
+    steps = signature(first), signature(second)
+    assert same_structure(*steps, tolerance=distance)
+    assert not same_structure(*steps, tolerance=distance - 1)
+
+
+def test_trees_over_the_edit_bound_match_only_if_equal() -> None:
+    text = "x = " + " + ".join(str(i) for i in range(40))
+    first, other = signature(text), signature(text.replace("x", "y"))
+    # 40 terms, the sum, the left side, the relation, the root.
+    for bound, is_near in ((44, True), (43, False)):
+        assert same_structure(first, other, 1, Limits(max_edit_nodes=bound)) is is_near
+        assert same_structure(first, signature(text), 1, Limits(max_edit_nodes=bound))

@@ -2,16 +2,18 @@
 """The formal content of a step as SymPy expressions, and whether that of two steps is equal (ReasonCache, stage
 1). Text is never evaluated, and parsing is bounded.
 
-SymPy is imported on first use, because it takes half a second to load and only the filter process needs it.
+SymPy and zss are imported on first use, because they take half a second to load and only the filter process
+needs them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from sympy import Tuple
+    from sympy import Basic, Tuple
 
 
 class OverBound(Exception):
@@ -25,6 +27,7 @@ class Limits:
     max_chars: int = 8192  # of the decoded step
     max_depth: int = 32  # of nested brackets, arguments and signs; SymPy recurses
     max_nodes: int = 1024  # lexical tokens of the step
+    max_edit_nodes: int = 32  # SymPy nodes of a step whose edit distance is computed
 
 
 LIMITS = Limits()
@@ -54,14 +57,36 @@ def signature(text: str, limits: Limits = LIMITS, *, in_code: bool = False) -> S
         return Signature(bound=over.args[0])
 
 
-def same_structure(a: Signature, b: Signature) -> bool:
+def same_structure(a: Signature, b: Signature, tolerance: int = 0, limits: Limits = LIMITS) -> bool:
     """Whether two steps pass the structure check (ReasonCache, stage 1, item 4).
 
     A step over a bound passes with no step. Prose passes with every other step.
+
+    ``tolerance``: largest tree edit distance allowed (Zhang and Shasha, unit costs) between trees within
+    ``limits.max_edit_nodes``. Larger trees must be equal.
     """
     if a.bound or b.bound:
         return False
     if a.content is None or b.content is None:
         return True
-    # Hashes first, which is fast: SymPy keeps them, and different content mostly has different hashes.
-    return hash(a.content) == hash(b.content) and bool(a.content == b.content)
+    # Hashes first, which is fast: SymPy keeps them, and different content usually has different hashes.
+    if hash(a.content) == hash(b.content) and a.content == b.content:
+        return True
+    return tolerance > 0 and _is_near(a.content, b.content, tolerance, limits.max_edit_nodes)
+
+
+def _is_near(a: Basic, b: Basic, tolerance: int, max_nodes: int) -> bool:
+    import zss
+    from sympy import preorder_traversal
+
+    first, second = (Counter(map(_label, preorder_traversal(tree))) for tree in (a, b))
+    # An operation changes at most one label.
+    least = max((first - second).total(), (second - first).total())
+    if least > tolerance or max(first.total(), second.total()) > max_nodes:
+        return False
+    costs = (lambda _: 1, lambda _: 1, lambda x, y: int(_label(x) != _label(y)))
+    return bool(zss.distance(a, b, lambda node: node.args, *costs) <= tolerance)
+
+
+def _label(node: Basic) -> object:
+    return node.func if node.args else node
