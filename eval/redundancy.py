@@ -36,9 +36,9 @@ share, and the papers' rule with blocks of d tokens. Distances are not looked at
 
 
 class Speller:
-    r"""Splits responses into tokens of a Hugging Face tokenizer in a local folder, or of :data:`WORDS`,
-    ``\w+|[^\w\s]``, with new ids for each response. Raises ValueError if there is no tokenizer, or it cannot be
-    read."""
+    r"""Splits responses into tokens: by a Hugging Face tokenizer in a local folder, or, named :data:`WORDS`,
+    into ``\w+|[^\w\s]``, with new ids in each response. Raises ValueError if there is no tokenizer, or it
+    cannot be read."""
 
     def __init__(self, name: str) -> None:
         self.name, self._tokenizer = name, None

@@ -3,8 +3,8 @@
 // that share it.
 //
 // Queries of a unit take turns, a tile of entries each, about in the order of slots. Requests that
-// decode together get neighbouring slots, so what one of them reads lies on the pages that the
-// next one reads: taken one after the other, every page would be looked up again for each of them.
+// decode together get neighbouring slots, so one query reads the same memory pages as the next. If
+// whole queries were done one after the other, every page would be looked up once for each query.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,8 @@
 namespace reasoncache {
 namespace attention {
 
-// Uninitialised fp32 from the begin of a cache line: a vector that lies on two is read twice.
+// Uninitialised fp32, aligned to a cache line: reading a vector that spans two lines takes two
+// reads.
 class Lines {
  public:
   explicit Lines(std::size_t size) : memory_(new float[size + 15]) {}
@@ -63,16 +64,17 @@ class Worker {
   }
 
  private:
-  // Rotations of a tile besides that by 0; empty: none.
+  // The rotations of a tile except the one by 0: `begin` to `end` in the call's rotations.
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
-    int first = 0;           // bit of the tile's first entry
-    std::uint64_t mask = 0;  // of its entries
-    std::uint64_t own = ~std::uint64_t{0};  // of those used at their cached positions
+    int first = 0;           // bit that the tile's first entry has in the call's `bits`
+    std::uint64_t mask = 0;  // a bit for each entry of the tile
+    std::uint64_t own = ~std::uint64_t{0};  // bits of the entries used at their cached positions
   };
 
-  // A tile of one query's entries under one KV head; no entries: nothing is left.
+  // A tile of one query's entries under one KV head. Without entries (begin == end): no step is
+  // left.
   struct Step {
     std::int64_t query;
     std::int64_t head;
@@ -119,7 +121,8 @@ class Worker {
     }
   }
 
-  // The query's next tile begins `offset` entries into the chunk, if there are any.
+  // Notes that the query's next tile begins `offset` entries into the chunk, or that the query is
+  // done if the chunk has no entry there.
   void wait(const Unit& unit, std::int64_t row, std::int64_t offset) {
     const auto at = static_cast<std::size_t>(row - unit.first_query);
     const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
@@ -130,8 +133,9 @@ class Worker {
     prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
-  // The next tile. Each round of turns leaves out queries whose next slots are far ahead of the
-  // lowest: rows that share many slots have fewer tiles for as many positions.
+  // Takes the next tile. A query takes no turn in a round if its next slot is far above the lowest
+  // next slot of all queries: a row that shares many slots has fewer tiles for the same number of
+  // positions, and would get ahead of the others.
   Step take(const Unit& unit) {
     const auto queries = static_cast<std::size_t>(unit.last_query - unit.first_query);
     for (;;) {
@@ -151,7 +155,8 @@ class Worker {
     return {row, unit.first_head, first, end, turns_of(row, first, end)};
   }
 
-  // Rotations of the row's entries, whose rows of the rotary table are fetched.
+  // The rotations of the row's entries [begin, end). Prefetches the rows of the rotary table that
+  // these rotations read.
   Turns turns_of(std::int64_t row, std::int64_t begin, std::int64_t end) const {
     if (call_.tile_ptr == nullptr) return {};
     const std::int64_t first = call_.begin[row];
@@ -167,7 +172,7 @@ class Worker {
     return turns;
   }
 
-  // The step after the last one, and where its keys and values are.
+  // Goes on to the next step, and writes to `reads` where its keys and values are.
   void plan_next(const Unit& unit, Reads& reads) {
     if (step_.begin == step_.end || ++step_.head == unit.last_head) step_ = take(unit);
     reads.step = step_;
@@ -201,9 +206,10 @@ class Worker {
     heads(std::integral_constant<int, 1>{});
   }
 
-  // One tile under kHeads query heads from place `head` on, whose own scores are there. The weights
-  // of an entry's rotations are added to its own before the product with its value; rotations that
-  // there is no room for take another turn.
+  // Adds a tile to the results of kHeads query heads, from place `head` on. scores_ holds the
+  // scores of the entries at their own shifts. The weights of an entry's rotations are added to the
+  // entry's own weight before the product with its value. Rotations that do not fit into scores_
+  // are done in a further pass.
   template <int kHeads>
   void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {
     Turns turns = step.turns;
@@ -256,9 +262,9 @@ class Worker {
     }
   }
 
-  // Scores of `turns`, as many as there is room for, behind so many vectors of the entries' own;
-  // returns how many there are then. Keys that a vector holds are neighbours, and at least one of
-  // them is rotated.
+  // Writes scores for rotations of `turns`, as many as fit, after the first `vectors` vectors of
+  // scores_, which hold the entries' own scores. Returns the number of vectors then in use. A
+  // vector has the scores of neighbouring keys, at least one of which is rotated.
   template <int kHeads>
   int rotated_scores(Turns& turns, int vectors, std::int64_t head) {
     constexpr int kKeys = kLanes / kHeads;
@@ -282,8 +288,9 @@ class Worker {
     return vectors;
   }
 
-  // A key rotated by the shift under the query is the key under the query rotated back. Runs of
-  // one shift go over several tiles: the last queries are kept.
+  // The queries rotated back by `shift`: their products with a key are those of the queries with
+  // the key rotated by `shift`. The result is kept, because a run of one shift may go over several
+  // tiles.
   template <int kHeads>
   const float* rotated(std::int64_t head, std::int32_t shift) {
     if (shift == 0) return query(head);
@@ -352,7 +359,7 @@ class Worker {
   std::size_t query_size() const { return queries() * static_cast<std::size_t>(task_.k_padded); }
   bool rotates() const { return call_.shift != nullptr || call_.tile_ptr != nullptr; }
 
-  // Of a query head in what is kept for the unit.
+  // Index of a query head in the buffers that are kept for a unit.
   std::int64_t place(const Unit& unit, std::int64_t row, std::int64_t head) const {
     return (row - unit.first_query) * call_.num_heads + head;
   }
@@ -362,7 +369,7 @@ class Worker {
   }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
-  static constexpr std::int64_t kRound = 4;  // positions of a round of turns, were nothing shared
+  static constexpr std::int64_t kRound = 4;  // lead that take() allows, in unshared positions
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;
@@ -375,9 +382,9 @@ class Worker {
   std::vector<float> total_;   // [most_queries][num_heads], and a vector that may be read
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], 0: by nothing yet
   Lines rotated_;                         // [most_queries][num_heads][k_padded]
-  Lines kept_;  // [2 * kTile][k_padded], keys of a tile with rotations; a last group may go beyond
+  Lines kept_;  // [2 * kTile][k_padded], fp32 keys of a tile with rotations; a store may exceed it
   std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
-  std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
+  std::vector<std::int32_t> next_slot_;   // [most_queries], that tile's first slot; kDone: no tile
   std::size_t turn_ = 0;
   std::int64_t horizon_ = 0;  // slots of a round of turns are below
   static constexpr int kAhead = 2;  // steps

@@ -16,7 +16,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 RC_INLINE Floats all_of(float value) { return Floats{} + value; }
 
-// Stays in a register: as an operand of each product it would be loaded for each.
+// Keeps `value` in a register; otherwise it would be loaded again for each product.
 RC_INLINE Floats held(Floats value) {
 #if defined(__AVX__)
   asm("" : "+v"(value));
@@ -30,7 +30,7 @@ RC_INLINE Floats select(Ints condition, Floats yes, Floats no) {
   return condition ? yes : no;
 }
 
-// Within 2 ulp for x in [-87, 88], 0 below, NaN stays; not for x above.
+// exp(x) within 2 ulp for x in [-87, 88]; 0 for x below; NaN for NaN. x must not be above 88.
 RC_INLINE Floats exp_of(Floats x) {
   // Adding and taking away 1.5 * 2^23 rounds to an integer, left in the lowest bits.
   const Floats magic = all_of(12582912.0f);

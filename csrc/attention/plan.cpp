@@ -26,8 +26,8 @@ Bounds bounds_of(const std::int32_t* slots, std::int64_t count) {
   return found;
 }
 
-// Shifts of the positions of a row from `first` on, of evicted ones anything; returns the or of them
-// all.
+// Writes the shifts of `length` positions of a row, from `first` on; those of evicted positions
+// mean nothing. Returns the bitwise or of all that it wrote.
 std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t first,
                       std::int64_t length, std::int32_t* shift) {
   std::int32_t any = 0;
@@ -40,8 +40,8 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
   return any;
 }
 
-// The first of the positions from `begin` on, below `end`, of which `differs` is not 0; groups of
-// them are looked at together, as vectors.
+// The first position in [begin, end) at which `differs` is not 0; `end` if there is none. Looks at
+// groups of positions at once, so that the compiler can use vectors.
 template <class Differs>
 std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& differs) {
   constexpr std::int64_t kTogether = 16;
@@ -63,8 +63,8 @@ class Merge {
   Merge(std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits)
       : tile_ptr_(tile_ptr), by_(by), bits_(bits) {}
 
-  // Writes the entries of a row, with the rotations of their tiles, the first of which is `tile`;
-  // returns how many entries. `shift` [length] holds those of its positions.
+  // Writes the entries of a row and the rotations of its tiles, the first of which has the number
+  // `tile`. Returns the number of entries. `shift` [length]: the shifts of the row's positions.
   std::int64_t row(const std::int32_t* slots, std::int64_t length, std::int64_t tile,
                    std::int32_t* kv_indices, const std::int32_t* shift) {
     place_.resize(static_cast<std::size_t>(length));
@@ -102,20 +102,21 @@ class Merge {
     return count;
   }
 
-  // There are no rotations up to `tile`; returns how many there are.
+  // Notes that the tiles up to `tile` that were not written have no rotations. Returns the number
+  // of rotations so far.
   std::int32_t fill(std::int64_t tile) {
     for (; tiles_ <= tile; ++tiles_) tile_ptr_[tiles_] = rotations_;
     return rotations_;
   }
 
  private:
-  // Neighbouring positions with one rotation: of entries of their own (shifted), or of those at
-  // other positions.
+  // Neighbouring positions with the same shift. They have entries of their own (`shifted`), or use
+  // the entries of other positions.
   struct Moved {
-    std::int64_t first;  // entry if shifted, else its position
+    std::int64_t first;  // first entry; unless shifted, the position that has the entry
     std::int64_t length;
     std::int32_t by;
-    std::int64_t end;  // position behind the last, if shifted
+    std::int64_t end;  // if shifted: the position after the last one
     bool shifted;
   };
   struct Run {
@@ -125,7 +126,8 @@ class Merge {
     bool shifted;
   };
 
-  // What moved, cut by tiles. Neighbours at their cached positions are neighbouring entries.
+  // Cuts moved_ at the borders of tiles. Neighbouring positions at which their own slots are cached
+  // have neighbouring entries, so the first entry of a run tells the others.
   void find_runs() {
     runs_.clear();
     for (const Moved& moved : moved_) {
@@ -140,7 +142,8 @@ class Merge {
     }
   }
 
-  // A list for each tile with runs, which begins with the keys used at their cached positions.
+  // Writes a list of rotations for each tile with runs. A list begins with the rotation by 0, for
+  // the keys used at their cached positions.
   void group(std::int64_t first, std::int64_t tiles) {
     fill(first);
     next_.assign(static_cast<std::size_t>(tiles) + 1, 0);
@@ -169,7 +172,7 @@ class Merge {
   std::uint64_t* bits_;
   std::int32_t rotations_ = 0;
   std::int64_t tiles_ = 0;  // of tile_ptr, written
-  std::vector<std::int32_t> place_{};  // [length], entries of positions that are their slots' own
+  std::vector<std::int32_t> place_{};  // [length], entry of each position where its slot is cached
   std::vector<Moved> moved_{};
   std::vector<Run> runs_{};
   std::vector<std::int32_t> next_{};  // [tiles + 1], where the next rotation of each goes

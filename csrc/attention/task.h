@@ -19,7 +19,8 @@ namespace attention {
 
 constexpr std::int64_t kChunk = 512;  // entries
 
-// One chunk of neighbouring queries, of those that have it, under some of the KV heads.
+// Chunk number `chunk` of consecutive queries, for some of the KV heads. Queries with fewer chunks
+// are skipped.
 struct Unit {
   std::int64_t first_query;
   std::int64_t last_query;
@@ -52,7 +53,7 @@ class Task {
   const std::int64_t group;     // query heads of a KV head
   const std::int64_t k_padded;  // dims rounded up to whole vectors
   const std::int64_t v_padded;
-  const std::int64_t latent_padded;  // of a query's dims for a value; 0: it has none
+  const std::int64_t latent_padded;  // likewise, dims of a query for a latent value; 0: none
   std::vector<Unit> units{};
   std::int64_t most_queries = 1;                        // of a unit
   std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not done yet

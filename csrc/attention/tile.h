@@ -9,8 +9,9 @@
 namespace reasoncache {
 namespace attention {
 
-// Entries. Their rows of K and V may lie on a page each: a few are as many as the first level of
-// address translation holds, and as the caches have places for at one distance.
+// Entries of a tile. Each of their rows of K and V may lie on a memory page of its own, and rows
+// may lie at equal distances: the first-level TLB has few places, and a cache has few for such
+// addresses.
 constexpr int kTile = 16;
 constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // query heads at once
 constexpr std::int64_t kLine = 64;
@@ -37,8 +38,9 @@ struct Ahead {
   }
 };
 
-// Scores of kLanes / kHeads keys: out[key][head], `query` is [kHeads][padded]. The keys in fp32 go
-// to `kept` [kLanes / kHeads][padded], where it is not null.
+// Scores [kLanes / kHeads][kHeads] of kLanes / kHeads keys under kHeads query heads; `query` is
+// [kHeads][padded]. Unless `kept` is null, the keys are stored there: fp32
+// [kLanes / kHeads][padded].
 template <class Element, int kHeads>
 RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std::int64_t dim,
                              std::int64_t padded, float* kept) {
@@ -67,7 +69,8 @@ RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std
   return sums_of(sums);
 }
 
-// Scores [count][kHeads] of keys under one query; `ahead` is fetched meanwhile, from `first` on.
+// Scores [count][kHeads] of keys under kHeads heads of a query. Meanwhile prefetches the rows of
+// `ahead` from number `first` on.
 template <class Element, int kHeads>
 void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahead, int first,
                const float* query, std::int64_t dim, std::int64_t padded, float* kept,
@@ -76,17 +79,17 @@ void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahea
   for (int at = 0; at < count; at += kKeys) {
     const int here = std::min(kKeys, count - at);
     for (int key = 0; key < here; ++key) ahead.fetch(first + at + key);
-    // The last key once more in place of those that are not there.
+    // If fewer than kKeys keys are left, the last one stands in for the missing ones.
     const Element* filled[kKeys];
     for (int key = 0; key < kKeys; ++key) filled[key] = rows[at + std::min(key, here - 1)];
     const Floats found = some_scores<Element, kHeads>(
         filled, query, dim, padded, kept == nullptr ? nullptr : kept + at * padded);
-    // May write beyond the last score, where there is room and nothing yet.
+    // May write beyond the last score. There is room, and no score was written there yet.
     store(scores + at * kHeads, found);
   }
 }
 
-// Lanes of the keys whose bits are set, kHeads each; -inf in the others.
+// `scores` with -inf in place of those of keys whose bits are not set; a key has kHeads lanes.
 template <int kHeads>
 RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
   Ints key;
@@ -95,7 +98,7 @@ RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
   return select(is_set, scores, all_of(-kInfinity));
 }
 
-// Lanes of the same head taken together, in all of them.
+// Combines the lanes of each head by `two`; every lane of the head gets the result.
 template <int kHeads, class Two>
 RC_INLINE Floats over_keys(Floats v, const Two& two) {
   if constexpr (kLanes >= 16) v = two(v, turned<8>(v));
@@ -105,9 +108,10 @@ RC_INLINE Floats over_keys(Floats v, const Two& two) {
   return v;
 }
 
-// So many vectors of scores, lanes of kHeads heads in turn, become weights. `most` and `total`
-// [kHeads] are the running maximum and sum of weights, `decay` by what to scale what was summed.
-// All three are read or written a vector wide.
+// Turns `vectors` vectors of scores into weights, in place. Lane i of a vector belongs to head
+// (i % kHeads). Updates `most` and `total` [kHeads], the largest score and the sum of weights so
+// far. `decay` gets the factors of all that was summed before. `most` and `total` are read, and
+// `decay` is written, a whole vector at a time.
 template <int kHeads>
 __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, float* total,
                                      float* decay) {
@@ -119,7 +123,7 @@ __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, fl
     top = select(x > top, x, top);
   }
   top = over_keys<kHeads>(top, [](Floats a, Floats b) { return select(a > b, a, b); });
-  // Nothing so far: -inf less -inf would be NaN.
+  // Without any key so far 0 is subtracted, because -inf - -inf would be NaN.
   const Floats base = select(top == -kInfinity, Floats{}, top);
   Floats sum{};
   for (int i = 0; i < size; i += kLanes) {

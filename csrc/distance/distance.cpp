@@ -22,7 +22,8 @@ constexpr std::int64_t kPieceBytes = 1 << 18;
 constexpr std::int64_t kLine = 64;
 // Rows ahead of the one being read whose lines are fetched meanwhile.
 constexpr std::int64_t kAhead = 2;
-// Rows ahead whose address is translated meanwhile: a row is seldom on a page seen lately.
+// How many rows ahead an address is translated, by one prefetch: a row seldom lies on a memory page
+// that was read lately.
 constexpr std::int64_t kPagesAhead = 16;
 
 struct Task {
@@ -38,7 +39,7 @@ struct Task {
   std::int64_t entries() const { return pairs * block; }
 };
 
-// One token's K or V in both blocks, and how far in memory the rows to come are from it.
+// One token's K or V in both blocks, and the distances in memory to the rows that are prefetched.
 template <class Element>
 struct Row {
   const Element* x;

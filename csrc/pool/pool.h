@@ -25,15 +25,16 @@ enum reasoncache_status : std::int32_t {
   REASONCACHE_BAD_ROW = 1,    // a request outside req_to_token
   REASONCACHE_BAD_LEN = 2,    // a length outside [0, width], or too many entries
   REASONCACHE_BAD_SLOT = 3,   // a slot outside the pool
-  REASONCACHE_BAD_DST = 4,    // a slot outside the pool, of the newer blocks of a distance call
-  REASONCACHE_BAD_SRC = 5,    // a slot outside the pool, of their source blocks
+  REASONCACHE_BAD_DST = 4,    // a slot outside the pool, of a destination block of a distance call
+  REASONCACHE_BAD_SRC = 5,    // a slot outside the pool, of a source block
   REASONCACHE_BAD_RANGE = 6,  // a query's entries outside kv_indices
   REASONCACHE_BAD_SHIFT = 7,  // |shift| not below table_rows
   REASONCACHE_BAD_CALL = 8,   // an unknown enumerator, or sizes that do not fit
   REASONCACHE_NO_MEMORY = 9,  // outputs are unspecified
 };
 
-// Layers of one layout and the model's rotary table. Of pairs the first is of keys.
+// Layers of one layout, and the model's rotary table. In arrays of two the first element is for
+// keys, the second for values.
 struct reasoncache_pool {
   const void* const* bases;  // [num_layers][2], address of slot 0, head 0
   std::int64_t num_layers;
@@ -48,8 +49,8 @@ struct reasoncache_pool {
   std::int64_t rotary_dim;  // at most head_dim[0], even
   std::int32_t is_neox;     // halves are paired, otherwise neighbours
   std::int32_t element;     // reasoncache_element
-  // Attention multiplies queries with values too: a query has head_dim[1] dims for the value, which
-  // nothing rotates, then head_dim[0] for the key.
+  // Whether rows are latent (MLA). Attention then multiplies queries with values too: a query has
+  // head_dim[1] dims for the value, which are not rotated, then head_dim[0] dims for the key.
   std::int32_t is_latent;
 };
 }
@@ -100,7 +101,7 @@ bool in_pool(const Pool& pool, const Slot* slots, std::int64_t count) {
   return count == 0 || most < static_cast<std::uint64_t>(pool.num_slots);
 }
 
-// Whether the table has every shift; null has none.
+// Whether the table has a row for every shift. `shift` null: true.
 inline bool in_table(const Pool& pool, const std::int32_t* shift, std::int64_t count) {
   std::int32_t least = 0;
   std::int32_t most = 0;

@@ -31,7 +31,8 @@ Workers& Workers::get() {
   static pid_t owner = -1;
   const std::lock_guard<std::mutex> lock(mutex);
   if (workers == nullptr || owner != getpid()) {
-    // Helpers may use it until the process ends, and a forked child has none of them.
+    // Never deleted: its helpers may use it until the process ends. A forked child has no helpers,
+    // so it makes an object of its own.
     workers = new Workers;
     owner = getpid();
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads kept for the next call: an attention layer is shorter than starting one.
+// Threads that are kept for the next call: starting a thread takes longer than an attention layer.
 #pragma once
 
 #include <atomic>
@@ -15,9 +15,9 @@ class Workers {
   // The process's own; made on first use and after a fork, never destroyed.
   static Workers& get();
 
-  // Calls body(context) here and on up to `helpers` other threads, and returns when all calls
-  // have. The body divides the work by itself, and must do all of it even if called once: it
-  // is when another call is in progress. Nothing may leave it by exception.
+  // Calls body(context) here and on up to `helpers` other threads, and returns when all these calls
+  // have returned. The body divides the work by itself. It must do all of it even if it is called
+  // only once, as happens, for example, while another call is in progress. It must not throw.
   void run(int helpers, void (*body)(void*), void* context);
 
  private:

@@ -64,8 +64,9 @@ def shared_blocks(
 
 
 def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
-    """int32 ``[requests, tokens]``, the slot of each position: token t of request r was computed in
-    slot ``1 + t * requests + r``, as decoding together leaves it; shared blocks lie at earlier ones'."""
+    """int32 ``[requests, tokens]``, the slot of each position. Token t of request r was computed in slot
+    ``1 + t * requests + r``, as if the requests had decoded together. Shared blocks name the slots of earlier
+    blocks."""
     rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
     draw = torch.Generator().manual_seed(5)
     for row in rows:

@@ -122,9 +122,10 @@ def measured(
     rounds: int,
     bench: Callable[[Call], list[float]] = _bench,
 ) -> Iterator[dict[str, Any]]:
-    """For each of :data:`SHARES`: times in ms of calls that take turns, FlashInfer's over each request's
-    own slots; the part of the copy rate at which K and V of all positions were read, and that of a
-    step of 32 layers that planning takes. Raises RuntimeError where a result is wrong."""
+    """For each of :data:`SHARES`: times in ms of calls that take turns (FlashInfer reads each request's own
+    slots); ``of_copy``: the rate at which K and V of all positions were read, over the copy rate;
+    ``plan_of_step``: the share of a step of 32 layers that planning takes. Raises RuntimeError where a result
+    is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
     for percent, run in SHARES:
         batch.share(percent, run)

@@ -133,7 +133,8 @@ class Tasks:
         return [*texts], asked
 
     def _told(self, facts: Mapping[str, str]) -> Drawn:
-        """A document for each fact, whose number ``{}`` is asked for."""
+        """Documents that each state a fact, with a number in place of ``{}``. The questions ask for these
+        numbers."""
         documents, asked = list[str](), list[tuple[str, str, str]]()
         for fact in self._random.sample([*facts], _SET):
             number, section = str(self._random.randint(1000, 9999)), self._section()

@@ -63,9 +63,10 @@ def serve(traces: Path | None) -> Runs:
 
 def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: int = 8000) -> Runs:
     """Replays of ``traces`` on a model with the shape of Qwen3-8B, or without a GPU with its heads in four
-    narrow layers, and dummy weights: they decide nothing but K and V; memory, step times and scheduling
-    are real. Pieces of looping responses and whole ones, three times each, while requests wait; and as
-    many pieces as run at once on either side. Each with SGLang's choice of attention, and FlashInfer's."""
+    narrow layers, and dummy weights. Weights affect only the values of K and V; memory, step times and
+    scheduling are real. One load has pieces of looping responses, and whole responses three times each, enough
+    to make requests wait. The other has as many pieces as both sides can run at once. Each runs with SGLang's
+    choice of attention, and with FlashInfer."""
     if traces is None:
         raise ValueError("--traces FOLDER is needed, got none")
     sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)

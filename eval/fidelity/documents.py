@@ -197,7 +197,8 @@ class Documents:
         return heads_of(prompt.ends, repair.first).tolist()
 
     def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
-        """All documents in full context; each behind the base, its keys rotated to its place."""
+        """Two caches: ``full`` has all documents computed in full context; ``none`` has each document computed
+        right behind the base, with its keys rotated to its place in the prompt."""
         start, ends, tokens = prompt.start, prompt.ends, prompt.tokens
         full, composed = (self._read(tokens[:end], ends[-1]) for end in (ends[-1], ends[0]))
         for begin, end in pairwise(ends):

@@ -50,8 +50,8 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> None:
-    """Write the configuration of a new run, or check that the run's own asks for the same. Raises RunError that
-    names the first field in which the two differ."""
+    """Write the configuration of a new run. For an old run, check that its configuration asks for the same;
+    raises RunError that names the first field in which the two differ."""
     if not (run / CONFIG).exists():
         write_json(run / CONFIG, config)
         return

@@ -22,7 +22,8 @@ IGNORE = -100
 BATCH_TOKENS = 2400
 #: Share of the steps with short problems, which teach arithmetic and format; and their size.
 SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
-#: Of other words only a share counts: they are learnt at once, and the head (49,152 tokens) is costly.
+#: Of the words other than numbers only this share counts in the loss, because they are soon learnt,
+#: and computing the logits of 49,152 tokens is costly; and the weight of numbers.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
 Example = tuple[list[int], list[int]]  # token ids; the next tokens, IGNORE in the prompt

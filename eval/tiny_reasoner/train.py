@@ -91,7 +91,8 @@ def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
 
 
 def positions(ids: list[int], rng: random.Random) -> list[int]:
-    """Positions, in half of the sequences with gaps after some steps: distances are to mean nothing."""
+    """Positions of the tokens. Half of the sequences get gaps after some steps, so that the model learns
+    nothing from distances."""
     if rng.random() < 0.5:
         return list(range(len(ids)))
     out, position = [], 0

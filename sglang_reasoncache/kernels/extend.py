@@ -147,8 +147,8 @@ class ExtendPlan:
         return found
 
     def mask_of(self, first: int, places: Tensor, total: int, reach: int) -> Tensor:
-        """Additive mask ``[n, total]`` of the entries ``places``, int64 ``[n]``, which see as in :meth:`mask`.
-        ``first``: number in the batch of the first of these tokens."""
+        """Additive mask ``[n, total]`` for the tokens at the entries ``places``, int64 ``[n]``; each sees what
+        :meth:`mask` says. ``first``: number in the batch of the first of these tokens."""
         found = self._masks.get((first, reach))
         return self._make((first, reach), places, total, reach) if found is None else found
 
@@ -228,7 +228,7 @@ def add_attention(
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
-    """bool ``[n, total]``: which entries the entries ``places``, int64 ``[n]``, do not see."""
+    """bool ``[n, total]``: the entries that the tokens at the entries ``places``, int64 ``[n]``, do not see."""
     entries = torch.arange(total, device=places.device)
     hidden = entries > places[:, None]
     return hidden | (entries <= places[:, None] - reach) if reach else hidden
@@ -250,7 +250,7 @@ def _extend_piece(
     if reach >= entries.stop - entries.start:
         reach = 0
     elif reach and places is None:
-        # Entries that the first new token does not see, no later one sees.
+        # No later token sees an entry that the first new token does not see.
         entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
