@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding by whole positions, with rows of the model's own table.
+// Rotates heads by a number of positions, with rows of the model's own rotary table.
 #pragma once
 
 #include "attention.h"
@@ -8,7 +8,7 @@
 namespace reasoncache {
 namespace attention {
 
-// Prefetches what a rotation by `shift` reads of the rotary table.
+// Prefetches the row of the rotary table that a rotation by `shift` reads.
 inline void fetch_rotation(const Pool& pool, std::int32_t shift) {
   const std::int64_t half = pool.rotary_dim / 2;
   const std::int64_t row = (shift < 0 ? -static_cast<std::int64_t>(shift) : shift) * half;
@@ -18,8 +18,8 @@ inline void fetch_rotation(const Pool& pool, std::int32_t shift) {
   }
 }
 
-// Rotates `heads` fp32 heads, `stride` elements apart, by `shift` positions, or back by them if
-// `back`. `to` may be `from`. If it is not, the caller has to copy the dims that are not rotated.
+// Rotates `heads` fp32 heads, `stride` elements apart, by `shift` positions, or by -`shift` if
+// `back`. `to` may be `from`. If not, the caller has to copy the dims that are not rotated.
 inline void rotate(const Pool& pool, std::int32_t shift, bool back, const float* from, float* to,
                    int heads = 1, std::int64_t stride = 0) {
   const std::int64_t half = pool.rotary_dim / 2;

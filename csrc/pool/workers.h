@@ -12,7 +12,7 @@ namespace reasoncache {
 
 class Workers {
  public:
-  // The process's own; made on first use and after a fork, never destroyed.
+  // Returns the object of this process, which is made on first use and again in a forked child.
   static Workers& get();
 
   // Calls body(context) here and on up to `helpers` other threads, and returns when all these calls
@@ -29,14 +29,14 @@ class Workers {
   std::condition_variable begin_;
   std::condition_variable end_;
   std::atomic<std::uint64_t> calls_{0};
-  void (*body_)(void*) = nullptr;  // null while nobody may join
+  void (*body_)(void*) = nullptr;  // null while no helper may join
   void* context_ = nullptr;
-  int wanted_ = 0;  // threads that may still join
+  int wanted_ = 0;  // helpers that may still join
   int active_ = 0;
   int threads_ = 0;
 };
 
-// Calls body() on up to `threads` threads, as Workers::run; false: one of them had no memory.
+// Calls body() on up to `threads` threads by Workers::run. Returns false if a call of body() threw.
 template <class Body>
 bool on_threads(std::int64_t threads, Body&& body) {
   struct Shared {
