@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.demo``: stock SGLang and SGLang with sharing, in turn, on the embedded reasoner.
+"""``python -m eval.demo`` runs stock SGLang, then SGLang with sharing, on the embedded reasoner.
 
 Prints the address of the sharing server's page, a table, and one response with its shared steps marked. Writes
 ``demo.json`` and ``demo.png``."""
@@ -55,7 +55,7 @@ class Options:
 
     @property
     def run(self) -> RunOptions:
-        """The run of both servers: they log every decode step, and no request is sent twice."""
+        """The options of the run. Both servers log every decode step, and no request is sent twice."""
         most: dict[str, Any] = dict(limit=self.problems, max_tokens=self.max_tokens, attempts=1)
         most |= dict(kv_budget=self.kv_budget, server_flags=self.both, decode_log_interval=1)
         return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
@@ -64,7 +64,7 @@ class Options:
 def measure(options: Options) -> dict[str, Cell]:
     """Run both servers; return their cells by name. Raises RunError if one could not be measured."""
     asked, folder = options.run, options.logs / "run"
-    # An earlier run is not continued: its code or the machine may have changed since.
+    # An earlier run is not continued, because the code or the machine may have changed since.
     shutil.rmtree(folder, ignore_errors=True)
     dense, ours = asked.methods
     run(asked, folder, {ours: (*_SHOWS_TEXTS, *options.shared)})
@@ -98,7 +98,7 @@ def table_of(result: dict[str, dict[str, Any]]) -> str:
 
 
 def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
-    """Of the responses in one scheduler's ``report["recent"]``, the text of the one that shares most; on a
+    """Returns the text of the response that shares most of those in a scheduler's ``report["recent"]``. On a
     terminal, words that own no memory are green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
