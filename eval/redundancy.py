@@ -37,8 +37,7 @@ share, and the papers' rule with blocks of d tokens. Distances are not looked at
 
 class Speller:
     r"""Splits responses into tokens. ``name`` is the folder of a Hugging Face tokenizer, or :data:`WORDS` for
-    ``\w+|[^\w\s]``, with new ids in each response. Raises ValueError if there is no tokenizer, or it cannot be
-    read."""
+    ``\w+|[^\w\s]``, with new ids in each response. Raises ValueError if the tokenizer cannot be read."""
 
     def __init__(self, name: str) -> None:
         self.name, self._tokenizer = name, None

@@ -71,7 +71,7 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Start the server and wait until it is ready. Raises ServerError if it dies or ``start_timeout_s`` pass."""
+        """Start the server and wait until it is ready. Raises ServerError if it dies or takes too long."""
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:

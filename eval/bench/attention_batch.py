@@ -64,9 +64,8 @@ def shared_blocks(
 
 
 def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
-    """Makes int32 ``[requests, tokens]``, the slot of each position. Token t of request r was computed in slot
-    ``1 + t * requests + r``, as if the requests had decoded together. Shared blocks name the slots of earlier
-    blocks."""
+    """The slot of each position, int32 ``[requests, tokens]``. Token t of request r has slot ``1 + t * requests
+    + r``, as if the requests had decoded together; shared blocks have the slots of earlier blocks."""
     rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
     draw = torch.Generator().manual_seed(5)
     for row in rows:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.replay FILE...``: makes the model that replays of these responses run on."""
+"""``python -m eval.replay FILE...`` makes the model on which replays of these responses run."""
 
 from dataclasses import dataclass
 from pathlib import Path

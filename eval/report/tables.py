@@ -23,11 +23,10 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """All data of some runs that a report needs. ``results`` and ``texts`` are by run, task and method, and
-    cover all seeds."""
+    """All data that a report needs. ``results`` and ``texts`` of all seeds are by run, task and method."""
 
-    cells: pd.DataFrame  # a row a cell: run, task, method, seed, Figures, answered, graded, cut
-    timeline: pd.DataFrame  # a row for each logged line: run, task, method, seed, and Moment
+    cells: pd.DataFrame  # for each cell: run, task, method, seed, Figures, answered, graded, cut
+    timeline: pd.DataFrame  # for each logged line: run, task, method, seed and Moment
     results: Mapping[Place, Mapping[Key, Result]]
     texts: Mapping[Place, Mapping[Key, str]]  # complete responses
     configs: Mapping[str, Mapping[str, Any]]  # by run
@@ -44,7 +43,7 @@ def load(folders: Sequence[Path]) -> Data:
         for cell in cells(folder):
             graded, answered = cell.results(), cell.answered()
             where = {"run": run, "task": cell.task, "method": cell.method, "seed": cell.seed}
-            # A replay always ends by length: responses that reproduce the record are not cut.
+            # A replay always ends by length; if it reproduces the record, it is not cut.
             whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
             cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
             counts = dict(answered=len(answered), graded=len(graded), cut=len(cut))
@@ -63,8 +62,8 @@ _MAX_CHARS = 160
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report; ``rows`` by column, and the ``note`` under the table, are safe Markdown.
-    ``name`` is its key in ``summary.json``."""
+    """A table of a report. ``rows`` (by column) and the ``note`` under the table are safe Markdown. ``name`` is
+    the table's key in ``summary.json``."""
 
     name: str
     title: str
@@ -77,7 +76,7 @@ class Table:
 
 
 def words(text: str) -> str:
-    """Any text as one line, shortened and escaped, so that nothing in it acts as Markdown or HTML."""
+    """Makes of any text one short line, escaped so that nothing in it acts as Markdown or HTML."""
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", one_line(text, _MAX_CHARS))
 
 
@@ -91,7 +90,7 @@ def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
 
 
 def spread(values: pd.Series, form: str = "{:.1f}") -> str:
-    """The median, with the range if values differ; ``-`` if there are none."""
+    """The median, with the range if values differ; ``-`` if there are no values."""
     known = values.dropna().astype(float)
     if known.empty:
         return "-"
@@ -174,7 +173,7 @@ def samples(data: Data) -> Table | None:
 
 
 def majority(results: Iterable[Result]) -> float:
-    """Share of the problems, each asked several times, whose most frequent answer is right; among equally
+    """The share of problems whose most frequent answer is right, if each was asked several times. Among equally
     frequent answers the first counts."""
     answers: defaultdict[str, Counter[str | None]] = defaultdict(Counter)
     right: dict[tuple[str, str | None], bool] = {}
@@ -212,7 +211,7 @@ def groups(data: Data) -> Iterator[tuple[Place, pd.DataFrame]]:
 
 
 def _speedups(data: Data, key: Place) -> pd.Series:
-    """Tokens/s over dense's, for each seed that both have."""
+    """Tokens/s over dense's tokens/s, for each seed that both have."""
     rows = data.cells[(data.cells["run"] == key[0]) & (data.cells["task"] == key[1])]
     by_seed = rows.pivot(index="seed", columns="method", values="tokens_per_s").astype(float)
     return by_seed[key[2]] / by_seed[DENSE]
@@ -244,5 +243,5 @@ def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
     return difference.scaled(1 / stock.value, 1.0) if difference and stock else None
 
 
-#: Tables of a report in their order; each is None where there is nothing to say.
+#: Tables of a report in their order; a function returns None if it has nothing to show.
 ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, samples, requests)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator can ask of a run: flags with defaults and bounds."""
+"""The options of a run: flags with defaults and bounds."""
 
 import argparse
 import shlex
@@ -13,12 +13,12 @@ from eval.command import flags_of, option
 from eval.runs.folder import RunError
 
 EMBEDDED = "tiny_reasoner"  # --model of the embedded checkpoint
-#: Sampling parameters that can be set by hand, by the names of the request's body.
+#: Sampling parameters that have flags, by their names in a request's body.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def _specs(text: str) -> tuple[str, ...]:
-    """Split at commas, but ``a:x=1,y=2,b`` is ``a:x=1,y=2`` and ``b``."""
+    """Split at commas between names: ``a:x=1,y=2,b`` gives ``a:x=1,y=2`` and ``b``."""
     specs: list[str] = []
     for part in text.split(","):
         if specs and ":" in specs[-1] and "=" in part and ":" not in part.partition("=")[0]:
@@ -37,7 +37,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run as asked for, part of ``config.json``. None means all problems, all requests at once, or the
+    """The options of a run, a part of ``config.json``. None means all problems, all requests at once, or the
     default of SGLang or the model. Raises RunError that names flag and value."""
 
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")

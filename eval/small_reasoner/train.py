@@ -20,10 +20,10 @@ from eval.tiny_reasoner.task import split_of
 
 IGNORE = -100
 BATCH_TOKENS = 2400
-#: Share of the steps with short problems, which teach arithmetic and format; and their size.
+#: The share of training steps with short problems, which teach arithmetic and format, and the problems' size.
 SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
-#: Of the words other than numbers only this share counts in the loss, because they are soon learnt,
-#: and computing the logits of 49,152 tokens is costly; and the weight of numbers.
+#: Only this share of the words that are no numbers counts in the loss: the words are learnt soon, and logits of
+#: 49,152 tokens are costly. NUMBER_WEIGHT is the weight of numbers in the loss.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
 Example = tuple[list[int], list[int]]  # token ids; the next tokens, IGNORE in the prompt
@@ -46,7 +46,7 @@ def examples(
 def batch(
     source: Iterator[Example], left: list[Example], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Examples of similar length, about BATCH_TOKENS tokens; other examples drawn stay in ``left``."""
+    """Draws examples of similar length, about BATCH_TOKENS tokens. Examples not used stay in ``left``."""
     while len(left) < 24:
         left.append(next(source))
     left.sort(key=lambda one: len(one[0]))
