@@ -47,11 +47,11 @@ _ROWS = {
 class Options:
     problems: int = option(200, "problems, sent at once", least=1)
     kv_budget: int = option(4000, "KV slots", least=1)
-    max_tokens: int = option(1500, "of each request", least=1)
+    max_tokens: int = option(1500, "longest response", least=1)
     output: Path = option(Path("demo.json"), "file of the figures; the picture is beside it")
     logs: Path = option(Path("build/demo"), "folder for logs and records")
     both: tuple[str, ...] = option((), "further flags of both servers", read=flags_of)
-    shared: tuple[str, ...] = option((), "further flags of ours", read=flags_of)
+    shared: tuple[str, ...] = option((), "further flags of our server", read=flags_of)
 
     @property
     def run(self) -> RunOptions:

@@ -30,9 +30,9 @@ _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 _MAX_NAME_CHARS = 40
 #: Block sizes at which the papers' rule is measured.
 BLOCKS = (4, 8, 16)
-_NOTE = """Candidate: of the steps but the first, those similar to an earlier one by the papers' filter. Others:
-shares of the tokens, at the end of a response / averaged over decode steps, that the default rule could
-share, and the papers' rule with blocks of d tokens. Distances are not looked at."""
+_NOTE = """Candidate: the share of steps, without the first, that are similar to an earlier step by the papers'
+filter. Default and d: the share of tokens that the default rule, or the papers' rule with blocks of d tokens,
+could share, at the end of a response / averaged over decode steps. Distances are not measured."""
 
 
 class Speller:

@@ -73,8 +73,8 @@ def _shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Options:
-    shapes: tuple[Shape, ...] = option(SHAPES, "on the CPU", read=commas(_shape))
-    rounds: int = option(7, "of a setting", least=1)
+    shapes: tuple[Shape, ...] = option(SHAPES, "shapes on the CPU", read=commas(_shape))
+    rounds: int = option(7, "rounds of each setting", least=1)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     output: Path = option(Path("build/bench/kernels.json"), "file of the figures")
 

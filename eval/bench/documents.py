@@ -57,10 +57,10 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Options:
-    questions: int = option(200, "of each task", least=1, metavar="N")
-    live: int = option(500, "questions to the servers, 0: none", least=0, metavar="N")
+    questions: int = option(200, "questions of each task", least=1, metavar="N")
+    live: int = option(500, "questions to live servers, 0 for none", least=0, metavar="N")
     tasks: tuple[str, ...] = option(("distinct", "rivals", "few-shot", "repeat"))
-    arms: tuple[str, ...] = option((), "repairs, else all of the gate")
+    arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
 
 

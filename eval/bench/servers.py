@@ -191,8 +191,8 @@ BENCHES: dict[str, Callable[[Path | None], Runs]] = {
 class Options:
     bench: str = option(text=", ".join(BENCHES), choices=BENCHES, metavar="BENCH")
     traces: Path | None = option(None, "folder of recorded responses, which serve and gpu replay")
-    only: tuple[str, ...] = option((), "some of its runs", metavar="RUN,...")
-    flags: tuple[str, ...] = option((), "of eval.run, for each run", read=flags_of)
+    only: tuple[str, ...] = option((), "make only these runs", metavar="RUN,...")
+    flags: tuple[str, ...] = option((), "flags of eval.run, for each run", read=flags_of)
     out: Path = option(Path("build/bench"), "folder of results")
 
 

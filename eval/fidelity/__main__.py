@@ -93,15 +93,15 @@ class Options:
     documents: Path | None = option(
         None, "JSONL file of rows with system, documents, question and answer", metavar="FILE"
     )
-    arms: tuple[str, ...] = option((), "default: those of docs/fidelity.md; repairs of documents")
-    like: str = option(default_name(), "arm whose saving evictors match")
+    arms: tuple[str, ...] = option((), "arms or repairs, by default those of docs/fidelity.md")
+    like: str = option(default_name(), "arm; evictors save as much as this arm")
     groups: tuple[str, ...] = option(GROUPS[:2], choices=GROUPS)
-    limit: int | None = option(None, "responses or rows of each group, else all", least=1)
-    cap: int = option(2600, "tokens of question and response, or of a row with documents", least=1)
+    limit: int | None = option(None, "responses or rows of each group, by default all", least=1)
+    cap: int = option(2600, "most tokens of question and response, or of a row", least=1)
     shortest: int = option(1000, "shorter responses are left out", least=1)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu")
     dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
-    threads: int = option(torch.get_num_threads(), "of PyTorch on a CPU", least=1)
+    threads: int = option(torch.get_num_threads(), "threads of PyTorch on a CPU", least=1)
     out: Path = option(Path("build/bench/fidelity.json"), "file of the figures")
 
     def __post_init__(self) -> None:

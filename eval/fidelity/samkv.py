@@ -154,8 +154,8 @@ def _stable(layers: int) -> range:
 def _look(
     reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads tokens behind a cache without keeping them. Returns the mean unrotated query of the ``last``
-    newest, fp32 ``[layers, heads, head_dim]``, and the mean attention of heads ``[stable layers, tokens, positions]``."""
+    """Reads tokens behind a cache, not kept there. Returns the mean unrotated query of the ``last`` newest,
+    fp32 ``[layers, heads, head_dim]``, and the mean attention, ``[stable layers, tokens, positions]``."""
     queries, given = list[torch.Tensor](), list[torch.Tensor]()
     length = cache.length
     end = length + len(tokens)

@@ -15,7 +15,7 @@ MODELS = Path("build/replay")
 
 @dataclass(frozen=True)
 class Options:
-    files: tuple[Path, ...] = option(text="JSONL")
+    files: tuple[Path, ...] = option(text="JSONL files of responses")
     out: Path = option(MODELS, "folder of models")
 
 

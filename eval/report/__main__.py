@@ -22,7 +22,7 @@ from eval.runs.folder import RunError, write_json, write_whole
 @dataclass(frozen=True)
 class Options:
     runs: tuple[Path, ...] = option(text="folders of runs")
-    out: Path | None = option(None, "default: report/ in the first run")
+    out: Path | None = option(None, "folder of the report, by default report/ in the first run")
 
 
 def work(options: Options) -> None:

@@ -118,10 +118,10 @@ def methods(data: Data) -> Table:
         for key, group in groups(data)
     ]
     note = (
-        "Accuracy and response tokens with 95% intervals, a problem as a cluster over its seeds; "
-        "others: medians over seeds, in brackets the range. Saved: slots saved over positions "
-        "held. Affected: tokens touched by sharing over all tokens. TTFT: from sending to the "
-        "first text; TPOT: per output token after the first. -: the records do not tell."
+        "Accuracy and response tokens have 95% intervals; a problem is a cluster over its seeds. "
+        "Other figures are medians over seeds, with the range in brackets. Saved: slots saved over "
+        "positions held. Affected: tokens touched by sharing over all tokens. TTFT: from sending to "
+        "first text. TPOT: per output token after the first. -: not in the records."
     )
     return Table("methods", "Methods", rows, note)
 
@@ -149,9 +149,9 @@ def against_dense(data: Data) -> Table | None:
         }
         rows.append(row)
     note = (
-        "Pairs: problem and seed. As dense: responses word for word. Difference: Wilson limits combined "
-        "with the pairs' correlation. Accuracy kept and length ratio: over dense's mean, taken as known. "
-        "McNemar: exact, two-sided; it takes pairs as independent. Tokens/s ratio: seed by seed, median "
+        "A pair is a problem and a seed. As dense: responses equal word for word. Difference: Wilson limits "
+        "combined with the pairs' correlation. Accuracy kept and length ratio are over dense's mean, taken as "
+        "known. McNemar: exact, two-sided; it assumes independent pairs. Tokens/s ratio: of each seed, median "
         "and range."
     )
     return Table("against_dense", "Against dense", rows, note) if rows else None
@@ -195,9 +195,9 @@ def requests(data: Data) -> Table:
         for key, group in groups(data)
     ]
     note = (
-        "Over all seeds. Cut by length: ended at max_tokens, at the model's context or where the KV slots "
-        "ended; of a replay, those short of the record. Missed: known to repeat, but not free to share "
-        "when SGLang was short."
+        "Sums over all seeds. Cut by length: ended by max_tokens, the model's context or the number of KV "
+        "slots; replays count only if they are shorter than the record. Missed: blocks that repeat, but "
+        "could not share when SGLang ran short of slots."
     )
     return Table("requests", "Requests", rows, note)
 

@@ -62,7 +62,7 @@ class Served:
     responses: int  # complete responses
     decode_steps: int  # decode forwards: the log's decode lines times their interval
     retractions: int  # requests that SGLang retracted and computed again
-    reports: list[dict[str, Any]]  # GET /reasoncache/details of each scheduler, [] of a stock server
+    reports: list[dict[str, Any]]  # GET /reasoncache/details of each scheduler, [] if stock
     leaked_slots: int  # slots in use after the last response and a flush
     command: list[str]  # the server's command line
     kv_slots: int  # KV slots of each data-parallel scheduler

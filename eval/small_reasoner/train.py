@@ -67,12 +67,12 @@ def batch(
 class Options:
     model: str = option(text="folder of SmolLM2-135M-Instruct: make real-model")
     out: Path = option(text="folder of the adapter")
-    adapter: Path | None = option(None, "go on with this one; leaves out the short problems")
+    adapter: Path | None = option(None, "adapter to train further, without short problems")
     shuffled: bool = option(False, "facts in any order")
     fewer: bool = option(False, "differences among the facts")
-    steps: int = option(480, "in all")
-    rate: float = option(1e-3, "learning rate at its highest")
-    seed: int = option(1, "of weights and problems")
+    steps: int = option(480, "training steps in all")
+    rate: float = option(1e-3, "highest learning rate")
+    seed: int = option(1, "seed of weights and problems")
 
 
 def train(args: Options) -> None:

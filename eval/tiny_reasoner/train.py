@@ -35,9 +35,9 @@ WARM_UP = 100
 @dataclass(frozen=True)
 class Options:
     out: Path = option(text="folder of the checkpoint")
-    steps: int = option(1900, "in all")
-    decay: int = option(900, "last steps, over which the learning rate falls")
-    seed: int = option(1, "of weights and problems")
+    steps: int = option(1900, "training steps in all")
+    decay: int = option(900, "last steps, in which the learning rate falls")
+    seed: int = option(1, "seed of weights and problems")
     workers: int = option(2, "processes of one thread; part of the recipe")
 
 
