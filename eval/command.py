@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes command lines of dataclasses: a field made by :func:`option` is a flag, or a positional argument if it
-has no default."""
+"""Makes command lines from dataclasses. A field made by :func:`option` is a flag, or, if it has no default, a
+positional argument."""
 
 import argparse
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods by name. A method says how a server is started, and so how it shares. Tables have a row for each."""
+"""Methods by name. A method says how a server starts, and so how it shares. Tables have a row per method."""
 
 import re
 from collections.abc import Mapping
@@ -42,8 +42,8 @@ _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
-    """The method that ``NAME[:key=value,...]`` stands for. If it shares, ``defaults`` are its settings where it
-    does not set its own. Raises MethodError if a name, key or value is bad."""
+    """The method that ``NAME[:key=value,...]`` stands for. If it shares, it takes from ``defaults`` the
+    settings that it does not set itself. Raises MethodError if a name, key or value is bad."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)

@@ -139,7 +139,7 @@ class ServerProcess:
                 process.wait(grace_s)
         _kill_group(process.pid)
         if self._guard is not None:
-            # It must not kill the group when its pipe closes: the number may belong to other processes by now.
+            # The guard must not kill the group when its pipe closes: its number may be in use again by then.
             self._guard.kill()
             self._guard.communicate()
         process.wait()
@@ -156,7 +156,7 @@ class ServerProcess:
         return self._http.get(path, **options)
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
-        """POST ``json`` to ``path``; ``options`` as for :meth:`httpx.Client.post`."""
+        """POST ``json`` to ``path``; ``options`` are those of :meth:`httpx.Client.post`."""
         return self._http.post(path, json=json, **options)
 
 

@@ -75,7 +75,7 @@ RC_INLINE void add_plain(const Row<Element>& row, std::int64_t count, Sum& sum) 
   if (i < count) sum.add(1, load_some(row.x + i, count - i), load_some(row.y + i, count - i));
 }
 
-// Element i of the first half is rotated together with element i of the second.
+// Element i of the first half is rotated together with element i of the second half.
 template <class Element>
 RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, const float* cosines,
                                  const float* sines, float sign, Sum& sum) {

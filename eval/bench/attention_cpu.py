@@ -158,7 +158,7 @@ class CpuBatch(Batch):
 
     def _alone(self) -> list[dict[str, float]]:
         """Time SGLang's backend, which copies every latent row for each head. So only one layer of one request
-        is timed, in its second run, and the time is multiplied by their numbers."""
+        is timed, in its second run, and the time is multiplied by the numbers of layers and requests."""
         alone = self._batch_of(1)
         alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
         for _ in range(2):

@@ -123,7 +123,7 @@ class Tasks:
         return documents, asked
 
     def repeat(self) -> Drawn:
-        """A question asks to repeat a document. Its first eight words are given; the next eight are right."""
+        """A question asks to repeat a document. Eight words are given; the next eight are the answer."""
         sections, asked = [self._section() for _ in range(_SET)], []
         for number, section in enumerate(sections, 1):
             words = " ".join(section).split()

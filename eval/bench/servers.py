@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.servers BENCH`` makes runs of ``eval.run`` that belong together, and their report.
 
-Stock SGLang and ours take turns on the same problems. The same command and commit continue a stopped bench."""
+Stock SGLang and ours take turns on the same problems. After a stop, the same command on the same commit
+continues the bench."""
 
 import json
 import sys
@@ -29,7 +30,7 @@ from eval.tokenizers import load_tokenizer
 
 #: Name of a run of a bench -> its flags for ``eval.run``.
 Runs = dict[str, str]
-#: These flags let SGLang admit requests until the pool is full, as its documentation advises for such loads.
+#: Lets SGLang admit requests until the pool is full, as it advises if requests wait although slots are free.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.

@@ -17,7 +17,7 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 class EditableCache(Cache):
     """KV of several arms that read the same tokens, a row for each. ``keys`` and ``values`` are ``[layers,
-    rows, heads, capacity, head_dim]``; a key is rotated for the position that it has here. ``visible`` ``[rows,
+    rows, heads, capacity, head_dim]``; new keys are rotated for their positions. ``visible`` ``[rows,
     capacity]`` is false for positions that cannot be read."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:

@@ -168,7 +168,7 @@ class Documents:
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
         """The positions that a repair recomputes. The caches must be those of the prompt's documents. ``samkv``
-        also hides positions that it does not select from its cache."""
+        also hides, in its own cache, the positions that it does not select."""
         kind, repair = self._repairs[name]
         if isinstance(repair, SamKV):
             seen = self._profiles.get(repair.block)

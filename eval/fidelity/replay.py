@@ -83,7 +83,7 @@ class ArmCache:
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
         """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, perhaps another
-        response. Does nothing if another response also has the block's slots, because this would free none."""
+        response. Does nothing if another response also has the block's slots, as that would free no slot."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return

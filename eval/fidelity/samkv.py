@@ -138,8 +138,8 @@ def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> None:
-    """Mix new KV with old KV by their cosine theta: theta * new + (1 - theta) * old. ⚠ By token, layer and
-    head, for K and V separately, after all layers were computed."""
+    """Mix new KV with old KV by their cosine theta: theta * new + (1 - theta) * old. ⚠ This is done after all
+    layers were computed, by token, layer and head, for K and V separately."""
     for new, before in ((cache.keys, old.keys), (cache.values, old.values)):
         ours, theirs = (part[..., positions, :].float() for part in (new, before))
         theta = torch.cosine_similarity(ours, theirs, dim=-1)[..., None]
@@ -147,15 +147,16 @@ def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> 
 
 
 def _stable(layers: int) -> range:
-    """The stable layers, N*. ⚠ They are not calibrated: the last eighth, as for the paper's three models."""
+    """The stable layers, N*. ⚠ Without calibration: the last eighth, as in the paper's three models."""
     return range(layers - math.ceil(layers / 8), layers)
 
 
 def _look(
     reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads tokens behind a cache, not kept there. Returns the mean unrotated query of the ``last`` newest,
-    fp32 ``[layers, heads, head_dim]``, and the mean attention, ``[stable layers, tokens, positions]``."""
+    """Reads tokens behind a cache, which does not keep them. Returns the mean unrotated query of the last
+    ``last`` tokens, fp32 ``[layers, heads, head_dim]``, and the attention averaged over heads, ``[stable
+    layers, tokens, positions]``."""
     queries, given = list[torch.Tensor](), list[torch.Tensor]()
     length = cache.length
     end = length + len(tokens)

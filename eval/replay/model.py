@@ -48,7 +48,7 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) -> Path:
-    """Write model and tokenizer into a folder under ``folder``, unless it exists, and return its path.
+    """Write model and tokenizer into a folder under ``folder``, unless it is there, and return its path.
     ``texts`` train the tokenizer and name the folder. ``shape`` is another configuration, for
     ``--load-format dummy``; then no weights are made."""
     config = shape or replay_config()

@@ -55,7 +55,7 @@ td,th{border:1px solid #ccc;padding:3px 8px;text-align:left}img{max-width:100%}c
 
 
 def html(text: str, folder: Path) -> str:
-    """Makes of a report's Markdown an HTML page that embeds the pictures in ``folder``."""
+    """Converts a report's Markdown into an HTML page that embeds the pictures in ``folder``."""
 
     def held(found: re.Match[str]) -> str:
         data = base64.b64encode((folder / found[1]).read_bytes()).decode()

@@ -76,7 +76,7 @@ class Table:
 
 
 def words(text: str) -> str:
-    """Makes of any text one short line, escaped so that nothing in it acts as Markdown or HTML."""
+    """Converts any text into one short line, escaped so that nothing in it acts as Markdown or HTML."""
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", one_line(text, _MAX_CHARS))
 
 

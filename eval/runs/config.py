@@ -33,7 +33,7 @@ _MAY_DIFFER = ("machine", "versions", "date", "command_line")
 
 
 def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
-    """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
+    """The configuration of a new run, in plain JSON values. ``methods`` are those of ``plan.options``."""
     options = plan.options
     details = {method.name: method.flags for method in methods}
     data = {

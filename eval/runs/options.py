@@ -47,7 +47,7 @@ class RunOptions:
     )
     seeds: tuple[int, ...] = option((0,), "numbers", metavar="0,1")
     limit: int | None = option(None, "the first N problems of each task", least=1, metavar="N")
-    in_flight: int | None = option(None, "most open requests", least=1, metavar="N")
+    in_flight: int | None = option(None, "most open requests, by default all", least=1, metavar="N")
     data: Mapping[str, str] = option((), "JSONL file of a task", read=_pair, metavar="TASK=FILE")
     server_flags: tuple[str, ...] = option(
         (), "further flags of servers; --server-flags=FLAG for one", read=flags_of, metavar="FLAGS"

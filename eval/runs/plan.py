@@ -114,7 +114,7 @@ class Plan:
 
 
 def samples(body: Mapping[str, Any]) -> bool:
-    """Whether requests draw tokens. Without a temperature the server decides, so the answer is yes."""
+    """Whether requests may draw tokens. True without a temperature, because then the server decides."""
     return bool(body.get("temperature", 1.0) > 0)
 
 

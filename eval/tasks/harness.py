@@ -63,7 +63,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Problem:
-    """A problem of a task: the request that is sent."""
+    """A problem of a task, as it is sent in a request."""
 
     id: str  # unique within task and seed, the same in each run
     messages: list[dict[str, str]]
