@@ -4,7 +4,7 @@
 //
 // A worker alternates between the queries of a unit, one tile of entries at a time, roughly in slot
 // order. Requests that decode together get neighbouring slots, so the next query reads the same
-// memory pages. Whole queries one after another would look up every page once for each query.
+// memory pages. If a worker took one whole query after another, it would look up every page anew.
 #pragma once
 
 #include <algorithm>
@@ -65,11 +65,11 @@ class Worker {
 
  private:
   // Rotations `begin` to `end` of the call: those of a tile, except the rotation by 0. A tile here
-  // is a part, of kTile entries, of a tile of kRotationTile entries.
+  // has kTile entries and is a part of a tile of kRotationTile entries.
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
-    int first = 0;           // in the call's `bits`, the bit of the tile's first entry
+    int first = 0;           // which of the call's `bits` is for the tile's first entry
     std::uint64_t mask = 0;  // a bit for each entry of the tile
     std::uint64_t own = ~std::uint64_t{0};  // bits of the entries whose keys are used as cached
   };

@@ -3,7 +3,7 @@
 //
 // A query's entries are cut into chunks of fixed size. Each chunk has a softmax of its own, and the
 // results of the chunks are merged in their order. Neither the cut nor the order depends on the
-// threads or on the other queries, so the result does not either, to the bit.
+// threads or on the other queries, so every bit of the result is always the same.
 #pragma once
 
 #include <algorithm>

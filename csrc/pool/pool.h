@@ -27,7 +27,7 @@ enum reasoncache_status : std::int32_t {
   REASONCACHE_BAD_SLOT = 3,   // a slot outside the pool
   REASONCACHE_BAD_DST = 4,    // a destination slot outside the pool, in a distance call
   REASONCACHE_BAD_SRC = 5,    // a source slot outside the pool, in a distance call
-  REASONCACHE_BAD_RANGE = 6,  // a query's entries outside kv_indices
+  REASONCACHE_BAD_RANGE = 6,  // entries beyond kv_indices, or a tile beyond the rotations
   REASONCACHE_BAD_SHIFT = 7,  // |shift| not below table_rows
   REASONCACHE_BAD_CALL = 8,   // an unknown enumerator, or sizes that do not fit
   REASONCACHE_NO_MEMORY = 9,  // memory is missing, and outputs are unspecified

@@ -16,8 +16,8 @@ class Workers {
   static Workers& get();
 
   // Calls body(context) here and on up to `helpers` other threads, and returns when all these calls
-  // have returned. The body divides the work by itself. It must do all of it even if it is called
-  // only once, as happens, for example, while another call is in progress. It must not throw.
+  // have returned. The body divides the work by itself. If it is called only once, for example
+  // while another call is in progress, it must do all the work. It must not throw.
   void run(int helpers, void (*body)(void*), void* context);
 
  private:
