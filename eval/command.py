@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command lines from dataclasses: a field made by :func:`option` is a flag, or a positional argument if it has
-no default."""
+"""Makes command lines from dataclasses. A field made by :func:`option` is a flag, or, if it has no default, a
+positional argument."""
 
 import argparse
 import dataclasses
@@ -20,11 +20,11 @@ def option(
     metavar: str | None = None,
     in_place: bool = False,
 ) -> Any:  # fmt: skip
-    """A field of a class of options; ``text`` is its help. The annotation says how a word is read: a
-    ``bool`` is a switch, a ``tuple[X, ...]`` is ``a,b`` (positional: several words), a ``Mapping`` may
-    be given several times, any other type is called with the word. ``read``, if given, makes the value from the
-    word instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place``: a positional
-    argument that may be left out."""
+    """A field of a class of options; ``text`` is its help. Its annotation says how a word is read. A ``bool``
+    is a switch. A ``tuple[X, ...]`` is written ``a,b``, or as several words if positional. A ``Mapping`` may be
+    given several times. Any other type is called with the word. If ``read`` is given, it makes the value from
+    the word instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place`` makes a
+    positional argument that may be left out."""
     about: dict[str, Any] = {"help": text, "read": read, "bounds": (least, most, choices)}
     about |= {"metavar": metavar, "in_place": in_place}
     if default is dataclasses.MISSING:
@@ -53,7 +53,7 @@ def flags_of(text: str) -> tuple[str, ...]:
 
 
 def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
-    """The options that a command line gives. A ValueError that ``kind`` raises ends the process with
+    """Returns the options that a command line gives. A ValueError that ``kind`` raises ends the process with
     status 2, as a bad flag does."""
     parser = parser_of(kind)
     given = vars(parser.parse_args(argv))
@@ -112,7 +112,7 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
         argument |= {} if is_required else {"nargs": "?", "default": field.default}
         parser.add_argument(field.name, **argument)
         return
-    # The default must be a list: argparse appends to it.
+    # The default must be a list, because argparse appends to it.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default
     if field.default not in (None, False, ()):
         argument["help"] += " (default %(default)s)"

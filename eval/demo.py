@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.demo``: stock SGLang and SGLang with sharing, in turn, on the embedded reasoner.
+"""``python -m eval.demo`` runs stock SGLang, then SGLang with sharing, on the embedded reasoner.
 
 Prints the address of the sharing server's page, a table, and one response with its shared steps marked. Writes
 ``demo.json`` and ``demo.png``."""
@@ -47,15 +47,15 @@ _ROWS = {
 class Options:
     problems: int = option(200, "problems, sent at once", least=1)
     kv_budget: int = option(4000, "KV slots", least=1)
-    max_tokens: int = option(1500, "of each request", least=1)
+    max_tokens: int = option(1500, "longest response", least=1)
     output: Path = option(Path("demo.json"), "file of the figures; the picture is beside it")
     logs: Path = option(Path("build/demo"), "folder for logs and records")
     both: tuple[str, ...] = option((), "further flags of both servers", read=flags_of)
-    shared: tuple[str, ...] = option((), "further flags of ours", read=flags_of)
+    shared: tuple[str, ...] = option((), "further flags of our server", read=flags_of)
 
     @property
     def run(self) -> RunOptions:
-        """The run of both servers: they log every decode step, and no request is sent twice."""
+        """The options of the run. Both servers log every decode step, and no request is sent twice."""
         most: dict[str, Any] = dict(limit=self.problems, max_tokens=self.max_tokens, attempts=1)
         most |= dict(kv_budget=self.kv_budget, server_flags=self.both, decode_log_interval=1)
         return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
@@ -64,7 +64,7 @@ class Options:
 def measure(options: Options) -> dict[str, Cell]:
     """Run both servers; return their cells by name. Raises RunError if one could not be measured."""
     asked, folder = options.run, options.logs / "run"
-    # An earlier run is not continued: its code or the machine may have changed since.
+    # An earlier run is not continued, because the code or the machine may have changed since.
     shutil.rmtree(folder, ignore_errors=True)
     dense, ours = asked.methods
     run(asked, folder, {ours: (*_SHOWS_TEXTS, *options.shared)})
@@ -98,8 +98,8 @@ def table_of(result: dict[str, dict[str, Any]]) -> str:
 
 
 def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
-    """Of the responses in one scheduler's ``report["recent"]``, the text of the one that shares most; on a
-    terminal, words that own no memory are green."""
+    """Returns the text of the response in a scheduler's ``report["recent"]`` that shares most. On a terminal,
+    words that own no memory are green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of JSONL files that anybody may have written."""
+"""Reads JSONL files that anybody may have written."""
 
 import json
 import os
@@ -15,8 +15,8 @@ def read_rows(
     made: Callable[[dict[str, Any]], _Row],
     complain: Callable[[str, str], None] | None = None,
 ) -> Iterator[tuple[int, _Row]]:
-    """Yields ``(line number, made(object))`` for each line that is not blank. Where a line is no JSON object,
-    or ``made`` raises ValueError, calls ``complain`` with ``file:line`` and the fault; without ``complain``,
+    """Yields ``(line number, made(object))`` for each line that is not blank. If a line is no JSON object, or
+    ``made`` raises ValueError, calls ``complain`` with ``file:line`` and the fault. Without ``complain``,
     raises a ValueError that names file and line. Raises OSError."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -44,8 +44,8 @@ def _object(line: bytes) -> dict[str, Any]:
 
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:
-    """The text of the first of ``names`` that the row has, as valid Unicode. Raises ValueError if the row has
-    none of them, or if the field found is no text or empty."""
+    """The text of the first field of ``names`` that the row has, as valid Unicode. Raises ValueError if the row
+    has none of these fields, or if the field is no text or empty."""
     name = next((name for name in names if row.get(name) is not None), names[0])
     if name not in row:
         raise ValueError(f"no field {name!r}")
@@ -55,8 +55,8 @@ def text_of(row: Mapping[str, Any], *names: str) -> str:
 
 
 def texts_of(paths: Iterable[Path]) -> list[str]:
-    """The field ``response`` of all lines. Raises OSError; ValueError if there is no response, or if a line is
-    bad, which the message names."""
+    """The field ``response`` of all lines. Raises OSError. Raises ValueError if there is no response, or if a
+    line is bad; the message names that line."""
     rows = (read_rows(path, lambda row: text_of(row, "response")) for path in paths)
     found = [text for texts in rows for _, text in texts]
     if not found:
@@ -65,13 +65,13 @@ def texts_of(paths: Iterable[Path]) -> list[str]:
 
 
 def cut_unfinished(path: Path) -> None:
-    """Cut off a last line that does not end in a newline, because its writer was killed."""
+    """Cut off the last line if it does not end in a newline, because then its writer was killed."""
     if path.is_file():
         os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 def one_line(text: str, most: int) -> str:
-    """Any text as one line of printable characters, at most ``most`` of them."""
+    """Returns any text as one line of at most ``most`` printable characters."""
     flat = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return flat if len(flat) <= most else flat[: most - 1] + "…"
 

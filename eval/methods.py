@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods by name: a method is how a server is started, and so how it shares; one row of a table."""
+"""Methods by name. A method says how a server starts, and so how it shares. Tables have a row per method."""
 
 import re
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Method:
     """A way to start a server."""
 
     name: str  # the specification as given, and the name of its folder
-    values: Mapping[str, Any] = field(default_factory=dict)  # settings, {} of a stock server
+    values: Mapping[str, Any] = field(default_factory=dict)  # settings; {} for a stock server
     more: tuple[str, ...] = ()  # further words of the server's command line
 
     @property
@@ -35,15 +35,15 @@ class Method:
 
 
 DENSE = "dense"
-#: Every method but dense is a preset of the plugin.
+#: Every method except dense is a preset of the plugin.
 METHODS = (DENSE, *PRESETS)
 #: Folders are named after methods.
 _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
-    """The method that ``NAME[:key=value,...]`` stands for; ``defaults`` are settings of a method that shares,
-    unless it sets them itself. Raises MethodError if a name, key or value is bad."""
+    """The method that ``NAME[:key=value,...]`` stands for. If it shares, it takes from ``defaults`` the
+    settings that it does not set itself. Raises MethodError if a name, key or value is bad."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.redundancy``: how much responses repeat themselves, by the production filter, without
-a model. Writes redundancy.md."""
+"""``python -m eval.redundancy`` measures how much responses repeat themselves, by the production filter and
+without a model. Writes redundancy.md."""
 
 import re
 import sys
@@ -24,20 +24,19 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"
-# No character is lost, as steps are found in the text; a space belongs to the word behind it.
+# Every character is in a piece, because steps are found in the text. A space belongs to the word after it.
 _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 _MAX_NAME_CHARS = 40
 #: Block sizes at which the papers' rule is measured.
 BLOCKS = (4, 8, 16)
-_NOTE = """Candidate: of the steps but the first, those similar to an earlier one by the papers' filter. Others:
-shares of the tokens, at the end of a response / averaged over decode steps, that the default rule could
-share, and the papers' rule with blocks of d tokens. Distances are not looked at."""
+_NOTE = """Candidate: the share of steps, without the first, that are similar to an earlier step by the papers'
+filter. Default and d: the share of tokens that the default rule, or the papers' rule with blocks of d tokens,
+could share, at the end of a response / averaged over decode steps. Distances are not measured."""
 
 
 class Speller:
-    r"""Splits responses into tokens of a Hugging Face tokenizer in a local folder, or of :data:`WORDS`,
-    ``\w+|[^\w\s]``, with new ids for each response. Raises ValueError if there is no tokenizer, or it cannot be
-    read."""
+    r"""Splits responses into tokens. ``name`` is the folder of a Hugging Face tokenizer, or :data:`WORDS` for
+    ``\w+|[^\w\s]``, with new ids in each response. Raises ValueError if the tokenizer cannot be read."""
 
     def __init__(self, name: str) -> None:
         self.name, self._tokenizer = name, None
@@ -57,9 +56,9 @@ class Speller:
 
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
-    """Counts of one response: ``steps``, with a last one that no blank line ends; ``candidates`` among all
-    steps but the first; ``end_RULE`` and ``time_RULE``, tokens in proposed blocks at the end and summed over
-    decode steps; ``held``, all tokens, summed over decode steps."""
+    """Counts of one response: ``steps``, also a last step that no blank line ends; ``candidates``, steps
+    similar to an earlier one; ``end_RULE`` and ``time_RULE``, tokens in proposed blocks, at the end and summed
+    over decode steps; ``held``, all tokens, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
     rules = {"default": filter_config(default, default.block, 1)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
@@ -71,18 +70,18 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
         left = [tokens - proposal.step.end + 1 for proposal in proposals]
         found[f"end_{name}"] = sum(sizes)
         found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
-        # Overwritten by each rule: the last rule counts. Its block size does not matter here.
+        # Each rule overwrites these counts, so the last one counts. Its block size does not matter here.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
         found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     return found
 
 
 def propose(ids: list[int], vocabulary: Vocabulary, rule: FilterConfig) -> list[Proposal]:
-    """What the filter proposes for each finished step."""
+    """Returns what the filter proposes for each finished step."""
     end = len(vocabulary.pieces)  # an id that no token has
     span = ReasoningSpan(frozenset(), frozenset({end}), inside=True)
     request = RequestFilter(rule, TokenClasses(vocabulary), vocabulary, 0, span)
-    # The added id ends the reasoning, and with it the last step.
+    # The added id ends the reasoning, and thereby the last step.
     return [*request.push(ids), *request.push([end])]
 
 
@@ -96,8 +95,8 @@ class Options:
 
 
 def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Dataset, ``correct``, ``wrong`` or "", and text of each response. Places of lines that cannot be read go
-    to ``left_out``."""
+    """Yields for each response the dataset, ``correct``, ``wrong`` or "", and the text. Adds the places of
+    lines that cannot be read to ``left_out``."""
 
     def made(row: dict[str, Any]) -> tuple[str, str, str]:
         dataset, correct = row.get("dataset"), row.get("correct")
@@ -116,7 +115,7 @@ def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]
 
 
 def shares(name: str, group: pd.DataFrame) -> dict[str, Any]:
-    """A line of the table, about the responses of ``group``."""
+    """Returns the table's row for the responses of ``group``."""
     sums = group.sum(numeric_only=True).astype(float)
     later, tokens, held = (max(sums[name], 1.0) for name in ("later_steps", "tokens", "held"))
     line = {"responses of": name.replace("|", "\\|"), "number": str(len(group))}

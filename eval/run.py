@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.run``: tasks x methods x seeds against live servers. See docs/evaluation.md."""
+"""``python -m eval.run`` measures tasks x methods x seeds on live servers. See docs/evaluation.md."""
 
 import signal
 import sys
@@ -10,8 +10,8 @@ from eval.serving import ServerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns 0 if every request was answered and graded, 1 if not, 130 after Ctrl-C; a bad
-    command line exits with 2. The folder keeps all that was done."""
+    """Run a command line. Returns 0 if every request was answered and graded, 1 if not, 130 after Ctrl-C. A bad
+    command line exits with 2. The folder keeps all results so far."""
     # SIGTERM raises SystemExit, so that servers are closed and records completed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options, out = parse(argv)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real SGLang servers as subprocesses, for the demo and the server tests."""
+"""Runs real SGLang servers as subprocesses, for measurements and tests."""
 
 import contextlib
 import importlib.util
@@ -22,14 +22,14 @@ import psutil
 
 from sglang_reasoncache.platform import PLATFORM_NAME
 
-#: KV slots on a CPU when the flags name none; SGLang would otherwise fill most of the RAM.
+#: KV slots on a CPU if the flags give no number. SGLang would otherwise fill most of the RAM.
 DEFAULT_KV_SLOTS = 16384
-#: The name requests give as ``model``.
+#: The name that requests give as ``model``.
 MODEL_NAME = "default"
 
 LEAN_START = Path(__file__).with_name("lean_start")
 _TAIL_LINES, _LINE_WIDTH = 60, 300
-# After this line a server only looks alive: for two minutes SGLang waits for its own answer.
+# After this line in its log a server only looks alive: for two minutes SGLang waits for its own answer.
 _PORT_TAKEN = "error while attempting to bind on address"
 
 
@@ -38,9 +38,9 @@ class ServerError(RuntimeError):
 
 
 class ServerProcess:
-    """A ``python -m sglang.launch_server``: a context manager, or :meth:`start` and :meth:`close`.
-    ``flags`` replace our defaults; ``env`` sets variables, or with None removes them. Device ``"cpu"`` hides
-    every GPU and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
+    """Runs ``python -m sglang.launch_server`` as a context manager, or from :meth:`start` to :meth:`close`.
+    ``flags`` replace our defaults. ``env`` sets variables; None removes one. Device ``"cpu"`` hides every GPU
+    and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
         self, model_path: str | Path, *, flags: Sequence[str] = (),
@@ -56,11 +56,11 @@ class ServerProcess:
         temporary = f"reasoncache-server-{os.getpid()}-{self.port}.log"
         self.log_path = Path(log_path or Path(tempfile.gettempdir()) / temporary)
         # SGLang looks for SIGTERM only every 5 s, but then lets its schedulers release a GPU. SIGINT acts at
-        # once; the log then ends with tracebacks of KeyboardInterrupt.
+        # once, but the log ends with tracebacks of KeyboardInterrupt.
         self._end = (signal.SIGINT, signal.SIGTERM) if device == "cpu" else (signal.SIGTERM,)
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
-        # trust_env: a proxy from the environment must not see loopback traffic.
+        # Without trust_env a proxy from the environment does not see loopback traffic.
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False, limits=limits)
 
@@ -71,12 +71,12 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Start it and wait until it is ready. Raises ServerError if it dies or takes ``start_timeout_s``."""
+        """Start the server and wait until it is ready. Raises ServerError if it dies or takes too long."""
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            # In a new session close() reaches every child, and Ctrl-C in a terminal reaches only us.
+            # A new session lets close() reach every child, and Ctrl-C in a terminal reach only us.
             self._process = subprocess.Popen(
                 self.command, env=self.env, start_new_session=True, **pipes
             )
@@ -113,7 +113,7 @@ class ServerProcess:
         return self._process.pid
 
     def check_alive(self) -> None:
-        """Raise :class:`ServerError` if the server is not running; quote its log's tail."""
+        """Raise :class:`ServerError`, with the end of the log, if the server is not running."""
         if self._process is None:
             raise ServerError(f"SGLang server on port {self.port} was never started, or closed")
         if self._process.poll() is not None:
@@ -127,7 +127,7 @@ class ServerProcess:
         return f"SGLang server {what}\n  {command}\n--- end of {self.log_path} ---\n{tail}"
 
     def close(self, grace_s: float = 15.0) -> None:
-        """End the server and every child: ask first, then kill."""
+        """End the server and every child: first by a signal, then by SIGKILL."""
         self._http.close()
         process, self._process = self._process, None
         if process is None:
@@ -139,7 +139,7 @@ class ServerProcess:
                 process.wait(grace_s)
         _kill_group(process.pid)
         if self._guard is not None:
-            # Killed before its pipe closes: by now the group's number may belong to other processes.
+            # The guard must not kill the group when its pipe closes: its number may be in use again by then.
             self._guard.kill()
             self._guard.communicate()
         process.wait()
@@ -149,20 +149,20 @@ class ServerProcess:
         return self.log_path.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
-        """Bytes of output so far; with :meth:`log_text`, to read only what follows."""
+        """Bytes of output so far; :meth:`log_text` takes this number to read only what follows."""
         return self.log_path.stat().st_size
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self._http.get(path, **options)
 
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
-        """POST ``json`` to ``path``; ``options`` as for :meth:`httpx.Client.post`."""
+        """POST ``json`` to ``path``; ``options`` are those of :meth:`httpx.Client.post`."""
         return self._http.post(path, json=json, **options)
 
 
 def free_port() -> int:
-    """A TCP port that was free a moment ago. It lies below the kernel's ephemeral range: there, any outgoing
-    connection could take it before a server does."""
+    """A TCP port that was free a moment ago. It is below the kernel's ephemeral range, because an outgoing
+    connection could take a port of that range before a server does."""
     top = 32768
     with contextlib.suppress(OSError, ValueError):
         top = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -195,9 +195,9 @@ def _environment(
 ) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONUNBUFFERED"] = "1"
-    # Without bytecode each of the three processes compiles some thousand modules.
+    # With this variable, each of the three processes would compile some thousand modules.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    # The server sends its warm-up request to itself.
+    # The server sends its warm-up request to itself, not through a proxy.
     env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
     if Path(model_path).is_dir():
         env["HF_HUB_OFFLINE"] = env["TRANSFORMERS_OFFLINE"] = "1"
@@ -205,7 +205,7 @@ def _environment(
         env.pop("SGLANG_USE_CPU_ENGINE", None)
         env["SGLANG_PLATFORM"] = PLATFORM_NAME
         env["CUDA_VISIBLE_DEVICES"] = ""
-        # Small operators lose more to waking threads than they gain.
+        # Waking threads costs small operators more time than the threads save.
         env.setdefault("OMP_NUM_THREADS", "1")
         paths = (str(LEAN_START), env.get("PYTHONPATH"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -227,8 +227,8 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """A shell that kills a process group once this process is gone: it waits for the end of a pipe
-    that only we hold, which even SIGKILL closes."""
+    """Starts a shell that kills a process group once this process is gone. The shell waits until a pipe closes
+    that only this process holds; the pipe closes even if SIGKILL ends this process."""
     pipes: dict[str, Any] = dict(
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -237,7 +237,7 @@ def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill a process group and wait until it is gone, except zombies that nobody collects."""
+    """Kill a process group and wait until all its processes are gone, except zombies that nobody collects."""
     deadline = time.monotonic() + timeout_s
     living = [group]
     while living:

@@ -13,11 +13,11 @@ class TokenizerError(ValueError):
 def load_tokenizer(model: str, local: bool = False) -> Any:
     """A tokenizer of ``transformers``; ``model`` is a folder or, unless ``local``, a name on the hub. Raises
     TokenizerError if there is no tokenizer or it cannot be read."""
-    # Imported here: it takes seconds, and most programs that import this module do not need it.
+    # Imported here, because it takes seconds and most programs that import this module do not need it.
     from transformers import AutoTokenizer
 
     try:
-        # False, not None: None asks on the terminal whether a model's own code may run.
+        # Not None, because None asks on the terminal whether a model's own code may run.
         return AutoTokenizer.from_pretrained(model, local_files_only=local, trust_remote_code=False)
     except Exception as error:
         # Bad tokenizer files raise errors of many kinds.

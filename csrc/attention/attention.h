@@ -9,12 +9,12 @@
 namespace reasoncache {
 namespace attention {
 
-// Entries of a request that share a list of rotations, a bit for each.
+// Entries of a request that share a list of rotations. A rotation has a bit for each of them.
 constexpr std::int64_t kRotationTile = 64;
 
-// One query per row, each over its own range of entries.
+// A call has one query per request. Each query reads its own range of entries.
 struct DecodeCall {
-  const void* query;  // row 0, head 0
+  const void* query;  // of request 0, head 0
   void* out;          // [batch][num_heads][v_dim]
   std::int64_t batch;
   std::int64_t num_heads;     // a multiple of the KV heads
@@ -23,18 +23,19 @@ struct DecodeCall {
   const std::int32_t* begin;       // [batch], first entry of each query
   const std::int32_t* end;         // [batch], one past its last
   const std::int32_t* kv_indices;  // [total]
-  const std::int32_t* shift;       // [total], null: nothing is shifted
+  const std::int32_t* shift;       // [total], null if no key is shifted
   std::int64_t total;
-  // Of the tiles of row b, the first of which is begin[b] / 64 + b, the rotations tile_ptr[tile] to
-  // tile_ptr[tile + 1]: by how many positions the keys whose bits are set are rotated where they are
-  // used. The first is by 0. A tile without rotations uses each key once, as cached.
-  const std::int32_t* tile_ptr;  // [total / 64 + batch + 1], null: no rotations
+  // The first tile of request b has the number begin[b] / 64 + b. The rotations of a tile are
+  // tile_ptr[tile] to tile_ptr[tile + 1]. A rotation has a number of positions, `by`, and `bits`:
+  // if bit i is set, the key of the tile's entry i is used rotated by that number. The first
+  // rotation of a tile is by 0. A tile without rotations uses each key once, as cached.
+  const std::int32_t* tile_ptr;  // [total / 64 + batch + 1], null if there are no rotations
   const std::int32_t* by;        // [rotations]
   const std::uint64_t* bits;     // [rotations]
   std::int64_t rotations;
-  const float* sinks;  // [num_heads], logits without a value; null: none
+  const float* sinks;  // [num_heads], logits without a value; null if there are none
   float scale;
-  float logit_cap;  // 0: none
+  float logit_cap;  // 0 for no cap
   std::int64_t element;  // of query and out: fp32, bf16 or fp16
   std::int64_t threads;
 };
@@ -46,16 +47,21 @@ struct DecodeCall {
 
 extern "C" {
 
-// All calls return a reasoncache_status, may be made concurrently, and take a pool of one layer.
+// All functions return a reasoncache_status and may be called concurrently. Their pool has one
+// layer.
 
-// Rows of req_to_token to be read by one forward, one pass. Rows are [num_rows][row_stride], the
-// slot of each of `width` positions, below 0: evicted; requests, indices of rows, and lengths,
-// positions in use, are [batch]; of a row the newest `reach` positions are read, 0: all. cached_at is
-// [num_slots], null: no slot is shifted. Writes kv_indptr [batch + 1], kv_indices and shift
-// [capacity] (null exactly if cached_at is), and whether any shift is not 0. With tile_ptr
-// [capacity / 64 + batch + 1], a position whose slot is at its cached position in the row as well
-// has no entry: writes rotations (see DecodeCall), by and bits [capacity + capacity / 64 + batch],
-// and their number; shift is then of no use. On a status other than OK the plan is unspecified.
+// Makes the plan of a forward from rows of req_to_token, in one pass. `rows` [num_rows][row_stride]
+// has the slot of each of `width` positions; a number below 0 means that the position was evicted.
+// `requests` [batch] has the index of each request's row, `lengths` [batch] its positions in use.
+// Only the newest `reach` positions of a row are read, or all if `reach` is 0. `cached_at`
+// [num_slots] has the position of each slot's key; null means that no slot is shifted.
+//
+// Writes kv_indptr [batch + 1], kv_indices [capacity], shift [capacity] (null exactly if cached_at
+// is null), and is_shifted: whether any shift is not 0. If tile_ptr [capacity / 64 + batch + 1] is
+// not null, entries are merged: if a slot is also read at its cached position, its other positions
+// have no entries, but rotations (see DecodeCall). These are written to `by` and `bits`
+// [capacity + capacity / 64 + batch], their number to `rotations`. `is_shifted` is then 0, and
+// `shift` means nothing. If the status is not OK, the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,
@@ -64,9 +70,10 @@ RC_EXPORT std::int32_t reasoncache_plan(
     std::int64_t capacity, std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits,
     std::int32_t* is_shifted, std::int32_t* rotations) noexcept;
 
-// out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]), keys rotated by their
-// shift. No entries: zeros. Reads no slot when a status is BAD. The result does not depend on the
-// number of threads. Arguments: see DecodeCall.
+// Computes out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]). Each key is
+// rotated by its shift. A query without entries gets zeros. No slot is read if the status is one
+// of REASONCACHE_BAD_*. The result does not depend on the number of threads. DecodeCall describes
+// the arguments.
 RC_EXPORT std::int32_t reasoncache_decode(
     const reasoncache_pool* pool, const void* query, void* out, std::int64_t batch,
     std::int64_t num_heads, std::int64_t q_row_stride, std::int64_t q_head_stride,
@@ -75,9 +82,9 @@ RC_EXPORT std::int32_t reasoncache_decode(
     const std::int32_t* by, const std::uint64_t* bits, std::int64_t rotations, const float* sinks,
     float scale, float logit_cap, std::int64_t element, std::int64_t threads) noexcept;
 
-// Entries [count] copied out, heads first: out_k [num_heads][count][k_dim], out_v
-// [num_heads][count][v_dim], of `element`: fp32, bf16 or fp16. Keys are rotated by their shift,
-// null: as they are.
+// Copies `count` entries, heads first, to out_k [num_heads][count][k_dim] and out_v
+// [num_heads][count][v_dim], of type `element`: fp32, bf16 or fp16. Each key is rotated by its
+// shift. If `shift` is null, keys are copied as they are.
 RC_EXPORT std::int32_t reasoncache_gather(const reasoncache_pool* pool,
                                           const std::int32_t* kv_indices,
                                           const std::int32_t* shift, std::int64_t count,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Paged decode attention: checks a call, divides it and hands it to the threads.
+// Paged decode attention: checks a call, divides it into units and runs them on threads.
 
 #include <algorithm>
 #include <exception>
@@ -13,7 +13,7 @@ namespace reasoncache {
 namespace attention {
 namespace {
 
-// Below this, waking a thread costs more than it saves.
+// Below this size, waking a thread costs more time than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 18;
 
 std::int32_t check(const Pool& pool, const DecodeCall& call) {

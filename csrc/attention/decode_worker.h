@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What one thread does of a decode call: every key and value is read once for all query heads
-// that share it.
+// The part of a decode call that one thread computes. Every key and value is fetched from memory
+// once for all query heads that share it.
 //
-// Queries of a unit take turns, a tile of entries each, about in the order of slots. Requests that
-// decode together get neighbouring slots, so what one of them reads lies on the pages that the
-// next one reads: taken one after the other, every page would be looked up again for each of them.
+// A worker alternates between the queries of a unit, one tile of entries at a time, roughly in slot
+// order. Requests that decode together get neighbouring slots, so the next query reads the same
+// memory pages. If a worker took one whole query after another, it would look up every page anew.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,8 @@
 namespace reasoncache {
 namespace attention {
 
-// Uninitialised fp32 from the begin of a cache line: a vector that lies on two is read twice.
+// Uninitialised fp32 memory, aligned to a cache line, because reading a vector that spans two lines
+// takes two reads.
 class Lines {
  public:
   explicit Lines(std::size_t size) : memory_(new float[size + 15]) {}
@@ -63,16 +64,18 @@ class Worker {
   }
 
  private:
-  // Rotations of a tile besides that by 0; empty: none.
+  // Rotations `begin` to `end` of the call: those of a tile, except the rotation by 0. A tile here
+  // has kTile entries and is a part of a tile of kRotationTile entries.
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
-    int first = 0;           // bit of the tile's first entry
-    std::uint64_t mask = 0;  // of its entries
-    std::uint64_t own = ~std::uint64_t{0};  // of those used at their cached positions
+    int first = 0;           // which of the call's `bits` is for the tile's first entry
+    std::uint64_t mask = 0;  // a bit for each entry of the tile
+    std::uint64_t own = ~std::uint64_t{0};  // bits of the entries whose keys are used as cached
   };
 
-  // A tile of one query's entries under one KV head; no entries: nothing is left.
+  // A tile of one query's entries under one KV head. A step without entries (begin == end) means
+  // that no step is left.
   struct Step {
     std::int64_t query;
     std::int64_t head;
@@ -119,7 +122,8 @@ class Worker {
     }
   }
 
-  // The query's next tile begins `offset` entries into the chunk, if there are any.
+  // Notes that the query's next tile begins at entry `offset` of the chunk, or, if the chunk has no
+  // such entry, that the query is done.
   void wait(const Unit& unit, std::int64_t row, std::int64_t offset) {
     const auto at = static_cast<std::size_t>(row - unit.first_query);
     const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
@@ -130,8 +134,9 @@ class Worker {
     prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
-  // The next tile. Each round of turns leaves out queries whose next slots are far ahead of the
-  // lowest: rows that share many slots have fewer tiles for as many positions.
+  // Returns the next tile as a step. A round skips each query whose next slot is far above the
+  // lowest next slot of all queries. A query that shares many slots has fewer tiles for the same
+  // number of positions; without the skips it would get ahead of the others.
   Step take(const Unit& unit) {
     const auto queries = static_cast<std::size_t>(unit.last_query - unit.first_query);
     for (;;) {
@@ -151,7 +156,8 @@ class Worker {
     return {row, unit.first_head, first, end, turns_of(row, first, end)};
   }
 
-  // Rotations of the row's entries, whose rows of the rotary table are fetched.
+  // Returns the rotations of entries [begin, end), which belong to query `row`. Prefetches the rows
+  // of the rotary table that these rotations read.
   Turns turns_of(std::int64_t row, std::int64_t begin, std::int64_t end) const {
     if (call_.tile_ptr == nullptr) return {};
     const std::int64_t first = call_.begin[row];
@@ -167,7 +173,8 @@ class Worker {
     return turns;
   }
 
-  // The step after the last one, and where its keys and values are.
+  // Goes on to the next step and writes that step, with the addresses of its keys and values, to
+  // `reads`.
   void plan_next(const Unit& unit, Reads& reads) {
     if (step_.begin == step_.end || ++step_.head == unit.last_head) step_ = take(unit);
     reads.step = step_;
@@ -201,9 +208,9 @@ class Worker {
     heads(std::integral_constant<int, 1>{});
   }
 
-  // One tile under kHeads query heads from place `head` on, whose own scores are there. The weights
-  // of an entry's rotations are added to its own before the product with its value; rotations that
-  // there is no room for take another turn.
+  // Adds a tile to the results of kHeads query heads, from place `head` on, after own_scores has
+  // written the entries' own scores. The weights of an entry's rotations are added to the entry's
+  // own weight before the product with its value. A pass takes the rotations that fit into scores_.
   template <int kHeads>
   void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {
     Turns turns = step.turns;
@@ -232,7 +239,8 @@ class Worker {
     }
   }
 
-  // Scores of the entries at their own shifts; `keys` are fetched meanwhile.
+  // Writes to scores_ each entry's own score: its key is rotated by its `shift`, if the call has
+  // shifts, and not by `turns`. Meanwhile prefetches `keys`.
   template <int kHeads>
   void own_scores(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
     if (pool_.is_latent) {
@@ -256,9 +264,9 @@ class Worker {
     }
   }
 
-  // Scores of `turns`, as many as there is room for, behind so many vectors of the entries' own;
-  // returns how many there are then. Keys that a vector holds are neighbours, and at least one of
-  // them is rotated.
+  // Takes from `turns` the rotations whose scores fit into scores_, and writes these scores after
+  // the first `vectors` vectors, which hold the entries' own scores. Returns the number of vectors
+  // in use. A vector has the scores of neighbouring keys, at least one of which is rotated.
   template <int kHeads>
   int rotated_scores(Turns& turns, int vectors, std::int64_t head) {
     constexpr int kKeys = kLanes / kHeads;
@@ -282,8 +290,9 @@ class Worker {
     return vectors;
   }
 
-  // A key rotated by the shift under the query is the key under the query rotated back. Runs of
-  // one shift go over several tiles: the last queries are kept.
+  // Returns the queries rotated back by `shift`. The product of such a query with a key equals the
+  // product of the original query with the key rotated by `shift`. The result is kept, because
+  // neighbouring entries with the same shift may be in several tiles.
   template <int kHeads>
   const float* rotated(std::int64_t head, std::int32_t shift) {
     if (shift == 0) return query(head);
@@ -352,7 +361,7 @@ class Worker {
   std::size_t query_size() const { return queries() * static_cast<std::size_t>(task_.k_padded); }
   bool rotates() const { return call_.shift != nullptr || call_.tile_ptr != nullptr; }
 
-  // Of a query head in what is kept for the unit.
+  // Index of a query head in the buffers that hold the queries and results of a unit.
   std::int64_t place(const Unit& unit, std::int64_t row, std::int64_t head) const {
     return (row - unit.first_query) * call_.num_heads + head;
   }
@@ -362,7 +371,7 @@ class Worker {
   }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
-  static constexpr std::int64_t kRound = 4;  // positions of a round of turns, were nothing shared
+  static constexpr std::int64_t kRound = 4;  // lead that take() allows, in slots for each query
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;
@@ -371,26 +380,26 @@ class Worker {
   Lines query_;                // [most_queries][num_heads][k_padded], scaled
   Lines latent_query_;         // [most_queries][num_heads][latent_padded], scaled
   Lines sums_;                 // [most_queries][num_heads][v_padded]
-  std::vector<float> most_;    // [most_queries][num_heads], and a vector that may be read
-  std::vector<float> total_;   // [most_queries][num_heads], and a vector that may be read
-  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], 0: by nothing yet
+  std::vector<float> most_;    // [most_queries][num_heads], then room to read a whole vector
+  std::vector<float> total_;   // [most_queries][num_heads], then room to read a whole vector
+  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], 0 if not rotated yet
   Lines rotated_;                         // [most_queries][num_heads][k_padded]
-  Lines kept_;  // [2 * kTile][k_padded], keys of a tile with rotations; a last group may go beyond
-  std::vector<std::int64_t> offset_;      // [most_queries], of the next tile in the chunk
-  std::vector<std::int32_t> next_slot_;   // [most_queries], its first; kDone: there is none
+  Lines kept_;  // [2 * kTile][k_padded], fp32 keys of a tile, and room for stores beyond the tile
+  std::vector<std::int64_t> offset_;      // [most_queries], where the next tile begins in the chunk
+  std::vector<std::int32_t> next_slot_;   // [most_queries], first slot of that tile, kDone if none
   std::size_t turn_ = 0;
-  std::int64_t horizon_ = 0;  // slots of a round of turns are below
+  std::int64_t horizon_ = 0;  // the current round takes tiles whose first slot is below
   static constexpr int kAhead = 2;  // steps
   Reads steps_[kAhead + 1];
   Step step_{};
   const float* kept_rows_[kTile];
-  const Element* const* keys_ = nullptr;  // of the step worked on
+  const Element* const* keys_ = nullptr;  // of the current step
   const Element* const* values_ = nullptr;
-  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // room for the scores of a tile
+  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // in scores_
   alignas(64) float scores_[(kVectors + 1) * kLanes];
-  alignas(64) float latent_[kTile * kMostHeads + kLanes];  // scores of a tile's values
+  alignas(64) float latent_[kTile * kMostHeads + kLanes];  // scores of a tile's latent values
   alignas(64) float decay_[kLanes];
-  int of_[kVectors];  // first entry of each vector
+  int of_[kVectors];  // for each vector of scores_ the tile's entry with which it begins
 };
 
 }  // namespace attention

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Entries of a pool as contiguous K and V, heads first, keys rotated to where they are used.
+// Copies entries of a pool to contiguous K and V, heads first, and rotates keys by their shifts.
 
 #include <algorithm>
 #include <atomic>

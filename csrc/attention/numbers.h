@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention computes on fp32 lanes beyond csrc/pool: exp, sums across lanes, stores.
+// Operations on fp32 lanes that only attention needs: exp, sums across lanes, stores.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 RC_INLINE Floats all_of(float value) { return Floats{} + value; }
 
-// Stays in a register: as an operand of each product it would be loaded for each.
+// Keeps `value` in a register. Otherwise the compiler would load it again for each product.
 RC_INLINE Floats held(Floats value) {
 #if defined(__AVX__)
   asm("" : "+v"(value));
@@ -30,9 +30,9 @@ RC_INLINE Floats select(Ints condition, Floats yes, Floats no) {
   return condition ? yes : no;
 }
 
-// Within 2 ulp for x in [-87, 88], 0 below, NaN stays; not for x above.
+// exp(x) within 2 ulp for x in [-87, 88], 0 for x below -87, NaN for NaN. x must not be above 88.
 RC_INLINE Floats exp_of(Floats x) {
-  // Adding and taking away 1.5 * 2^23 rounds to an integer, left in the lowest bits.
+  // Adding 1.5 * 2^23 rounds to an integer, which is then in the lowest bits of the sum.
   const Floats magic = all_of(12582912.0f);
   const Floats shifted = multiply_add(x, all_of(1.44269504f), magic);
   const Floats n = shifted - magic;
@@ -91,7 +91,7 @@ RC_INLINE Floats sums_of(const Floats (&v)[kLanes]) {
 #endif
 }
 
-// fp32 to an element, to the nearest, ties to even.
+// Converts fp32 to an element: rounds to the nearest, ties to even.
 inline void put(float* to, float value) { *to = value; }
 
 inline void put(Bfloat16* to, float value) {

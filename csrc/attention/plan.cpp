@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of req_to_token to FlashInfer's kv_indptr and kv_indices, one pass.
+// Converts rows of req_to_token to FlashInfer's kv_indptr and kv_indices in one pass.
 
 #include <algorithm>
 #include <exception>
@@ -26,13 +26,13 @@ Bounds bounds_of(const std::int32_t* slots, std::int64_t count) {
   return found;
 }
 
-// Shifts of the positions of a row from `first` on, of evicted ones anything; returns the or of them
-// all.
+// Writes the shifts of `length` positions of a row, from `first` on. The shift of an evicted
+// position means nothing. Returns the bitwise or of all shifts.
 std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t first,
                       std::int64_t length, std::int32_t* shift) {
   std::int32_t any = 0;
   for (std::int64_t i = 0; i < length; ++i) {
-    // Unsigned: cached positions of slots that nobody uses may hold anything.
+    // Unsigned, so that nothing overflows: the cached position of an unused slot may be any number.
     const auto home = static_cast<std::uint32_t>(cached_at[std::max(slots[i], 0)]);
     shift[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(first + i) - home);
     any |= shift[i];
@@ -40,8 +40,8 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
   return any;
 }
 
-// The first of the positions from `begin` on, below `end`, of which `differs` is not 0; groups of
-// them are looked at together, as vectors.
+// Returns the first position in [begin, end) at which `differs` is not 0, or `end` if there is
+// none. Tests groups of positions at once, so that the compiler can use vectors.
 template <class Differs>
 std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& differs) {
   constexpr std::int64_t kTogether = 16;
@@ -57,14 +57,14 @@ std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& dif
   return begin;
 }
 
-// Rotations of a batch, request after request.
+// Merges entries that name one slot and writes the rotations of a batch, one request at a time.
 class Merge {
  public:
   Merge(std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits)
       : tile_ptr_(tile_ptr), by_(by), bits_(bits) {}
 
-  // Writes the entries of a row, with the rotations of their tiles, the first of which is `tile`;
-  // returns how many entries. `shift` [length] holds those of its positions.
+  // Writes the entries of a row and the rotations of its tiles. The first tile has the number
+  // `tile`. `shift` [length] has the shifts of the row's positions. Returns the number of entries.
   std::int64_t row(const std::int32_t* slots, std::int64_t length, std::int64_t tile,
                    std::int32_t* kv_indices, const std::int32_t* shift) {
     place_.resize(static_cast<std::size_t>(length));
@@ -102,30 +102,32 @@ class Merge {
     return count;
   }
 
-  // There are no rotations up to `tile`; returns how many there are.
+  // Writes that tiles not written so far, up to `tile`, have no rotations. Returns the number of
+  // rotations so far.
   std::int32_t fill(std::int64_t tile) {
     for (; tiles_ <= tile; ++tiles_) tile_ptr_[tiles_] = rotations_;
     return rotations_;
   }
 
  private:
-  // Neighbouring positions with one rotation: of entries of their own (shifted), or of those at
-  // other positions.
+  // Neighbouring positions with the same shift. Either they have entries of their own (`shifted`),
+  // or they use the entries of other positions.
   struct Moved {
-    std::int64_t first;  // entry if shifted, else its position
+    std::int64_t first;  // if shifted: the first entry, else: the position that has this entry
     std::int64_t length;
     std::int32_t by;
-    std::int64_t end;  // position behind the last, if shifted
+    std::int64_t end;  // if shifted: the position after the last one, else 0
     bool shifted;
   };
   struct Run {
-    std::int64_t tile;  // of the row
+    std::int64_t tile;  // counted from the row's first tile
     std::int32_t by;
     std::uint64_t bits;
     bool shifted;
   };
 
-  // What moved, cut by tiles. Neighbours at their cached positions are neighbouring entries.
+  // Cuts moved_ at the borders of tiles. Neighbouring positions that use their slots as cached have
+  // neighbouring entries, so the first entry of a run determines its other entries.
   void find_runs() {
     runs_.clear();
     for (const Moved& moved : moved_) {
@@ -140,7 +142,8 @@ class Merge {
     }
   }
 
-  // A list for each tile with runs, which begins with the keys used at their cached positions.
+  // Writes a list of rotations for each tile with runs. A list begins with the rotation by 0, whose
+  // bits are the keys that are used as cached.
   void group(std::int64_t first, std::int64_t tiles) {
     fill(first);
     next_.assign(static_cast<std::size_t>(tiles) + 1, 0);
@@ -168,11 +171,11 @@ class Merge {
   std::int32_t* by_;
   std::uint64_t* bits_;
   std::int32_t rotations_ = 0;
-  std::int64_t tiles_ = 0;  // of tile_ptr, written
-  std::vector<std::int32_t> place_{};  // [length], entries of positions that are their slots' own
+  std::int64_t tiles_ = 0;  // entries of tile_ptr written so far
+  std::vector<std::int32_t> place_{};  // [length], entry of each position whose shift is 0
   std::vector<Moved> moved_{};
   std::vector<Run> runs_{};
-  std::vector<std::int32_t> next_{};  // [tiles + 1], where the next rotation of each goes
+  std::vector<std::int32_t> next_{};  // [tiles + 1], where the next rotation of each tile goes
 };
 
 std::int32_t plan(const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride,
@@ -189,7 +192,7 @@ std::int32_t plan(const std::int32_t* rows, std::int64_t num_rows, std::int64_t 
     if (lengths[b] < 0 || lengths[b] > width) return REASONCACHE_BAD_LEN;
     const std::int64_t length = reach > 0 ? std::min(lengths[b], reach) : lengths[b];
     if (length > capacity - at) return REASONCACHE_BAD_LEN;
-    // From here on positions count from the first one that is read.
+    // From here on, positions are counted from the first position that is read.
     const std::int64_t first = lengths[b] - length;
     const std::int32_t* slots = rows + requests[b] * row_stride + first;
     const Bounds found = bounds_of(slots, length);

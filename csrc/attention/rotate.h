@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary embedding by whole positions, with rows of the model's own table.
+// Rotates heads by a number of positions, with rows of the model's own rotary table.
 #pragma once
 
 #include "attention.h"
@@ -8,7 +8,7 @@
 namespace reasoncache {
 namespace attention {
 
-// What a rotation by `shift` reads of the table, into the cache.
+// Prefetches the row of the rotary table that a rotation by `shift` reads.
 inline void fetch_rotation(const Pool& pool, std::int32_t shift) {
   const std::int64_t half = pool.rotary_dim / 2;
   const std::int64_t row = (shift < 0 ? -static_cast<std::int64_t>(shift) : shift) * half;
@@ -18,8 +18,8 @@ inline void fetch_rotation(const Pool& pool, std::int32_t shift) {
   }
 }
 
-// fp32 `heads` of k_dim, `stride` apart, rotated by `shift` positions, or back by them; `to` may be
-// `from`, and where it is not, dims beyond the rotary ones are the caller's.
+// Rotates `heads` fp32 heads, `stride` elements apart, by `shift` positions, or by -`shift` if
+// `back`. `to` may be `from`. If not, the caller has to copy the dims that are not rotated.
 inline void rotate(const Pool& pool, std::int32_t shift, bool back, const float* from, float* to,
                    int heads = 1, std::int64_t stride = 0) {
   const std::int64_t half = pool.rotary_dim / 2;

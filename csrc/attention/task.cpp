@@ -9,7 +9,8 @@ namespace attention {
 namespace {
 
 constexpr std::int64_t kUnitsPerThread = 4;
-// Queries and sums of a unit stay in the second-level cache, with what is fetched into it.
+// A unit's queries and sums take at most this many bytes, so that they stay in the second-level
+// cache together with the prefetched rows.
 constexpr std::int64_t kStateBytes = 1 << 18;
 
 std::int64_t whole_vectors(std::int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
@@ -38,10 +39,11 @@ std::int64_t Task::divide(std::int64_t threads) {
     first_partial_[static_cast<std::size_t>(b)] = here > 1 ? partials : -1;
     if (here > 1) partials += here;
   }
-  // Not zeroed: all of it is written before it is read.
+  // This memory is not zeroed, because all of it is written before it is read.
   partials_.reset(new float[static_cast<std::size_t>(partials * call.num_heads * (2 + v_padded))]);
 
-  // As many queries together as leave each thread its units, else a query's heads apart.
+  // A unit takes several queries as long as each thread still gets kUnitsPerThread units. If there
+  // are too few chunks for that, the KV heads of each query are divided among several units.
   const std::int64_t wanted = threads > 1 ? threads * kUnitsPerThread : 1;
   const std::int64_t state =
       call.num_heads * (k_padded + latent_padded + v_padded) * static_cast<std::int64_t>(sizeof(float));

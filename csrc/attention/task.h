@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// A decode call cut into units of work.
+// Cuts a decode call into units of work.
 //
-// A query's entries are cut into chunks of fixed size, each with a softmax of its own; partial
-// results are merged by their maxima in the order of the chunks. Neither the cut nor the order
-// depends on the threads or the other queries, so neither do the bits.
+// A query's entries are cut into chunks of fixed size. Each chunk has a softmax of its own, and the
+// results of the chunks are merged in their order. Neither the cut nor the order depends on the
+// threads or on the other queries, so every bit of the result is always the same.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,8 @@ namespace attention {
 
 constexpr std::int64_t kChunk = 512;  // entries
 
-// One chunk of neighbouring queries, of those that have it, under some of the KV heads.
+// Chunk number `chunk` of each of several consecutive queries, for some of the KV heads. Queries
+// with fewer chunks are skipped.
 struct Unit {
   std::int64_t first_query;
   std::int64_t last_query;
@@ -32,15 +33,15 @@ class Task {
  public:
   Task(const Pool& pool, const DecodeCall& call);
 
-  // Fills in the units, enough for so many threads; returns how many entries they read.
+  // Fills `units` with enough units for `threads` threads. Returns the number of entries they read.
   std::int64_t divide(std::int64_t threads);
 
   std::int64_t chunks(std::int64_t query) const {
     return std::max<std::int64_t>(1, (call.end[query] - call.begin[query] + kChunk - 1) / kChunk);
   }
 
-  // Where the result of a chunk under a query head goes: largest logit, sum of weights, weighted
-  // sum of values. Null: there is one chunk only.
+  // Returns the memory for the result of a chunk under a query head: largest logit, sum of weights,
+  // weighted sum of values. Returns null if the query has one chunk only.
   float* partial(std::int64_t query, std::int64_t chunk, std::int64_t head) const {
     const std::int64_t first = first_partial_[static_cast<std::size_t>(query)];
     if (first < 0) return nullptr;
@@ -49,13 +50,13 @@ class Task {
 
   const Pool& pool;
   const DecodeCall& call;
-  const std::int64_t group;     // query heads of a KV head
-  const std::int64_t k_padded;  // dims rounded up to whole vectors
+  const std::int64_t group;     // query heads per KV head
+  const std::int64_t k_padded;  // dims of a key, rounded up to whole vectors
   const std::int64_t v_padded;
-  const std::int64_t latent_padded;  // of a query's dims for a value; 0: it has none
+  const std::int64_t latent_padded;  // rounded up: dims of a query for a latent value, or 0
   std::vector<Unit> units{};
-  std::int64_t most_queries = 1;                        // of a unit
-  std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not done yet
+  std::int64_t most_queries = 1;                        // the largest number in one unit
+  std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not computed yet
   std::atomic<std::int64_t> next{0};
 
  private:

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A tile of entries under a few query heads: dot products, softmax weights, weighted values.
+// Attention of a few query heads over a tile: dot products, softmax weights, weighted values.
 #pragma once
 
 #include <algorithm>
@@ -9,23 +9,24 @@
 namespace reasoncache {
 namespace attention {
 
-// Entries. Their rows of K and V may lie on a page each: a few are as many as the first level of
-// address translation holds, and as the caches have places for at one distance.
+// Entries of a tile. The number is small for two reasons. Each row of K or V may be on a memory
+// page of its own, and the first-level TLB holds few pages. The rows' addresses may be at equal
+// distances, and a cache holds few lines of such addresses.
 constexpr int kTile = 16;
-constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // query heads at once
+constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // query heads at a time
 constexpr std::int64_t kLine = 64;
 
-// As load_some. Not inlined: it serves the last few dims of odd head sizes only.
+// Calls load_some. Not inlined, because only the last few dims of odd head sizes need it.
 template <class Element>
 __attribute__((noinline)) Floats load_last(const Element* from, std::int64_t count) {
   return load_some(from, count);
 }
 
-// Rows to be read next, fetched one by one while others are worked on.
+// Rows that are read next. They are prefetched one at a time, while other rows are processed.
 template <class Element>
 struct Ahead {
   const Element* const* rows;
-  int count;  // 0: nothing to fetch
+  int count;  // 0 if there is nothing to prefetch
   std::int64_t bytes;
 
   RC_INLINE void fetch(int index) const {
@@ -37,8 +38,9 @@ struct Ahead {
   }
 };
 
-// Scores of kLanes / kHeads keys: out[key][head], `query` is [kHeads][padded]. The keys in fp32 go
-// to `kept` [kLanes / kHeads][padded], where it is not null.
+// Returns scores [kLanes / kHeads][kHeads] of kLanes / kHeads keys under kHeads query heads.
+// `query` is [kHeads][padded]. If `kept` is not null, the keys are also stored there, as fp32
+// [kLanes / kHeads][padded].
 template <class Element, int kHeads>
 RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std::int64_t dim,
                              std::int64_t padded, float* kept) {
@@ -67,7 +69,8 @@ RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std
   return sums_of(sums);
 }
 
-// Scores [count][kHeads] of keys under one query; `ahead` is fetched meanwhile, from `first` on.
+// Writes `scores` [count][kHeads] of `count` keys under kHeads heads of a query. Meanwhile
+// prefetches the rows of `ahead` from number `first` on.
 template <class Element, int kHeads>
 void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahead, int first,
                const float* query, std::int64_t dim, std::int64_t padded, float* kept,
@@ -76,17 +79,17 @@ void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahea
   for (int at = 0; at < count; at += kKeys) {
     const int here = std::min(kKeys, count - at);
     for (int key = 0; key < here; ++key) ahead.fetch(first + at + key);
-    // The last key once more in place of those that are not there.
+    // If fewer than kKeys keys are left, the last one stands in for the missing ones.
     const Element* filled[kKeys];
     for (int key = 0; key < kKeys; ++key) filled[key] = rows[at + std::min(key, here - 1)];
     const Floats found = some_scores<Element, kHeads>(
         filled, query, dim, padded, kept == nullptr ? nullptr : kept + at * padded);
-    // May write beyond the last score, where there is room and nothing yet.
+    // This may write beyond the last score. There is room, and no score was written there yet.
     store(scores + at * kHeads, found);
   }
 }
 
-// Lanes of the keys whose bits are set, kHeads each; -inf in the others.
+// Returns `scores` with -inf for each key whose bit is not set. A key has kHeads lanes.
 template <int kHeads>
 RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
   Ints key;
@@ -95,7 +98,7 @@ RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
   return select(is_set, scores, all_of(-kInfinity));
 }
 
-// Lanes of the same head taken together, in all of them.
+// Combines the lanes of each head with the function `two`. Every lane of the head gets the result.
 template <int kHeads, class Two>
 RC_INLINE Floats over_keys(Floats v, const Two& two) {
   if constexpr (kLanes >= 16) v = two(v, turned<8>(v));
@@ -105,9 +108,10 @@ RC_INLINE Floats over_keys(Floats v, const Two& two) {
   return v;
 }
 
-// So many vectors of scores, lanes of kHeads heads in turn, become weights. `most` and `total`
-// [kHeads] are the running maximum and sum of weights, `decay` by what to scale what was summed.
-// All three are read or written a vector wide.
+// Replaces `vectors` vectors of scores by their weights. Lane i of a vector belongs to head
+// (i % kHeads). Updates `most` and `total` [kHeads], the largest score and the sum of weights so
+// far. Writes to `decay` the factors by which earlier sums have to be multiplied. Reads `most` and
+// `total`, and writes `decay`, as whole vectors.
 template <int kHeads>
 __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, float* total,
                                      float* decay) {
@@ -119,7 +123,7 @@ __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, fl
     top = select(x > top, x, top);
   }
   top = over_keys<kHeads>(top, [](Floats a, Floats b) { return select(a > b, a, b); });
-  // Nothing so far: -inf less -inf would be NaN.
+  // If there was no key so far, 0 is subtracted, because -inf - -inf would be NaN.
   const Floats base = select(top == -kInfinity, Floats{}, top);
   Floats sum{};
   for (int i = 0; i < size; i += kLanes) {
@@ -135,7 +139,8 @@ __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, fl
   std::memcpy(total, &sum, kHeads * sizeof *total);
 }
 
-// sums [kHeads][padded] = decay * sums + weights [count][kHeads] . rows, kVectors from `at` on.
+// Computes sums [kHeads][padded] = decay * sums + weights [count][kHeads] . rows, for kVectors
+// vectors from dim `at` on.
 template <class Element, int kHeads, int kVectors>
 RC_INLINE void add_some(const Element* const* rows, int count, const Ahead<Element>& ahead,
                         const float* weights, const float* decay, std::int64_t at,

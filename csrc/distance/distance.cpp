@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Squared differences of pairs of KV blocks, one pass over the pool.
+// Computes squared differences of pairs of KV blocks in one pass over the pool.
 
 #include "distance.h"
 
@@ -14,15 +14,16 @@ namespace reasoncache {
 namespace distance {
 namespace {
 
-// Below this, waking a thread costs more than it saves.
+// Below this size, waking a thread costs more time than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 20;
-// A worker takes pieces of about this size: long enough to keep prefetches going, short
+// A worker takes pieces of about this size: large enough to keep prefetches going, small
 // enough to keep all workers busy to the end.
 constexpr std::int64_t kPieceBytes = 1 << 18;
 constexpr std::int64_t kLine = 64;
-// Rows ahead of the one being read whose lines are fetched meanwhile.
+// While a row is read, the cache lines of the row this many rows later are prefetched.
 constexpr std::int64_t kAhead = 2;
-// Rows ahead whose address is translated meanwhile: a row is seldom on a page seen lately.
+// One address of the row this many rows later is prefetched, so that the CPU translates it in time:
+// a row is seldom on a memory page that was read lately.
 constexpr std::int64_t kPagesAhead = 16;
 
 struct Task {
@@ -38,17 +39,18 @@ struct Task {
   std::int64_t entries() const { return pairs * block; }
 };
 
-// One token's K or V in both blocks, and how far in memory the rows to come are from it.
+// One token's K or V in both blocks, and the offsets in memory to the rows that are prefetched.
 template <class Element>
 struct Row {
   const Element* x;
   const Element* y;
-  std::uintptr_t next_x;  // added to an address within x, modulo 2^64
+  std::uintptr_t next_x;  // address of the prefetched row less that of x, modulo 2^64
   std::uintptr_t next_y;
 
   RC_INLINE Row at(std::int64_t offset) const { return {x + offset, y + offset, next_x, next_y}; }
 
-  // Fetch the lines that correspond to `bytes` from here; a hint, so any address will do.
+  // Prefetches the cache lines of the later row that correspond to `bytes` bytes from element
+  // `index` on. A prefetch is only a hint, so it may get any address.
   RC_INLINE void fetch(std::int64_t index, std::int64_t bytes) const {
     const auto from_x = reinterpret_cast<std::uintptr_t>(x + index) + next_x;
     const auto from_y = reinterpret_cast<std::uintptr_t>(y + index) + next_y;
@@ -73,7 +75,7 @@ RC_INLINE void add_plain(const Row<Element>& row, std::int64_t count, Sum& sum) 
   if (i < count) sum.add(1, load_some(row.x + i, count - i), load_some(row.y + i, count - i));
 }
 
-// Element i of the first half is rotated together with element i of the second.
+// Element i of the first half is rotated together with element i of the second half.
 template <class Element>
 RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, const float* cosines,
                                  const float* sines, float sign, Sum& sum) {
@@ -101,8 +103,8 @@ RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, co
   }
 }
 
-// Elements 2i and 2i + 1 are rotated together. `factors` holds, for each element, what
-// it and what its neighbour are multiplied with: [rotary_dim] cosines, then signed sines.
+// Elements 2i and 2i + 1 are rotated together. `factors` holds [rotary_dim] cosines, by which the
+// elements are multiplied, then [rotary_dim] signed sines, by which their neighbours are.
 template <class Element>
 RC_INLINE void add_rotated_neighbours(const Row<Element>& row, std::int64_t rotary_dim,
                                      const float* factors, Sum& sum) {
@@ -141,8 +143,8 @@ class Worker {
     }
   }
 
-  // Units [begin, end): a unit is one pair in one buffer, a layer's K or V. All pairs of a
-  // buffer come before the next buffer: the page tables of one buffer fit a cache.
+  // Computes units [begin, end). A unit is one pair in one buffer: K or V of a layer. All pairs of
+  // a buffer come before the next buffer, because the page tables of one buffer fit in a cache.
   void run(std::int64_t begin, std::int64_t end) {
     if (begin == end) return;
     const std::int64_t last = end * task_.block - 1;
@@ -181,7 +183,7 @@ class Worker {
   }
 
  private:
-  // A row to come: which buffer, and which entry of the slot lists.
+  // Names a row by its buffer and its entry in the slot lists.
   struct Cursor {
     std::int64_t buffer;
     std::int64_t entry;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is summed over a pair of blocks. fp32 within a token, double over tokens.
+// The sum over a pair of blocks: in fp32 within a token, in double over the tokens.
 #pragma once
 
 #include "pool/vector.h"
@@ -17,14 +17,14 @@ class Sum {
     chains_[chain] = multiply_add(difference, difference, chains_[chain]);
   }
 
-  // Empties the chains of a token into the sum over tokens, lane by lane.
+  // Adds the chains to the sum over tokens, lane by lane, and sets them to 0.
   RC_INLINE void end_token() {
     const Floats sum = (chains_[0] + chains_[1]) + (chains_[2] + chains_[3]);
     total_ += __builtin_convertvector(sum, Doubles);
     for (Floats& chain : chains_) chain = Floats{};
   }
 
-  // The sum over tokens; begins another.
+  // Returns the sum over tokens and sets it to 0.
   RC_INLINE double end_block() {
     const double sum = sum_of(total_);
     total_ = Doubles{};

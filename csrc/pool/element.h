@@ -25,7 +25,7 @@ struct Float8E5M2 {  // the upper byte of a Float16
 
 namespace portable {
 
-// A binary float with `exponent_bits` and `mantissa_bits`, by arithmetic on normal numbers only.
+// Decodes a float of `exponent_bits` and `mantissa_bits`, with arithmetic on normal numbers only.
 constexpr float decode(unsigned bits, int exponent_bits, int mantissa_bits, bool has_infinity) {
   const unsigned mantissa = bits & ((1u << mantissa_bits) - 1);
   const unsigned exponent = (bits >> mantissa_bits) & ((1u << exponent_bits) - 1);
@@ -97,12 +97,12 @@ RC_INLINE Floats load(const Float16* from) { return from_half(unaligned<Shorts>(
 
 #if defined(__AVX512F__) || (defined(__AVX__) && defined(__F16C__))
 
-// By way of fp16, several times faster than sixteen look-ups.
+// Converts through fp16, which is several times faster than a table look-up for each lane.
 RC_INLINE Floats load(const Float8E5M2* from) {
   return from_half(widened(unaligned<Bytes>(from)) << 8);
 }
 
-// The same bits as fp16 mean 2^-8 of the value; the largest code is NaN, not 480.
+// Read as fp16, the moved bits mean 2^-8 of the value. The largest magnitude is NaN, not 480.
 RC_INLINE Floats load(const Float8E4M3* from) {
   const Shorts bits = widened(unaligned<Bytes>(from));
   const Shorts magnitude = bits & 0x7f;
@@ -127,7 +127,7 @@ RC_INLINE Floats load(const Float8E4M3* from) {
 
 #endif
 
-// The first `count` < kLanes elements, zero in the other lanes.
+// Loads the first `count` < kLanes elements; the other lanes are zero.
 template <class Element>
 RC_INLINE Floats load_some(const Element* from, std::int64_t count) {
   Element padded[kLanes];

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A KV pool in host memory as every kernel takes it; sglang_reasoncache/native/pool.py is its
-// other side.
+// The struct that describes a KV pool in host memory to every kernel;
+// sglang_reasoncache/native/pool.py fills it in.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 extern "C" {
 
-// Element types; the order is known to Python.
+// Element types, in the order of DTYPES in sglang_reasoncache/native/pool.py.
 enum reasoncache_element : std::int32_t {
   REASONCACHE_FLOAT32 = 0,
   REASONCACHE_BFLOAT16 = 1,
@@ -25,15 +25,16 @@ enum reasoncache_status : std::int32_t {
   REASONCACHE_BAD_ROW = 1,    // a request outside req_to_token
   REASONCACHE_BAD_LEN = 2,    // a length outside [0, width], or too many entries
   REASONCACHE_BAD_SLOT = 3,   // a slot outside the pool
-  REASONCACHE_BAD_DST = 4,    // a slot outside the pool, of the newer blocks of a distance call
-  REASONCACHE_BAD_SRC = 5,    // a slot outside the pool, of their source blocks
-  REASONCACHE_BAD_RANGE = 6,  // a query's entries outside kv_indices
+  REASONCACHE_BAD_DST = 4,    // a destination slot outside the pool, in a distance call
+  REASONCACHE_BAD_SRC = 5,    // a source slot outside the pool, in a distance call
+  REASONCACHE_BAD_RANGE = 6,  // entries beyond kv_indices, or a tile beyond the rotations
   REASONCACHE_BAD_SHIFT = 7,  // |shift| not below table_rows
   REASONCACHE_BAD_CALL = 8,   // an unknown enumerator, or sizes that do not fit
-  REASONCACHE_NO_MEMORY = 9,  // outputs are unspecified
+  REASONCACHE_NO_MEMORY = 9,  // memory is missing, and outputs are unspecified
 };
 
-// Layers of one layout and the model's rotary table. Of pairs the first is of keys.
+// Layers that have the same layout, and the model's rotary table. In arrays of two the first
+// element is for keys, the second for values.
 struct reasoncache_pool {
   const void* const* bases;  // [num_layers][2], address of slot 0, head 0
   std::int64_t num_layers;
@@ -43,13 +44,13 @@ struct reasoncache_pool {
   std::int64_t slot_stride[2];  // elements
   std::int64_t head_stride[2];  // elements
   const float* cosines;         // [table_rows][rotary_dim / 2], null without rotation
-  const float* sines;           // likewise
+  const float* sines;           // of the same shape, or null
   std::int64_t table_rows;
   std::int64_t rotary_dim;  // at most head_dim[0], even
-  std::int32_t is_neox;     // halves are paired, otherwise neighbours
+  std::int32_t is_neox;     // 1 if a rotation pairs the halves of a head, 0 if neighbouring dims
   std::int32_t element;     // reasoncache_element
-  // Attention multiplies queries with values too: a query has head_dim[1] dims for the value, which
-  // nothing rotates, then head_dim[0] for the key.
+  // Whether the pool has latent rows (MLA). Attention then multiplies queries with values too: a
+  // query has head_dim[1] dims for the value, never rotated, then head_dim[0] dims for the key.
   std::int32_t is_latent;
 };
 }
@@ -93,14 +94,14 @@ std::int32_t with_element(std::int64_t element, Body&& body) {
 
 template <class Slot>
 bool in_pool(const Pool& pool, const Slot* slots, std::int64_t count) {
-  std::make_unsigned_t<Slot> most = 0;  // a negative slot is a huge one
+  std::make_unsigned_t<Slot> most = 0;  // as unsigned, a negative slot is a huge number
   for (std::int64_t i = 0; i < count; ++i) {
     most = std::max(most, static_cast<std::make_unsigned_t<Slot>>(slots[i]));
   }
   return count == 0 || most < static_cast<std::uint64_t>(pool.num_slots);
 }
 
-// Whether the table has every shift; null has none.
+// Whether the rotary table has a row for every shift. True if `shift` is null.
 inline bool in_table(const Pool& pool, const std::int32_t* shift, std::int64_t count) {
   std::int32_t least = 0;
   std::int32_t most = 0;

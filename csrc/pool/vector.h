@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// As many fp32 lanes as the target has in one register, by compiler vectors.
-// Works with GCC and clang on any machine; intrinsics only where they help.
+// Vectors with as many fp32 lanes as a register of the target has, by the compiler's vector types.
+// They work with GCC and clang on any machine; intrinsics are used only where they help.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ RC_INLINE Vector unaligned(const void* from) {
   return vector;
 }
 
-// a * b + c, fused where the target can: -ffp-contract=off keeps the compiler from it.
+// a * b + c, fused if the target can. -ffp-contract=off forbids the compiler to fuse by itself.
 RC_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -60,7 +60,7 @@ RC_INLINE Floats swap_neighbours(Floats v) {
 #endif
 }
 
-// Lane i of the result is lane (i + by) % of.
+// Lane i of the result is v[(i + by) % of].
 template <int by, int of = kLanes>
 RC_INLINE Floats turned(Floats v) {
   Ints from;
@@ -74,7 +74,7 @@ RC_INLINE Floats turned(Floats v) {
 #endif
 }
 
-// Intrinsics: GCC 12 halves the vector for these, which takes three times as long.
+// Uses intrinsics: for these conversions GCC 12 halves the vector, which takes three times as long.
 RC_INLINE Words widened(Shorts v) {
 #if defined(__AVX512F__)
   return (Words)_mm512_cvtepu16_epi32((__m256i)v);
@@ -100,7 +100,7 @@ RC_INLINE double sum_of(const Doubles& v) {
   return total;
 }
 
-// Into the second-level cache: the first has too few outstanding misses to spare.
+// Prefetches into the second-level cache: the first-level cache allows too few pending misses.
 RC_INLINE void prefetch(std::uintptr_t address) {
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
 }

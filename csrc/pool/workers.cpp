@@ -13,7 +13,7 @@
 namespace reasoncache {
 namespace {
 
-// How long a helper waits for the next call before it sleeps: layers of one forward follow
+// How long a helper spins for the next call before it sleeps: layers of one forward follow
 // each other within this time, forwards of an idle server do not.
 constexpr std::chrono::microseconds kSpin{50};
 
@@ -31,7 +31,8 @@ Workers& Workers::get() {
   static pid_t owner = -1;
   const std::lock_guard<std::mutex> lock(mutex);
   if (workers == nullptr || owner != getpid()) {
-    // Helpers may use it until the process ends, and a forked child has none of them.
+    // This object is never deleted, because its helpers may use it until the process ends. A forked
+    // child has no helpers, so it makes an object of its own.
     workers = new Workers;
     owner = getpid();
   }
@@ -42,7 +43,7 @@ bool Workers::grow(int helpers) {
   try {
     for (; threads_ < helpers; ++threads_) std::thread([this] { help(); }).detach();
   } catch (const std::exception&) {
-    // The system gives no more threads: those there are do the work.
+    // The system gives no more threads, so the existing ones do the work.
   }
   return threads_ > 0;
 }
@@ -63,7 +64,7 @@ void Workers::run(int helpers, void (*body)(void*), void* context) {
   begin_.notify_all();
   body(context);
   std::unique_lock<std::mutex> lock(mutex_);
-  // Nobody joins from here on: a helper that slept through the call costs nothing.
+  // From here on no helper joins, so this call does not wait for a helper that still sleeps.
   body_ = nullptr;
   end_.wait(lock, [this] { return active_ == 0; });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads kept for the next call: an attention layer is shorter than starting one.
+// Threads that are kept for the next call: starting a thread takes longer than an attention layer.
 #pragma once
 
 #include <atomic>
@@ -12,12 +12,12 @@ namespace reasoncache {
 
 class Workers {
  public:
-  // The process's own; made on first use and after a fork, never destroyed.
+  // Returns the object of this process, which is made on first use and again in a forked child.
   static Workers& get();
 
-  // Calls body(context) here and on up to `helpers` other threads, and returns when all calls
-  // have. The body divides the work by itself, and must do all of it even if called once: it
-  // is when another call is in progress. Nothing may leave it by exception.
+  // Calls body(context) here and on up to `helpers` other threads, and returns when all these calls
+  // have returned. The body divides the work by itself. If it is called only once, for example
+  // while another call is in progress, it must do all the work. It must not throw.
   void run(int helpers, void (*body)(void*), void* context);
 
  private:
@@ -29,14 +29,14 @@ class Workers {
   std::condition_variable begin_;
   std::condition_variable end_;
   std::atomic<std::uint64_t> calls_{0};
-  void (*body_)(void*) = nullptr;  // null while nobody may join
+  void (*body_)(void*) = nullptr;  // null while no helper may join
   void* context_ = nullptr;
-  int wanted_ = 0;  // threads that may still join
+  int wanted_ = 0;  // helpers that may still join
   int active_ = 0;
   int threads_ = 0;
 };
 
-// Calls body() on up to `threads` threads, as Workers::run; false: one of them had no memory.
+// Calls body() on up to `threads` threads by Workers::run. Returns false if a call of body() threw.
 template <class Body>
 bool on_threads(std::int64_t threads, Body&& body) {
   struct Shared {

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.attention``: decode attention, ours against SGLang's and FlashInfer's.
+"""``python -m eval.bench.attention`` times our decode attention and SGLang's (CPU) or FlashInfer's (GPU).
 
-Both take turns on one pool, with the memory bandwidth measured between. Writes ``build/bench/kernels.json``
+The sides read one pool in turns. The memory bandwidth is measured, too. Writes ``build/bench/kernels.json``,
 with a part for each device."""
 
 import argparse
@@ -34,8 +34,8 @@ SHAPES = tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for he
 
 
 def on_cpu(shapes: Sequence[Shape], rounds: int) -> Iterator[Row]:
-    """A row for each shape and share."""
-    # Our backend's platform, which must be set before SGLang is imported.
+    """Yields a row for each shape and share."""
+    # Our backend needs our platform, which must be set before SGLang is imported.
     os.environ |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
     from eval.bench.attention_cpu import CpuBatch, outside_a_server
 
@@ -52,7 +52,7 @@ def on_cpu(shapes: Sequence[Shape], rounds: int) -> Iterator[Row]:
 
 
 def on_gpu(rounds: int) -> Iterator[Row]:
-    """A row for each share, of one shape."""
+    """Yields a row for each share, all of one shape."""
     from eval.bench.attention_cuda import CudaBatch, measured
 
     batch = CudaBatch(Shape(64, 16_000))
@@ -73,8 +73,8 @@ def _shape(name: str) -> Shape:
 
 @dataclass(frozen=True)
 class Options:
-    shapes: tuple[Shape, ...] = option(SHAPES, "on the CPU", read=commas(_shape))
-    rounds: int = option(7, "of a setting", least=1)
+    shapes: tuple[Shape, ...] = option(SHAPES, "shapes on the CPU", read=commas(_shape))
+    rounds: int = option(7, "rounds of each setting", least=1)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     output: Path = option(Path("build/bench/kernels.json"), "file of the figures")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Tokens of a shared run, unless a setting says otherwise.
+#: Tokens of a shared run, unless a setting gives another number.
 RUN = 48
 #: Percent of the entries that are shared, and tokens of each shared run.
 SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
@@ -18,8 +18,8 @@ SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
 
 @dataclass(frozen=True)
 class Shape:
-    """``requests`` of ``tokens`` each; a bf16 pool with K and V of ``[slots, kv_heads, head_dim]``, or, if
-    ``rotated``, with latent rows of ``head_dim`` dims and ``rotated`` dims behind them."""
+    """``requests`` of ``tokens`` tokens each on a bf16 pool. K and V are ``[slots, kv_heads, head_dim]``. If
+    ``rotated`` is not 0, rows are latent: ``head_dim`` dims, and behind them ``rotated`` rotated dims."""
 
     requests: int
     tokens: int
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def layer_bytes(self) -> int:
-        """K and V of all entries in one layer."""
+        """Bytes of K and V of all entries in one layer."""
         dims = self.query_dim if self.rotated else 2 * self.kv_heads * self.head_dim
         return self.requests * self.tokens * dims * 2
 
@@ -51,8 +51,8 @@ class Shape:
 def shared_blocks(
     tokens: int, fraction: float, draw: torch.Generator, run: int = RUN
 ) -> torch.Tensor:
-    """``[2, pairs]``: shared blocks of ``run`` tokens that cover ``fraction`` of ``tokens``, and for each an
-    earlier block that is not shared. The first block and that of the newest token are never shared."""
+    """Draws blocks of ``run`` tokens to share, ``fraction`` of ``tokens`` in all, and for each an earlier block
+    that is not shared. Returns their numbers, ``[2, pairs]``. The first and newest block are never shared."""
     others = max(0, (tokens - 1) // run - 1)
     shared = torch.zeros(1 + others, dtype=torch.bool)
     count = min(others, round(fraction * tokens / run))
@@ -64,8 +64,8 @@ def shared_blocks(
 
 
 def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
-    """int32 ``[requests, tokens]``, the slot of each position: token t of request r was computed in
-    slot ``1 + t * requests + r``, as decoding together leaves it; shared blocks lie at earlier ones'."""
+    """The slot of each position, int32 ``[requests, tokens]``. Token t of request r has slot ``1 + t * requests
+    + r``, as if the requests had decoded together; shared blocks have the slots of earlier blocks."""
     rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
     draw = torch.Generator().manual_seed(5)
     for row in rows:
@@ -76,22 +76,22 @@ def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
 
 
 def cached_positions(shape: Shape) -> torch.Tensor:
-    """int32 ``[slots]``: the position each slot's key was computed for; 0 for the padding."""
+    """int32 ``[slots]``: the position for which each slot's key was computed; 0 for the padding."""
     slots = torch.arange(shape.slots, dtype=torch.int32)
     return ((slots - 1) // shape.requests).clamp_(min=0)
 
 
 def rotation(length: int, dim: int, is_neox: bool = True) -> KeyRotation:
-    """Rotary embedding of whole heads, base 10,000, with a table of ``length`` positions."""
+    """A rotary embedding of ``dim`` dims with base 10,000 and a table of ``length`` positions."""
     angles = torch.arange(length)[:, None] * 1e4 ** -(torch.arange(0, dim, 2) / dim)
     return KeyRotation(torch.cat((angles.cos(), angles.sin()), dim=-1), dim, is_neox)
 
 
 class Batch:
-    """Requests of one shape on ``pool``, K and V of a layer, ``[slots, kv_heads, head_dim]``
-    each. A subclass adds the sides to time, and makes a row of their samples."""
+    """Requests of one shape. ``pool`` is K and V of a layer, each ``[slots, kv_heads, head_dim]``.
+    A subclass adds the calls that are timed and makes a row of figures from the times."""
 
-    #: Largest difference from fp32 attention that passes, relative to the norm of the latter.
+    #: The largest allowed difference from fp32 attention, relative to the norm of fp32 attention.
     tolerance: ClassVar[float]
 
     def __init__(self, shape: Shape, pool: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -105,11 +105,11 @@ class Batch:
         self.own_rows = self.rows = lay_rows(shape, 0).to(self.device)
         dim = shape.rotated or shape.head_dim
         self.rotation = rotation(shape.tokens, dim, not shape.rotated).to(self.device)
-        #: The first request, the last and one between: their results are compared with PyTorch's.
+        #: The first, a middle and the last request. Their results are compared with PyTorch's.
         self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
 
     def share(self, percent: int, run: int = RUN) -> None:
-        """Lay the rows anew. Subclasses raise RuntimeError if a result differs from PyTorch's."""
+        """Make new rows that share. Subclasses raise RuntimeError if a result differs from PyTorch's."""
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
@@ -122,7 +122,7 @@ class Batch:
         size = (len(self.checked), -1)
         found, expected = (one.double().reshape(size) for one in (found[self.checked], expected))
         error = float(((found - expected).norm(dim=1) / expected.norm(dim=1)).max())
-        if not error <= self.tolerance:  # NaN is not
+        if not error <= self.tolerance:  # also true for NaN
             raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on the CPU: our backend and SGLang's torch-native, called as in a server."""
+"""Times decode attention on the CPU by our backend and SGLang's torch-native, called as in a server."""
 
 import functools
 import math
@@ -30,13 +30,13 @@ def outside_a_server() -> AbstractContextManager[object]:
 
 
 class CpuBatch(Batch):
-    """Decode steps by either backend; a step makes the plan and runs all layers of a pool."""
+    """Decode steps of our backend and of SGLang's. A step makes the plan and runs all layers of a pool."""
 
-    # Our backend rounds its result and its inner weights to bf16.
+    # Our backend rounds its result to bf16.
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # Layers of 1 GB in all, above the CPU's caches, at most 8. Latent rows: 2, as computing takes longer.
+        # At most 8 layers, of 1 GB in all, more than the CPU's caches hold. Latent rows take longer: 2 layers.
         self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
         size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
         if shape.rotated:
@@ -103,7 +103,7 @@ class CpuBatch(Batch):
 
     def sides(self) -> dict[str, Side]:
         ours = functools.partial(self._step, self._ours)
-        # The same number of positions of the same pool, none of them shared.
+        # This side reads the same number of positions of the same pool, none of them shared.
         own = functools.partial(ours, self._batch_of(1 + self.shape.requests))
         native = functools.partial(self._step, self._native)
         if self.shape.rotated:
@@ -111,8 +111,8 @@ class CpuBatch(Batch):
         return {"ours": ours, "unshared": own, "native": native}
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
-        """GB/s counts every entry's K and V once; SGLang's side reads shared entries as cached;
-        ``speedup`` and ``of_unshared`` are of steps of the same round."""
+        """Returns the figures of a setting. GB/s counts K and V of every position once. ``speedup`` and
+        ``of_unshared`` compare steps of one round. SGLang's side reads shared positions as cached."""
         steps = samples.pivot(index="round", columns="side", values="step_ms")
         ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])
@@ -146,7 +146,7 @@ class CpuBatch(Batch):
         return [{"plan_us": plan_us, "layer_ms": layer_ms, "step_ms": step_ms}]
 
     def _absorbed(self) -> list[dict[str, float]]:
-        """PyTorch's attention over latent rows, request by request; all heads are queries of one KV head."""
+        """Time PyTorch's attention over latent rows, request by request. All heads read one KV head."""
         start = time.perf_counter()
         for layer in range(self.num_layers):
             rows = self._native.token_to_kv_pool.get_key_buffer(layer)
@@ -157,8 +157,8 @@ class CpuBatch(Batch):
         return [{"step_ms": (time.perf_counter() - start) * 1e3}]
 
     def _alone(self) -> list[dict[str, float]]:
-        """SGLang's backend copies every latent row for each head, so only one layer of one request is timed, at
-        its second run, and multiplied."""
+        """Time SGLang's backend, which copies every latent row for each head. So only one layer of one request
+        is timed, in its second run, and the time is multiplied by the numbers of layers and requests."""
         alone = self._batch_of(1)
         alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
         for _ in range(2):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decode attention on a GPU: our decode and, where it is installed, FlashInfer's on one layer's pool,
-which reads pages of one token and plans outside of the timing.
+"""Times decode attention on a GPU, on one layer's pool: ours and, if FlashInfer is installed, FlashInfer's.
+FlashInfer reads pages of one token, and the time of its planning is not counted.
 
     python -m eval.bench.attention_cuda
 
-prints a line of JSON for each kind of heads and pool and each part that is shared, every result
-compared with fp32 attention. Needs PyTorch and Triton and nothing else; three minutes."""
+prints a line of JSON for each kind of heads and pool and each share. Every result is compared with
+fp32 attention. The program needs only PyTorch and Triton, and takes three minutes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
 #: The planner runs once for all layers: its time is compared with a step of this many layers.
 _LAYERS = 32
-#: Heads and pool.
+#: Name -> heads and dtype of the pool.
 KINDS = {
     "bf16 32/8x128": (Shape(64, 16_000), torch.bfloat16),
     "bf16 64/8x128": (Shape(64, 16_000, 64), torch.bfloat16),
@@ -38,9 +38,9 @@ KINDS = {
 
 
 class CudaBatch(Batch):
-    """Decode attention of one layer; with a pool on a CPU Triton has to run interpreted."""
+    """Decode attention of one layer. If ``device`` is a CPU, Triton has to run interpreted."""
 
-    # bf16 has 8 bits, and a kernel may round weights and result.
+    # A bf16 number has 8 significant bits, and a kernel may round both weights and result.
     tolerance = 2 * 2.0**-8
 
     def __init__(
@@ -65,11 +65,11 @@ class CudaBatch(Batch):
         return plan_into(*args, num_slots=self.shape.slots)
 
     def decode(self) -> torch.Tensor:
-        """Run our decode attention by the plan."""
+        """Run our decode attention with the plan."""
         return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
 
     def planning(self) -> Call:
-        """A call that makes the plan as a CUDA graph, as decode graphs do; without CUDA, kernel by kernel."""
+        """A call that makes the plan in a CUDA graph, as a server does, or without CUDA kernel by kernel."""
         if self.device.type != "cuda":
             return self.plan
         self.plan()
@@ -80,21 +80,21 @@ class CudaBatch(Batch):
         return graph.replay
 
     def calls(self) -> dict[str, Call]:
-        """The calls that are timed; FlashInfer's only for 16-bit pools."""
+        """The calls that are timed. FlashInfer's call is there only for 16-bit pools."""
         found: dict[str, Call] = {"ours": self.decode, "plan": self.planning()}
         if self.device.type == "cuda" and self.pool[0].itemsize == 2 and find_spec("flashinfer"):
             found["flashinfer"] = self.flashinfer()
         return found
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
-        """FlashInfer's decode, already planned, over each request's own slots."""
+        """FlashInfer's decode, which is planned already, over each request's own slots."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         shape, rows = self.shape, self.own_rows
         ones = torch.ones(shape.requests, dtype=torch.int32, device=self.device)
         indptr = torch.arange(shape.requests + 1, dtype=torch.int32, device=self.device)
         workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
-        # SGLang decides so for 16-bit pools.
+        # SGLang uses the same rule for 16-bit pools.
         tensor_cores = shape.heads // shape.kv_heads >= 4
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=tensor_cores
@@ -112,7 +112,7 @@ class CudaBatch(Batch):
 def _bench(call: Call) -> list[float]:
     from triton.testing import do_bench
 
-    # do_bench empties the L2 cache before each call, which also hides the launch.
+    # do_bench empties the L2 cache before each call. This also hides the time of the launch.
     return list(do_bench(call, rep=100.0, return_mode="all"))
 
 
@@ -122,9 +122,10 @@ def measured(
     rounds: int,
     bench: Callable[[Call], list[float]] = _bench,
 ) -> Iterator[dict[str, Any]]:
-    """For each of :data:`SHARES`: times in ms of calls that take turns, FlashInfer's over each request's
-    own slots; the part of the copy rate at which K and V of all positions were read, and that of a
-    step of 32 layers that planning takes. Raises RuntimeError where a result is wrong."""
+    """Yields a row for each of :data:`SHARES`: ``ms``, times of calls that take turns (FlashInfer reads each
+    request's own slots); ``of_copy``, the rate at which K and V of all positions were read, over the copy rate;
+    and ``plan_of_step``, the share of a step of 32 layers that planning takes. Raises RuntimeError if a result
+    is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
     for percent, run in SHARES:
         batch.share(percent, run)
@@ -141,7 +142,7 @@ def measured(
 
 
 def main() -> int:
-    """Returns the exit status: 1 if a kind of heads or pool failed; its line says why."""
+    """Returns the exit status: 1 if a kind of heads or pool failed. The line of this kind says why."""
     if not torch.cuda.is_available():
         sys.exit("eval.bench.attention_cuda: needs an NVIDIA GPU, PyTorch sees none")
     torch.manual_seed(5)
@@ -155,7 +156,7 @@ def main() -> int:
         try:
             for figures in measured(CudaBatch(shape, dtype=dtype), rates["copy"], 1):
                 print(json.dumps({"kind": name, **figures}), flush=True)
-        except Exception as error:  # the next kind may tell more
+        except Exception as error:  # the next kind may still work
             status = 1
             told = f"{type(error).__name__}: {error}"
             print(json.dumps({"kind": name, "failed": told[-2000:]}), flush=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make bench-documents``: prompts made of cached documents against full prefill, on SmolLM2.
+"""``make bench-documents`` compares prompts made of cached documents with full prefill, on SmolLM2.
 
-Generated tasks go through ``python -m eval.fidelity --documents``; then stock SGLang and ours take turns at
-prompts of 8 of 50 documents in random order, which both prefilled once. Writes ``documents.json``."""
+``python -m eval.fidelity --documents`` measures generated tasks. Then stock SGLang and ours take turns with
+prompts of 8 of 50 documents, all prefilled once before, in random order. Writes ``documents.json``."""
 
 import itertools
 import json
@@ -28,13 +28,13 @@ from eval.serving import ServerProcess
 from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
-#: Documents that the servers know, tokens of each, and documents in a prompt.
+#: Documents that the servers have prefilled, tokens of each, and documents in a prompt.
 DOCUMENTS, TOKENS, IN_PROMPT = 50, 400, 8
 REPAIRS = ("none", "query:.15")
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
-#: Questions about each set of documents; documents of a set; words of a document.
+#: Questions about each set of documents, documents in a set, words in a document.
 _ASKED, _SET, _WORDS = 4, 5, 150
 
 _PLACES = (
@@ -57,10 +57,10 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Options:
-    questions: int = option(200, "of each task", least=1, metavar="N")
-    live: int = option(500, "questions to the servers, 0: none", least=0, metavar="N")
+    questions: int = option(200, "questions of each task", least=1, metavar="N")
+    live: int = option(500, "questions to live servers, 0 for none", least=0, metavar="N")
     tasks: tuple[str, ...] = option(("distinct", "rivals", "few-shot", "repeat"))
-    arms: tuple[str, ...] = option((), "repairs, else all of the gate")
+    arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
 
 
@@ -123,7 +123,7 @@ class Tasks:
         return documents, asked
 
     def repeat(self) -> Drawn:
-        """A document is to be repeated: its first eight words are given, the next eight asked for."""
+        """A question asks to repeat a document. Eight words are given; the next eight are the answer."""
         sections, asked = [self._section() for _ in range(_SET)], []
         for number, section in enumerate(sections, 1):
             words = " ".join(section).split()
@@ -133,7 +133,8 @@ class Tasks:
         return [*texts], asked
 
     def _told(self, facts: Mapping[str, str]) -> Drawn:
-        """A document for each fact, whose number ``{}`` is asked for."""
+        """Documents that each state a fact, with a number in place of ``{}``. The questions ask for these
+        numbers."""
         documents, asked = list[str](), list[tuple[str, str, str]]()
         for fact in self._random.sample([*facts], _SET):
             number, section = str(self._random.randint(1000, 9999)), self._section()
@@ -152,7 +153,7 @@ class Tasks:
 
 
 class Live:
-    """Prompts made of a fixed set of documents; all sides are sent the same prompts."""
+    """Prompts made of a fixed set of documents. All sides get the same prompts."""
 
     def __init__(self, tokenizer: Any) -> None:
         encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -166,8 +167,8 @@ class Live:
             _ask(server, [*self._base, *document, 0])
 
     def side(self, server: ServerProcess, repair: str = "") -> Callable[[], list[dict[str, float]]]:
-        """Each call asks the next question, and returns the time to the first token and the number of tokens
-        that were computed."""
+        """Returns a side. Each of its calls asks the next question, and returns the time to the first token and
+        the number of tokens that were computed."""
         drawn, start = random.Random(1), len(self._base)
         bounds = range(start, start + IN_PROMPT * TOKENS + 1, TOKENS)
         custom = {"documents": [*itertools.pairwise(bounds)], "documents_repair": repair}
@@ -185,7 +186,7 @@ class Live:
 
 
 def _ask(server: ServerProcess, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
-    """Ask for one token behind a prompt; return the server's ``meta_info``."""
+    """Ask for the token after a prompt; return the server's ``meta_info``."""
     sampling = {"temperature": 0, "max_new_tokens": 1, **more}
     body = {"input_ids": prompt, "sampling_params": sampling}
     response = server.post("/generate", json=body)
@@ -209,7 +210,7 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
-    """A side's times, alone and over stock's, and tokens computed over the tokens of the documents."""
+    """A side's times, alone and over stock's times, and its computed tokens over the tokens of documents."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",

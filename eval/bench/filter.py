@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.filter TRACES``: what the step filter costs.
+"""``python -m eval.bench.filter TRACES`` measures what the step filter costs.
 
 Times are CPU seconds of one thread, which other work on the machine disturbs little."""
 
@@ -34,8 +34,8 @@ _PAUSE_SECONDS = 0.004
 
 
 def measure(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """CPU time in the filter's process for each finished step, and in the scheduler's thread for each decode
-    step of 32 requests with a token each."""
+    """Measures CPU time: of the filter process for each finished step, and of the scheduler's thread for each
+    decode step, in which each of 32 requests gets a token."""
     endless = [itertools.cycle(tokens) for tokens in streams]
     requests = array("q", [step_filter.open(0, True) for _ in range(_REQUESTS)])
     counts = array("q", [_INTERVAL] * _REQUESTS)

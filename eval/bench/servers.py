@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.servers BENCH``: runs of ``eval.run`` that belong together, and their report.
+"""``python -m eval.bench.servers BENCH`` makes runs of ``eval.run`` that belong together, and their report.
 
-Stock SGLang and ours take turns on the same problems. The same command and commit go on after a stop."""
+Stock SGLang and ours take turns on the same problems. After a stop, the same command on the same commit
+continues the bench."""
 
 import json
 import sys
@@ -29,22 +30,22 @@ from eval.tokenizers import load_tokenizer
 
 #: Name of a run of a bench -> its flags for ``eval.run``.
 Runs = dict[str, str]
-#: Admits requests until the pool is full, as SGLang's documentation advises if requests wait beside free slots.
+#: Lets SGLang admit requests until the pool is full, as it advises if requests wait although slots are free.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
 AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
-#: AIME responses with more tokens than this loop; the longest response below has 14,406.
+#: AIME responses with more tokens than this loop. The longest of the others has 14,406 tokens.
 LOOPING = 20_000
 
 
 def serve(traces: Path | None) -> Runs:
     """Two workloads of the embedded model, of which ``noise`` has nothing to share, and two replays of
-    ``traces``, for which a model is made. Equal lengths run in waves: 8 pieces fill the last one."""
+    ``traces``, for which a model is made. Pieces of equal length run in waves; 8 pieces fill the last wave."""
     runs = {
         "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
-        # Short rounds, as other work on the machine changes within seconds.
+        # Rounds are short, because other work on the machine changes within seconds.
         "noise": f"--tasks noise {_IN_TURNS} dense,newest --limit 32 "
         "--seeds 0,1,2,3,4,5,6,7,8 --kv-budget 16384",
     }
@@ -62,10 +63,11 @@ def serve(traces: Path | None) -> Runs:
 
 
 def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: int = 8000) -> Runs:
-    """Replays of ``traces`` on a model with the shape of Qwen3-8B, or without a GPU with its heads in four
-    narrow layers, and dummy weights: they decide nothing but K and V; memory, step times and scheduling
-    are real. Pieces of looping responses and whole ones, three times each, while requests wait; and as
-    many pieces as run at once on either side. Each with SGLang's choice of attention, and FlashInfer's."""
+    """Replays of ``traces`` on a model with dummy weights and the shape of Qwen3-8B, or without a GPU with its
+    heads in four narrow layers. Weights affect only the values of K and V: memory, step times and scheduling
+    are real. ``waiting`` has pieces of looping responses, and whole responses three times each, enough to make
+    requests wait. ``together`` has the number of pieces that both sides can run at once. Both run with SGLang's
+    choice of attention, and with FlashInfer."""
     if traces is None:
         raise ValueError("--traces FOLDER is needed, got none")
     sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
@@ -84,7 +86,7 @@ def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: i
         "finished": _records(model / "finished.jsonl", finished, tokenizer),
     }
     server = "--max-running-requests 96 --schedule-conservativeness 0.3 --load-format dummy"
-    # Only decode graphs: prefill graphs take minutes to capture, and these loads hardly prefill.
+    # Prefill graphs are off: they take minutes to capture, and these loads hardly prefill.
     cuda = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
     server += f" {cuda}" if torch.cuda.is_available() else ""
     runs = {}
@@ -101,7 +103,7 @@ def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: i
 
 
 def _tokens(path: Path, model: Path) -> tuple[list[list[int]], Any]:
-    """Tokens of the responses of a file, and the tokenizer."""
+    """The tokens of each response in a file, and the tokenizer."""
     tokenizer = load_tokenizer(str(model))
     encode: dict[str, Any] = dict(add_special_tokens=False, verbose=False)
     return [tokenizer.encode(text, **encode) for text in texts_of([path])], tokenizer
@@ -110,14 +112,14 @@ def _tokens(path: Path, model: Path) -> tuple[list[list[int]], Any]:
 def looping_pieces(
     responses: Sequence[list[int]], size: int, longest: int = LOOPING
 ) -> list[list[int]]:
-    """Pieces of ``size`` tokens, up to token ``longest`` but without the first piece, of responses longer than
-    that. Pieces are shorter than responses, but repeat themselves nearly as much."""
+    """Cuts responses longer than ``longest`` tokens into pieces of ``size`` tokens, up to that token, and
+    leaves out each first piece. Pieces are shorter than responses, but repeat themselves nearly as much."""
     starts = range(size, longest - size + 1, size)
     return [ids[at : at + size] for ids in responses if len(ids) > longest for at in starts]
 
 
 def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path:
-    """Write a file of responses to replay; no prompt is the beginning of another."""
+    """Write a file of responses to replay. No prompt is the beginning of another prompt."""
     rows = [
         {"question": f"{number}. {tokenizer.decode(ids[:60])}", "response": tokenizer.decode(ids)}
         for number, ids in enumerate(responses)
@@ -127,7 +129,7 @@ def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path
 
 
 def short(_: Path | None) -> Runs:
-    """Problems sent at once, with pools from room for all requests to room for two."""
+    """Problems that are sent all at once. The largest pool has room for all requests, the smallest for two."""
     workloads = {
         "small_reasoner": (f"--model {MODEL} --limit 24", (30_000, 12_000, 6_000, 2_500)),
         "tiny_reasoner": ("--limit 48", (30_000, 12_000, 6_000, 1_500)),
@@ -141,7 +143,7 @@ def short(_: Path | None) -> Runs:
 
 
 def siblings(_: Path | None) -> Runs:
-    """1, 4 and 16 samples of each of 100 problems; methods share within responses, or also across them."""
+    """1, 4 and 16 samples of each of 100 problems. Methods share within responses, or also across them."""
     sides = "--methods dense,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
     return {
         f"x{n}": f"--model {MODEL} --tasks small_reasoner_x{n} --limit {100 * n} {sides} "
@@ -150,16 +152,16 @@ def siblings(_: Path | None) -> Runs:
     }
 
 
-#: Averaged over the steps of a request that grows from 45 to 580 positions, these budgets leave out 10, 20, 40
-#: and 60%.
+#: These budgets leave out 10, 20, 40 and 60% of the positions of a request that grows from 45 to 580 positions,
+#: averaged over its steps.
 BUDGETS = (397, 321, 214, 132)
 _EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache+rkv"
 
 
 def policies(_: Path | None) -> Runs:
-    """Evictors beside the papers' sharing at 10% and at 22%, the most that the embedded reasoner's steps
-    allow, and beside random sharing; SnapKV evicts only prompts. The pool has room for all requests in flight,
-    so that memory does not decide what is answered."""
+    """Evictors compared with random sharing, and with the papers' sharing, which saves 10% or 22%, the most
+    that the embedded reasoner's steps allow. SnapKV evicts only prompts. The pool has room for all requests in
+    flight, so memory does not affect the answers."""
     methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
     methods += ["reasoncache:policy=snapkv:share=0.5"]
     methods += [f"random:random_ratio={ratio}" for ratio in (0.12, 0.24, 0.48, 0.72)]
@@ -170,7 +172,7 @@ def policies(_: Path | None) -> Runs:
     ]
     return {
         "tiny_reasoner": f"--tasks tiny_reasoner --methods {','.join(methods)} --limit 60 "
-        # Evicted positions need attention that skips them; stock gets the same.
+        # Evicted positions need attention that skips them. Stock SGLang gets the same backend.
         "--server-flags '--attention-backend reasoncache_cpu' "
         "--in-flight 48 --max-tokens 1000 --kv-budget 56000"
     }
@@ -190,8 +192,8 @@ BENCHES: dict[str, Callable[[Path | None], Runs]] = {
 class Options:
     bench: str = option(text=", ".join(BENCHES), choices=BENCHES, metavar="BENCH")
     traces: Path | None = option(None, "folder of recorded responses, which serve and gpu replay")
-    only: tuple[str, ...] = option((), "some of its runs", metavar="RUN,...")
-    flags: tuple[str, ...] = option((), "of eval.run, for each run", read=flags_of)
+    only: tuple[str, ...] = option((), "make only these runs", metavar="RUN,...")
+    flags: tuple[str, ...] = option((), "flags of eval.run, for each run", read=flags_of)
     out: Path = option(Path("build/bench"), "folder of results")
 
 

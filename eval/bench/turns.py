@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds in which sides take turns, with the memory bandwidth measured between: other work on the machine
-changes within seconds, and so affects all sides alike."""
+"""Runs sides in turns, in many rounds, and measures the memory bandwidth in between. Other work on the machine
+changes within seconds, so it affects all sides alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Runs once; returns its samples, each a dictionary of figures.
+#: A call runs the side once and returns samples. Each sample is a dictionary of figures.
 Side = Callable[[], Sequence[Mapping[str, float]]]
 Call = Callable[[], object]
 
@@ -21,8 +21,8 @@ Call = Callable[[], object]
 def take_turns(
     sides: Mapping[str, Side], rounds: int, between: Callable[[], Mapping[str, float]] = dict
 ) -> pd.DataFrame:
-    """Samples of all rounds, one a line: ``side``, ``round``, its figures and those of ``between``. Every
-    second round runs in reverse order. A warm-up round comes first and is not returned."""
+    """Returns a table, a row for each sample: ``side``, ``round``, its figures and those of ``between``. Every
+    second round runs in reverse order. A warm-up round comes first; its samples are not returned."""
     import pandas as pd
 
     lines = []
@@ -35,14 +35,14 @@ def take_turns(
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median and quartiles."""
+    """Returns the median and the quartiles."""
     points = torch.tensor([0.5, 0.25, 0.75], dtype=torch.float64)
     found = torch.tensor([*values], dtype=torch.float64).quantile(points)
     return dict(zip(("median", "low", "high"), found.tolist(), strict=True))
 
 
 def as_text(figure: Any) -> str:
-    """``median (low to high)`` of a :func:`spread`, a rounded number, or the text; "" for None."""
+    """Formats a :func:`spread` as ``median (low to high)``, rounds a number, and keeps text; "" for None."""
     if figure is None or isinstance(figure, str):
         return figure or ""
     if not isinstance(figure, dict):
@@ -52,7 +52,7 @@ def as_text(figure: Any) -> str:
 
 
 def seconds(call: Call, device: torch.device) -> float:
-    """Wall time of one call; on a CUDA device the time between two events."""
+    """Wall time of one call, or on a CUDA device the time between two events."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -66,7 +66,7 @@ def seconds(call: Call, device: torch.device) -> float:
 
 
 class Yardstick:
-    """Measures memory bandwidth: copies and reads 0.5 GB with all threads, on a GPU 2 GB."""
+    """Measures memory bandwidth: copies and reads 0.5 GB with all threads, or 2 GB on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,6 +78,6 @@ class Yardstick:
         self._read: Call = source.view(torch.float32).sum
 
     def rates(self) -> dict[str, float]:
-        """GB/s of a ``copy``, counting bytes read and bytes written, and of a ``read``."""
+        """GB/s of a ``copy``, which counts bytes read and bytes written, and of a ``read``."""
         copy, read = (seconds(call, self._device) for call in (self._copy, self._read))
         return {"copy": 2 * self._bytes / copy / 1e9, "read": self._bytes / read / 1e9}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.fidelity MODEL RESPONSES``: what sharing costs a model on recorded responses; with
-``--documents FILE`` instead, what composing prompts of cached documents costs it."""
+"""``python -m eval.fidelity MODEL RESPONSES`` measures what sharing costs a model on recorded responses. With
+``--documents FILE`` instead, it measures what composing prompts of cached documents costs."""
 
 import hashlib
 import json
@@ -26,15 +26,15 @@ from eval.jsonl import cut_unfinished, read_rows, text_of
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
-#: Takes a model; returns a function that scores a response or prompt, by arm.
+#: Takes a model; returns a function that gives the scores of a response or prompt, by arm.
 Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
-#: Tokens of a run. A response loops if this share of its runs stands earlier in it.
+#: Tokens of a run. A response loops if this share of its runs also occurs earlier in it.
 _RUN, _LOOPS = 32, 0.1
 
 
 class Response(NamedTuple):
-    """One row. ``tokens`` are cut at the cap; the first ``prompt`` of them are the question."""
+    """A row of a file. ``tokens`` end at the cap. The first ``prompt`` tokens are the question."""
 
     name: str
     group: str
@@ -42,14 +42,14 @@ class Response(NamedTuple):
     prompt: int
 
 
-#: What is measured, the settings on which its scores depend, and how to begin.
+#: The items to measure, the settings on which their scores depend, and how to begin.
 Job = tuple[Sequence[Response | Prompt], list[str], Begin]
 
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Responses of at least ``shortest`` tokens, cut so that question and response have ``cap``. Rows of a
-    JSONL file have ``question``, ``response``, perhaps ``id`` and ``correct``; a folder gives the first
-    response to each question. Raises OSError; ValueError that names a file or line that cannot be read."""
+    """Yields responses of at least ``shortest`` tokens, cut so that question and response have at most ``cap``.
+    Rows of a JSONL file have ``question``, ``response``, perhaps ``id`` and ``correct``. A folder gives the
+    first response to each question. Raises OSError, or ValueError with the file or line that cannot be read."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):
@@ -62,7 +62,7 @@ def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Respon
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether a tenth of the runs of 32 tokens stand earlier in the response, word for word."""
+    """Whether at least a tenth of the runs of 32 tokens also occur earlier in the response."""
     runs = [tuple(tokens[i : i + _RUN]) for i in range(len(tokens) - _RUN + 1)]
     return bool(runs) and 1 - len(set(runs)) / len(runs) >= _LOOPS
 
@@ -93,15 +93,15 @@ class Options:
     documents: Path | None = option(
         None, "JSONL file of rows with system, documents, question and answer", metavar="FILE"
     )
-    arms: tuple[str, ...] = option((), "default: those of docs/fidelity.md; repairs of documents")
-    like: str = option(default_name(), "arm whose saving evictors match")
+    arms: tuple[str, ...] = option((), "arms or repairs, by default those of docs/fidelity.md")
+    like: str = option(default_name(), "arm; evictors save as much as this arm")
     groups: tuple[str, ...] = option(GROUPS[:2], choices=GROUPS)
-    limit: int | None = option(None, "responses or rows of each group, else all", least=1)
-    cap: int = option(2600, "tokens of question and response, or of a row with documents", least=1)
+    limit: int | None = option(None, "responses or rows of each group, by default all", least=1)
+    cap: int = option(2600, "most tokens of question and response, or of a row", least=1)
     shortest: int = option(1000, "shorter responses are left out", least=1)
     device: str = option("cuda" if torch.cuda.is_available() else "cpu")
     dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
-    threads: int = option(torch.get_num_threads(), "of PyTorch on a CPU", least=1)
+    threads: int = option(torch.get_num_threads(), "threads of PyTorch on a CPU", least=1)
     out: Path = option(Path("build/bench/fidelity.json"), "file of the figures")
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class Options:
 
 
 def load(options: Options) -> Reader:
-    """The model. Raises OSError or ValueError if it cannot be loaded or measured."""
+    """Load the model. Raises OSError or ValueError if it cannot be loaded or measured."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
     )
@@ -121,7 +121,7 @@ def load(options: Options) -> Reader:
 
 
 def chosen(options: Options, tokenizer: Any) -> list[Response]:
-    """``--limit`` responses of each group, the groups in turn. Raises ValueError if there is no response."""
+    """``--limit`` responses of each group; the groups alternate. Raises ValueError if there is no response."""
     seen: Counter[str] = Counter()
     ranked = []
     assert options.responses is not None
@@ -138,7 +138,7 @@ def chosen(options: Options, tokenizer: Any) -> list[Response]:
 def measure(
     options: Options, items: Sequence[Response | Prompt], settings: Sequence[str], begin: Begin
 ) -> Iterator[Mapping[str, Any]]:
-    """A record for each item. Each is appended to a JSONL file at once, and records there with the same
+    """Yields a record for each item, and appends it to a JSONL file at once. Records there with the same
     settings are used again, so that a run that was cut off goes on where it stopped."""
     path, known, scores = options.out.with_suffix(".jsonl"), {}, None
     given = options.documents or options.responses

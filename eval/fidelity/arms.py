@@ -27,20 +27,20 @@ _GRAMMAR = (
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to treat a KV cache: ``filter`` proposes blocks to share, or ``evictor`` evicts (callers replace
-    its budget). ``pool`` is the fp8 dtype of the cache; None keeps the model's dtype."""
+    """A way to treat a KV cache. ``filter`` proposes blocks to share; ``evictor`` evicts (callers replace its
+    budget). ``pool`` is the fp8 dtype of the cache; None keeps the model's dtype."""
 
     name: str
     filter: FilterConfig | None = None
     corrected: bool = True  # keys are rotated to where they are used
-    percentile: float = 100.0  # of KV distances; 100: no threshold
+    percentile: float = 100.0  # of KV distances; 100 means no threshold
     evictor: Any = None
-    need: float = 1.0  # share of positions to save at most; nearest blocks first
+    need: float = 1.0  # the largest share of positions to save; blocks of least distance come first
     pool: torch.dtype | None = None
 
 
 def parse(name: str) -> Arm:
-    """The arm of a name. Raises a ValueError that says what is wrong with the name."""
+    """Returns the arm of this name. Raises a ValueError that says what is wrong with the name."""
     if name in POOLS:
         return Arm(name, pool=POOLS[name])
     direction, *options = name.split("-")
@@ -82,7 +82,7 @@ def _evictor(name: str) -> Arm:
 
 
 def default_name() -> str:
-    """The name of the arm with the plugin's default settings, positions corrected."""
+    """The name of the arm with the plugin's default settings and corrected positions."""
     config = ReasonCacheConfig()
     name = f"{config.direction}-{config.match}-{config.block}"
     if config.direction == "oldest" and config.min_age:
@@ -98,8 +98,8 @@ def default_names() -> list[str]:
 
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
-    """The arms of some names, evictors last. Raises ValueError if a name is bad or given twice, or if there are
-    evictors but ``like`` is not the name of an arm that shares."""
+    """Returns the arms of these names, evictors last. Raises ValueError if a name is bad or given twice, or if
+    there are evictors but ``like`` is not the name of an arm that shares."""
     arms = sorted(map(parse, names), key=lambda arm: arm.evictor is not None)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches with editable entries, which transformers' own model code uses."""
+"""KV caches with editable entries, for transformers' own model code."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from transformers import AttentionInterface, Cache
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _NAME = "editable_cache"
-#: Called with a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and fp32 attention ``[KV
-#: heads, query heads of each, tokens, positions]``.
+#: Called with a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and its fp32 attention
+#: ``[KV heads, query heads per KV head, tokens, positions]``.
 Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class EditableCache(Cache):
-    """KV of several arms that read the same tokens; row 0 is never edited. ``keys``, rotated for
-    the position where they lie, and ``values`` are ``[layers, rows, heads, capacity, head_dim]``;
-    ``visible`` ``[rows, capacity]`` is false where a position was evicted."""
+    """KV of several arms that read the same tokens, a row for each. ``keys`` and ``values`` are ``[layers,
+    rows, heads, capacity, head_dim]``; new keys are rotated for their positions. ``visible`` ``[rows,
+    capacity]`` is false for positions that cannot be read."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
         super().__init__(layers=[])
@@ -26,7 +26,7 @@ class EditableCache(Cache):
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self.rows, self.length = 1, 0  # rows in use, positions written
-        self.at: torch.Tensor | None = None  # where new entries go; None: behind the others
+        self.at: torch.Tensor | None = None  # where new entries go; None means behind the others
         self.rounded: dict[int, torch.dtype] = {}  # row -> dtype in which its pool keeps KV
 
     def update(
@@ -37,7 +37,7 @@ class EditableCache(Cache):
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes a layer's ``[rows, heads, tokens, head_dim]``; returns those of all positions."""
+        """Takes K and V of a layer, ``[rows, heads, tokens, head_dim]``; returns those of all positions."""
         if not len(self.keys):
             layers, rows, capacity = self._shape
             self.keys, self.values = (
@@ -59,7 +59,7 @@ class EditableCache(Cache):
         return keys, values
 
     def branch(self) -> int:
-        """Add a row, a copy of row 0; return its number."""
+        """Add a row that is a copy of row 0; return its number."""
         row, self.rows = self.rows, self.rows + 1
         for all_ in (self.keys, self.values) if self.length else ():
             all_[:, row, :, : self.length] = all_[:, 0, :, : self.length]
@@ -72,8 +72,8 @@ class EditableCache(Cache):
         rotation: KeyRotation | None,
         lender: tuple["EditableCache", int] | None = None,
     ) -> None:
-        """For each ``(position, source position)`` of ``reads``, copy K and V to the position from its source
-        in the same row, or in the row of ``lender``. With rotation None, keys are copied as cached."""
+        """For each ``(position, source position)`` of ``reads``, copy K and V from the source to the position.
+        The source is in the same row or in the row of ``lender``. If rotation is None, keys are not rotated."""
         to, source = torch.tensor(reads, device=self.keys.device).T
         cache, lent = lender or (self, row)
         keys = cache.keys[:, lent, :, source]
@@ -101,8 +101,8 @@ class Reader:
     def forward(
         self, cache: EditableCache, tokens: Sequence[int], first: int = 0, **options: Any
     ) -> torch.Tensor:
-        """Logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the cache's first entry.
-        ``options`` go to the model, ``watch`` to :func:`_attention`."""
+        """Returns logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the cache's first entry.
+        ``options`` go to the model, and ``watch`` from there to :func:`_attention`."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
@@ -133,7 +133,7 @@ class Reader:
 
     @torch.no_grad()
     def _rotation(self) -> KeyRotation:
-        """The rotation that turns layer 0's keys into the keys of the same tokens at another position."""
+        """Finds the rotation that moves layer 0's keys to another position."""
         modules = [m for m in self.model.modules() if hasattr(m, "inv_freq")]
         kinds = {getattr(module, "rope_type", "default") for module in modules}
         if len(modules) != 1 or kinds & {"dynamic", "longrope"}:
@@ -166,8 +166,7 @@ def _attention(
     watch: Watch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' sdpa, except that KV heads are not repeated in memory if there is a mask. ``watch`` sees
-    row 0."""
+    """The same as transformers' sdpa, without its copies of KV heads. ``watch`` is called for row 0."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")

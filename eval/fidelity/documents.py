@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts composed of documents that were prefilled before: how each repair compares with full prefill."""
+"""Compares repairs of prompts that are composed of prefilled documents with full prefill."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CHUNK = 256  # tokens of one forward
 
 
 class Prompt(NamedTuple):
-    """One row of the file. The first document is ``tokens[start : ends[0]]``; each further document begins
-    where the last ended. The answer is ``tokens[answer:]``."""
+    """A row of the file. The first document is ``tokens[start : ends[0]]``; each further document begins where
+    the previous one ends. The answer is ``tokens[answer:]``."""
 
     name: str
     group: str
@@ -38,9 +38,9 @@ class Prompt(NamedTuple):
 
 
 def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
-    """The first ``limit`` rows of each group of a JSONL file: ``system``, ``documents``, ``question``,
-    ``answer``; perhaps ``id``, ``group``, and ``lead``, a given beginning of the answer. Raises OSError;
-    ValueError that names the file or line that cannot be read, or has more than ``cap`` tokens."""
+    """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``,
+    ``question``, ``answer``, perhaps ``id``, ``group``, and ``lead``, a given beginning of the answer. Raises
+    OSError, or ValueError that names the file or line that cannot be read or has more than ``cap`` tokens."""
     seen, found = Counter[str](), []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
         seen[row.group] += 1
@@ -72,8 +72,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Tokens of a prompt, and the position behind each text but the last. A chat template gets one system
-    message and user messages, counted as in ``sglang_reasoncache/plugin/documents.py``."""
+    """The tokens of a prompt, and the position behind each text except the last. A chat template gets one
+    system message and user messages, counted as in ``sglang_reasoncache/plugin/documents.py``."""
     if not tokenizer.chat_template:
         parts = [_ids(tokenizer, f"{text}\n\n") for text in texts]
         return [*chain(*parts)], [*accumulate(map(len, parts[:-1]))]
@@ -95,7 +95,7 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
 
 
 def parse(name: str) -> tuple[str, Repair | SamKV]:
-    """Kind and amount of a repair; ``deviation`` takes a share as ``query`` does. Raises ValueError."""
+    """The kind and the amount of a repair. ``deviation`` takes a share, like ``query``. Raises ValueError."""
     if arm := samkv.parse(name):
         return "samkv", arm
     try:
@@ -106,15 +106,15 @@ def parse(name: str) -> tuple[str, Repair | SamKV]:
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
-    """Positions of the highest ``scores``, fp32 ``[positions]``, in all documents but the first, which has not
-    moved; ascending. Their number is ``share`` of the tokens of all documents."""
+    """The positions, ascending, of the highest ``scores``, fp32 ``[positions]``, in all documents except the
+    first, which has not moved. Their number is ``share`` of the tokens of all documents."""
     first, end = prompt.ends[0], prompt.ends[-1]
     count = round(share * (end - prompt.start))
     return (highest_of(scores[first:end].cpu(), count) + first).tolist()
 
 
 class Documents:
-    """Reads ``prompts`` through the caches of all repairs; only the newest documents' caches are kept."""
+    """Reads ``prompts`` through the caches of all repairs. Keeps only the caches of the newest documents."""
 
     def __init__(
         self,
@@ -125,15 +125,15 @@ class Documents:
         self._reader, self._repairs = reader, repairs
         self._room = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
         self._of: Any = None
-        #: By repair, the cache of the newest prompt.
+        #: The caches of the newest prompt, by repair.
         self.caches: dict[str, EditableCache] = {}
         self._again: dict[str, int] = {}
-        self._profiles: dict[int, list[samkv.Profile]] = {}  # by block
+        self._profiles: dict[int, list[samkv.Profile]] = {}  # by size of a block
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
         """Figures of ``full`` and of each repair: ``accuracy``, 1 if each token of the answer is the likeliest;
         ``nll`` and ``kl`` (full || repair), means over the answer's tokens in nats; ``recomputed`` and
-        ``read``, shares of the documents' tokens that were recomputed, and that can be read."""
+        ``read``, the shares of the documents' tokens that were recomputed and that can be read."""
         end = prompt.ends[-1]
         documents = prompt.tokens[:end], prompt.start, prompt.ends
         if documents != self._of:
@@ -167,8 +167,8 @@ class Documents:
         }
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
-        """The positions that a repair recomputes. The caches must be those of the prompt's documents. Hides
-        from the cache of ``samkv`` what it does not select."""
+        """The positions that a repair recomputes. The caches must be those of the prompt's documents. ``samkv``
+        also hides, in its own cache, the positions that it does not select."""
         kind, repair = self._repairs[name]
         if isinstance(repair, SamKV):
             seen = self._profiles.get(repair.block)
@@ -197,7 +197,8 @@ class Documents:
         return heads_of(prompt.ends, repair.first).tolist()
 
     def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
-        """All documents in full context; each behind the base, its keys rotated to its place."""
+        """Two caches: ``full`` has all documents computed in full context; ``none`` has each document computed
+        right behind the base, with its keys rotated to its place in the prompt."""
         start, ends, tokens = prompt.start, prompt.ends, prompt.tokens
         full, composed = (self._read(tokens[:end], ends[-1]) for end in (ends[-1], ends[0]))
         for begin, end in pairwise(ends):
@@ -214,7 +215,7 @@ class Documents:
         return cache
 
     def _ask(self, cache: EditableCache, tokens: Sequence[int], **options: Any) -> torch.Tensor:
-        """Logits of tokens behind the documents. The next call overwrites the KV of these tokens."""
+        """Returns logits of tokens behind the documents. The next call overwrites the KV of these tokens."""
         length = cache.length
         logits = self._reader.forward(cache, tokens, **options)
         cache.length = length

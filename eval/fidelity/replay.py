@@ -29,15 +29,15 @@ from sglang_reasoncache.sharing.state import Candidate, RequestState
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
-#: Distances that a threshold sees before it accepts any. Each arm has one threshold for all responses.
+#: Distances that a threshold sees before it accepts a block. Each arm has one threshold for all responses.
 _WARM_UP = 32
 #: More positions than any response has.
 _FAR = 1 << 32
 
 
 class ArmCache:
-    """One arm's row in the cache of a response (row 0 until the arm's first edit), and the slot that each
-    position has by the rules of a server. ``number`` is unique among responses that lend each other slots."""
+    """An arm's row in the cache of a response (row 0 until the arm's first edit), and the slot that each
+    position would have in a server. ``number`` is unique among responses that lend each other slots."""
 
     def __init__(
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
@@ -48,19 +48,19 @@ class ArmCache:
         self._state, self._slots = RequestState(), HostRow()
         self._rotation = reader.rotation
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
-        # A heap of pairs that could share, by KV distance.
+        # A heap of accepted pairs that have not shared yet, by KV distance.
         self._ledger: list[tuple[float, BlockPair]] = []
         if arm.pool is not None:
             self._edited().rounded[self.row] = arm.pool
 
     @property
     def saved(self) -> int:
-        """Positions written that have no slot of their own."""
+        """The number of written positions that have no slot of their own."""
         return self._given_up + int(np.count_nonzero(self._gone))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
-        """Add the block pairs that the threshold accepts to the ledger; then apply those of least distance
-        until the arm has saved its ``need`` (by default, all of them)."""
+        """Add the block pairs that the threshold accepts to the ledger. Then share those of least distance
+        until the arm has saved its ``need`` (by default, share all)."""
         block = self._block
         # As in a server, no position is redirected twice.
         pairs = [pair for pair in pairs if self._state.claim(Candidate(*pair), block)]
@@ -82,8 +82,8 @@ class ArmCache:
             self.read(dst_start, src_start, self)
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        """Have the block at ``dst_start`` read that at ``src_start`` of ``lender``, perhaps another response's
-        row. Does nothing where that frees no slot because another response has the block's slots, too."""
+        """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, perhaps another
+        response. Does nothing if another response also has the block's slots, as that would free no slot."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return
@@ -100,14 +100,14 @@ class ArmCache:
             self._edited().redirect(self.row, reads, rotation, (lender.cache, lender.row))
 
     def _located(self, start: int) -> list[int]:
-        """The slots of a block: a position that was never redirected has a slot of its own."""
+        """The slots of a block. A position that was never redirected has a slot of its own."""
         end = start + self._block
         self._slots.locate(start, range(self._first_slot + start, self._first_slot + end))
         found: list[int] = self._slots.between(start, end).tolist()
         return found
 
     def evict(self, target: int, seed: int) -> None:
-        """Give up positions by the arm's policy until ``target`` are gone."""
+        """Evict positions by the arm's policy until ``target`` positions are gone."""
         written = self.cache.length
         held = np.flatnonzero(~self._gone[:written])
         excess = len(held) - (written - target)
@@ -143,7 +143,7 @@ class ArmCache:
 
 
 class Replay:
-    """Reads responses through a model and all arms; evictors save as much as the arm named ``like``."""
+    """Reads responses through a model and all arms. Evictors save as much as the arm named ``like``."""
 
     def __init__(
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
@@ -183,7 +183,7 @@ class Replay:
     def _plan(
         self, tokens: Sequence[int], prompt: int
     ) -> Mapping[int, Mapping[str, list[Sequence[BlockPair]]]]:
-        """The filter's proposals, by the number of tokens written when it makes them, and by arm."""
+        """The filter's proposals, by the number of tokens that are written when it makes them, and by arm."""
         found: dict[int, dict[str, list[Sequence[BlockPair]]]] = defaultdict(dict)
         for arm in self._arms:
             if arm.filter is None:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamKV (arXiv 2508.11661): documents are prefilled alone; a request reads the first block of each, its last
-two, and blocks between that fit the question; KV of these ends and some more tokens is recomputed.
-
-``⚠`` marks what is done here where the paper leaves a point open."""
+"""SamKV (arXiv 2508.11661): documents are prefilled alone. A request reads the first block of each document,
+its last two blocks (its ends), and middle blocks that fit the question. KV of the ends and of some more tokens
+is recomputed. ``⚠`` marks choices made here where the paper leaves a point open."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from eval.fidelity.cache import EditableCache, Reader
 if TYPE_CHECKING:
     from eval.fidelity.documents import Prompt
 
-#: Arm -> whether recomputed KV replaces the old or is mixed with it; "": nothing is recomputed.
+#: Arm -> whether recomputed KV replaces the old KV or is mixed with it; "" means that nothing is recomputed.
 UPDATES = {"samkv": "overwrite", "samkv-fusion": "fusion", "samkv-select": ""}
 
 
@@ -31,18 +30,18 @@ class SamKV(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """What is stored of a document besides its KV. Blocks are ranges of positions in the prompt."""
+    """What is stored of a document in addition to its KV. Blocks are ranges of positions in the prompt."""
 
     ends: list[int]  # positions of the first block and the last two
-    middle: list[range]  # blocks between them
+    middle: list[range]  # the blocks between the ends
     query: torch.Tensor  # fp32 [layers, heads, head_dim], mean query of the last two blocks
     most: list[int]  # by stable layer, the most important block of the middle (K_max)
-    least: list[int]  # and the most unimportant (K_min)
+    least: list[int]  # by stable layer, the least important block of the middle (K_min)
     outliers: set[int]  # positions of the middle that stand out
 
 
 def parse(name: str) -> SamKV | None:
-    """Parses ``samkv``, ``samkv-fusion``, ``samkv-select``, each perhaps with ``:BLOCK``; else None."""
+    """Parses ``samkv``, ``samkv-fusion``, ``samkv-select``, with or without ``:BLOCK``; else None."""
     kind, colon, block = name.partition(":")
     if kind not in UPDATES or (colon and not (block.isascii() and block.isdigit() and int(block))):
         return None
@@ -50,7 +49,7 @@ def parse(name: str) -> SamKV | None:
 
 
 def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
-    """The offline step: prefill each document behind the base, and note its queries and attention."""
+    """The offline step: prefills each document behind the base and notes its queries and attention."""
     cache, found = reader.cache(1, prompt.ends[-1]), []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
     for begin, end in pairwise((prompt.start, *prompt.ends)):
@@ -67,7 +66,7 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
             strong = [part.start + int(strength[part].argmax()) for part in parts]
             one.most.append(int(alpha[strong].argmin()))
             one.least.append(int(strength[strong].argmin()))
-            # PauTa: alpha beyond 3 standard deviations. ⚠ On both sides, of the middle's tokens, in any layer.
+            # PauTa: alphas beyond 3 standard deviations. ⚠ Above or below, of middle tokens, in any layer.
             inner = alpha[parts[0].start : parts[-1].stop]
             far = (inner - inner.mean()).abs() > 3 * inner.std(correction=0)
             one.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
@@ -77,19 +76,19 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
 def select(
     reader: Reader, cache: EditableCache, prompt: Prompt, found: Sequence[Profile]
 ) -> list[int]:
-    """The online step: make only what the request reads visible in row 0; return the positions to recompute. ⚠
-    Positions stay those of the whole prompt. Scores use queries and keys before rotation: a profile cannot know
-    where its document will stand. All layers read the same blocks, as in a server."""
+    """The online step: makes only what the request reads visible in row 0; returns the positions to recompute.
+    ⚠ Positions are those of the whole prompt. Scores use queries and keys before rotation, because a profile is
+    made before its document has a place in a prompt. All layers read the same blocks, as in a server."""
     end, visible = prompt.ends[-1], cache.visible[0]
     visible[prompt.start : end] = False
     visible[[at for one in found for at in one.ends]] = True
     asked = prompt.tokens[end : prompt.answer]
     generic, _ = _look(reader, cache, asked, len(asked))
-    # Personalised queries: queries of the other documents' last blocks are added. ⚠ By layer and head.
+    # Personalised queries: the queries of the other documents' last blocks are added. ⚠ By layer and head.
     local = torch.stack([one.query for one in found])
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
     personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
-    # Scores are products with mean keys. ⚠ Summed over heads; the anchor is one mean key of both ends.
+    # Scores are products with mean keys. ⚠ They are summed over heads; the anchor is one mean key of both ends.
     keys = _unrotated(reader, cache.keys[_stable(reader.layers).start :, 0, :, :end], 0)
     asks = personal[:, -len(keys) :].unflatten(2, (keys.shape[1], -1)).sum(3)
     scores, counts = [keys.new_empty(len(keys), 0)], list[int]()
@@ -100,8 +99,8 @@ def select(
         layers = range(len(one.most))
         extremes = (scores[-1][layers, which] for which in (one.most, one.least))
         counts.append(math.ceil(top_p(anchor, *extremes) * len(middle)) if middle else 0)
-    # Cross-context filter: read the best blocks of all documents, as many as the middle of one has on average.
-    # ⚠ Compared by the mean of layers, each normalised over all documents' middle blocks.
+    # Cross-context filter: the best blocks of all documents are read, as many as a middle has on average.
+    # ⚠ They are compared by the mean over layers of scores normalised over all documents' middle blocks.
     every = torch.cat(scores, dim=1)
     apart = every - every.mean(1, keepdim=True)
     normal = (apart / apart.norm(dim=1, keepdim=True).clamp(min=1e-6)).mean(0)
@@ -114,21 +113,21 @@ def select(
     best.sort(key=lambda pair: pair[0], reverse=True)
     kept = {at for _, part in best[: math.ceil(len(normal) / len(found))] for at in part}
     visible[sorted(kept)] = True
-    # ⚠ Recomputed in all layers. Not in the first document, which stands where it was prefilled.
+    # ⚠ KV is recomputed in all layers, except in the first document, which is where it was prefilled.
     again = {at for one in found for at in (*one.ends, *(one.outliers & kept))}
     return sorted(at for at in again if at >= prompt.ends[0])
 
 
 def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> float:
-    """Eq. 2: the share of a document's middle blocks to read, a mean over layers. ⚠ A layer gives 0 also where
-    ``least``, and with it every block, scores above the anchor, and where scores are equal."""
+    """Eq. 2: the share of a document's middle blocks to read, a mean over layers. ⚠ A layer counts as 0 also if
+    the score of ``least``, and so of every block, is not below that of the anchor."""
     inside = (least < anchor) & (anchor <= most)
     return float(torch.where(inside, (most - anchor) / (most - least), 0).mean())
 
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """From attention ``[tokens, tokens]``, queries by keys: for each key its alpha, where ``distance **
-    -alpha`` fits the attention of later tokens by least squares, and the mean of that attention."""
+    """Takes attention ``[tokens, tokens]``, queries by keys. Returns for each key its alpha, so that ``distance
+    ** -alpha`` fits the attention of later tokens by least squares, and the mean of that attention."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()
@@ -139,8 +138,8 @@ def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> None:
-    """Mix new KV with the old by their cosine: theta * new + (1 - theta) * old. ⚠ By token, layer and head,
-    K and V apart, after all layers were computed."""
+    """Mix new KV with old KV by their cosine theta: theta * new + (1 - theta) * old. ⚠ This is done after all
+    layers were computed, by token, layer and head, for K and V separately."""
     for new, before in ((cache.keys, old.keys), (cache.values, old.values)):
         ours, theirs = (part[..., positions, :].float() for part in (new, before))
         theta = torch.cosine_similarity(ours, theirs, dim=-1)[..., None]
@@ -148,15 +147,16 @@ def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> 
 
 
 def _stable(layers: int) -> range:
-    """The stable layers, N*. ⚠ Not calibrated: the last eighth, as for the paper's three models."""
+    """The stable layers, N*. ⚠ Without calibration: the last eighth, as in the paper's three models."""
     return range(layers - math.ceil(layers / 8), layers)
 
 
 def _look(
     reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads tokens behind a cache, which does not keep them. Returns the ``last`` ones' mean unrotated query,
-    fp32 ``[layers, heads, head_dim]``, and attention, mean of heads, ``[stable layers, tokens, positions]``."""
+    """Reads tokens behind a cache, which does not keep them. Returns the mean unrotated query of the last
+    ``last`` tokens, fp32 ``[layers, heads, head_dim]``, and the attention averaged over heads, ``[stable
+    layers, tokens, positions]``."""
     queries, given = list[torch.Tensor](), list[torch.Tensor]()
     length = cache.length
     end = length + len(tokens)
@@ -172,7 +172,7 @@ def _look(
 
 
 def _unrotated(reader: Reader, rotated: torch.Tensor, first: int) -> torch.Tensor:
-    """Queries or keys ``[..., heads, tokens, head_dim]`` that stand at positions from ``first``; fp32."""
+    """Unrotates queries or keys ``[..., heads, tokens, head_dim]`` of the positions from ``first`` on; fp32."""
     back = -torch.arange(first, first + rotated.shape[-2], device=rotated.device)
     by_token = rotated.transpose(-3, -2)
     return reader.rotation.rotate(by_token, back.expand(by_token.shape[:-2])).transpose(-3, -2)

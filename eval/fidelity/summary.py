@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of responses summed up: means with bootstrap intervals, and a table."""
+"""Sums up scores of responses: means with bootstrap intervals, and a table."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,8 +30,8 @@ DOCUMENTS: Figures = {
 def rows(
     records: Sequence[Mapping[str, Any]], figures: Figures = RESPONSES
 ) -> list[dict[str, Any]]:
-    """For each group and arm: means over responses, and under ``FIGURE_95`` the ends of each mean's 95%
-    bootstrap interval over responses, None for fewer than two. In ``RESPONSES`` the first arm has no row."""
+    """A row for each group and arm: means over responses, and under ``FIGURE_95`` the ends of each mean's 95%
+    bootstrap interval, None for fewer than two responses. With ``RESPONSES`` the first arm has no row."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record["arms"])

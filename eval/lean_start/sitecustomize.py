@@ -8,11 +8,10 @@ import os
 import sys
 
 gc.set_threshold(100_000, 20, 100)
-# None makes "import flashinfer" raise ImportError, which SGLang's own guards take
-# as "not installed".
+# None makes "import flashinfer" raise ImportError, so SGLang takes flashinfer as not installed.
 sys.modules["flashinfer"] = None  # type: ignore[assignment]
 
 if os.environ.get("REASONCACHE_FORK"):
-    # For tests, which start many servers: a forked process need not import SGLang anew, a spawned one must.
+    # For tests, which start many servers: a forked process need not import SGLang again, as a spawned one must.
     _set = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: _set("fork", force=True)  # type: ignore

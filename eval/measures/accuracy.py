@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many answers are right, and how that differs from dense on the same problems.
+"""Measures how many answers are right, and how that differs from dense on the same problems.
 
-A problem is a cluster over its seeds: shares get Wilson's interval at the effective number of answers, other
-values (F1, lengths) Student's t over problems. Differences of shares get Newcombe's square-and-add (MOVER),
-differences of other values paired t. Ratios take dense's mean as known."""
+A problem is a cluster over its seeds. Intervals of shares are Wilson's, at the effective number of answers;
+those of other values (F1, lengths) are Student's t over problems. Intervals of differences are Newcombe's
+square-and-add (MOVER) for shares, paired t for other values. Ratios take dense's mean as known."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,24 +42,24 @@ class Comparison:
 
     pairs: int
     difference: Estimate  # of means, method less dense
-    kept: Estimate | None  # the method's mean over dense's, None if that is 0
-    only_dense: int  # pairs that only one side has right: McNemar's b and c
-    only_method: int
-    p_value: float  # McNemar's, exact and two-sided; takes pairs as independent
+    kept: Estimate | None  # the method's mean over dense's mean, None if dense's mean is 0
+    only_dense: int  # pairs that only dense has right, McNemar's b
+    only_method: int  # pairs that only the method has right, McNemar's c
+    p_value: float  # McNemar's, exact and two-sided; it assumes that pairs are independent
 
 
 def keyed(results: Mapping[int, Sequence[Result]]) -> dict[Key, Result]:
-    """Results of all seeds by problem and seed."""
+    """Returns the results of all seeds by problem and seed."""
     return {(row.problem_id, seed): row for seed, rows in results.items() for row in rows}
 
 
 def accuracy(results: Mapping[Key, Result]) -> Estimate | None:
-    """Mean score; None without results."""
+    """The mean score; None if there are no results."""
     return mean({key: row.score for key, row in results.items()})
 
 
 def mean(values: Mapping[Key, float]) -> Estimate | None:
-    """Mean of some values by problem and seed, with its interval; None without any."""
+    """The mean, with its interval, of values by problem and seed; None if there are no values."""
     if not values:
         return None
     series = _series(values)
@@ -85,7 +85,7 @@ def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Compar
 
 
 def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | None:
-    """Difference of the means of two sides with the same keys; None without any."""
+    """The difference of the means of two sides that have the same keys; None if there are no keys."""
     if not one:
         return None
     x, y = _series(one), _series(other)
@@ -113,7 +113,7 @@ def _series(values: Mapping[Key, float]) -> pd.Series:
 
 
 def _effective(series: pd.Series) -> float:
-    """The number of independent answers that tell as much: at least one a problem, at most all of them."""
+    """The number of independent answers whose mean varies as much; at least the number of problems."""
     problems = series.groupby(level=0).mean()
     error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
     effective = float(series.var(ddof=0)) / error if error else 0.0

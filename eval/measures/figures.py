@@ -9,7 +9,7 @@ import pandas as pd
 
 from eval.runs.folder import Cell, Moment, Response, Served
 
-#: Ratio in a server's totals -> the count that weighs it in a mean over schedulers.
+#: Ratio in a server's totals -> the count by which a mean over schedulers is weighted.
 _WEIGHTS = {
     "memory_saving_ratio": "polls",
     "across_ratio": "polls",
@@ -20,7 +20,7 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a cell; None where the records do not tell."""
+    """Figures of a cell. None means that the records do not have the figure."""
 
     tokens_per_s: float | None  # output tokens of complete responses
     ttft_p50: float | None  # seconds from sending a request to its first text
@@ -30,12 +30,12 @@ class Figures:
     cpu_per_token: float | None  # CPU seconds of schedulers and their processes per output token
     mean_running: float | None  # requests in the batch, averaged over logged decode steps
     saving: float | None  # slots saved over positions of running requests, mean of decode steps
-    across: float | None  # part of ``saving`` that other responses to the prompt lend
+    across: float | None  # part of ``saving``: slots of other responses to the same prompt
     final_saving: float | None  # ``saving`` at the end of a response, mean of responses
     affected: float | None  # tokens touched by sharing over all tokens
     peak_slots: int | None  # KV slots in use, over logged decode steps
     mean_slots: float | None
-    retractions: int  # requests thrown out of a batch and recomputed
+    retractions: int  # requests that SGLang retracted and computed again
     leaked_slots: int  # slots in use after the last response and a flush
     missed: int  # blocks of the ledger that could not share in a shortage
     failed: int  # attempts that ended in an error
@@ -47,7 +47,7 @@ def of_cell(cell: Cell) -> Figures:
 
 
 def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Moment]) -> Figures:
-    """Failed requests count in ``failed`` only. Ratios are means over schedulers, weighted by their counts."""
+    """Failed requests count only in ``failed``. Ratios are means over schedulers, weighted by their counts."""
     whole = [row for row in responses if row.error is None]
     told = [(row, row.first_token) for row in whole if row.first_token is not None]
     ttft = pd.Series([first - row.started for row, first in told], dtype=float)
@@ -72,8 +72,7 @@ def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Mo
 
 
 def ratio(served: Served, name: str) -> float | None:
-    """Weighted mean of a ratio over all schedulers that share; 0 if none shares, None if their totals lack the
-    ratio."""
+    """Weighted mean of a ratio over all schedulers that share; 0 if none shares, None if no total has it."""
     totals = served.totals()
     if not totals:
         return 0.0

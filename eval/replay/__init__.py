@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded responses decoded through a real server, each next token forced."""
+"""Decodes recorded responses in a real server by forcing each next token."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.replay FILE...``: makes the model that replays of these responses run on."""
+"""``python -m eval.replay FILE...`` makes the model on which replays of these responses run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ MODELS = Path("build/replay")
 
 @dataclass(frozen=True)
 class Options:
-    files: tuple[Path, ...] = option(text="JSONL")
+    files: tuple[Path, ...] = option(text="JSONL files of responses")
     out: Path = option(MODELS, "folder of models")
 
 

@@ -14,13 +14,13 @@ FORCED = "forced_tokens"
 
 
 class ForcedTokens(CustomLogitProcessor):
-    """Makes every token impossible but the recorded one. The place in the record is found from how much of the
-    request has KV, which stays right after a retraction. Logits behind the record are not changed."""
+    """Makes every token except the recorded one impossible. The place in the record follows from the number of
+    tokens with KV, also after a retraction. Logits behind the end of the record are not changed."""
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> torch.Tensor:
-        """``logits`` ``[requests, vocabulary]``, changed in place."""
+        """Changes ``logits`` ``[requests, vocabulary]`` in place."""
         rows, tokens = [], []
         for row, params in enumerate(custom_param_list or ()):
             request = params["__req__"]
@@ -36,7 +36,7 @@ class ForcedTokens(CustomLogitProcessor):
 
 
 def forced_request(token_ids: list[int]) -> dict[str, Any]:
-    """Body of a request whose response is forced to be these tokens. Raises ValueError if there is none."""
+    """Body of a request whose response is forced to be these tokens. Raises ValueError if there are none."""
     if not token_ids:
         raise ValueError("a response to replay needs at least one token, got none")
     return {
@@ -44,6 +44,6 @@ def forced_request(token_ids: list[int]) -> dict[str, Any]:
         "custom_params": {FORCED: list(token_ids)},
         "ignore_eos": True,
         "temperature": 0.0,
-        # Otherwise spaces are put between special tokens, which the record does not have.
+        # Otherwise SGLang puts spaces between special tokens, which the record does not have.
         "skip_special_tokens": False,
     }

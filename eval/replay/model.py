@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model for replays: real proportions, a real tokenizer and random weights.
 
-QwQ-32B in bf16 has 65.5 GB of weights and 262 KB of KV a token, 250,000 to 1; this model has 130,000 to 1. So
-throughput on a CPU depends on the number of running requests as it does on a GPU."""
+QwQ-32B in bf16 has 65.5 GB of weights and 262 KB of KV per token, a ratio of 250,000. This model's ratio is
+130,000. So throughput on a CPU depends on the number of running requests as it does on a GPU."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -22,8 +22,8 @@ _PAD = "<|pad|>"
 
 
 def replay_config(**others: Any) -> Any:
-    """Two layers of one KV head: 256 bytes of KV a token in bf16, 17 M parameters. ``others``: sizes
-    of another model with the same vocabulary."""
+    """Two layers of one KV head: 256 bytes of KV per token in bf16, 17 M parameters. ``others`` are sizes of
+    another model with the same vocabulary."""
     # Any: transformers' annotations are too coarse for the arguments of these classes.
     config: Any = Qwen3Config
     sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
@@ -34,7 +34,7 @@ def replay_config(**others: Any) -> Any:
 
 
 def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of :data:`VOCABULARY_SIZE` pieces at most; any text is reproduced exactly."""
+    """A byte-level BPE with at most :data:`VOCABULARY_SIZE` pieces. It reproduces any text exactly."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -48,9 +48,9 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) -> Path:
-    """Write model and tokenizer into a folder under ``folder`` and return its path; a folder already there is
-    kept. ``texts`` train the tokenizer and name the folder. ``shape`` is another configuration, for
-    ``--load-format dummy``: then no weights are made."""
+    """Write model and tokenizer into a folder under ``folder``, unless it is there, and return its path.
+    ``texts`` train the tokenizer and name the folder. ``shape`` is another configuration, for
+    ``--load-format dummy``; then no weights are made."""
     config = shape or replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.report RUN...``: tables and pictures of folders of ``python -m eval.run``."""
+"""``python -m eval.report RUN...`` makes tables and pictures from folders of ``python -m eval.run``."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ from eval.runs.folder import RunError, write_json, write_whole
 @dataclass(frozen=True)
 class Options:
     runs: tuple[Path, ...] = option(text="folders of runs")
-    out: Path | None = option(None, "default: report/ in the first run")
+    out: Path | None = option(None, "folder of the report, by default report/ in the first run")
 
 
 def work(options: Options) -> None:
@@ -36,7 +36,7 @@ def work(options: Options) -> None:
 
 
 def write(data: Data, out: Path) -> None:
-    """``REPORT.md`` with its pictures, both in one ``report.html``, and the tables in ``summary.json``."""
+    """Write ``REPORT.md`` and its pictures, ``report.html`` with both, and ``summary.json`` with the tables."""
     made = [table for maker in tables.ALL if (table := maker(data)) is not None]
     parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
     parts += [table.markdown() for table in made]
@@ -55,7 +55,7 @@ td,th{border:1px solid #ccc;padding:3px 8px;text-align:left}img{max-width:100%}c
 
 
 def html(text: str, folder: Path) -> str:
-    """A report's Markdown as an HTML page that embeds the pictures in ``folder``."""
+    """Converts a report's Markdown into an HTML page that embeds the pictures in ``folder``."""
 
     def held(found: re.Match[str]) -> str:
         data = base64.b64encode((folder / found[1]).read_bytes()).decode()

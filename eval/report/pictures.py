@@ -18,7 +18,7 @@ _SIDE = {"fontsize": 8.5, "frameon": False, "loc": "upper left", "bbox_to_anchor
 
 
 def draw(data: Data, folder: Path) -> dict[str, str]:
-    """Draw the pictures for which there are data; return captions by file name."""
+    """Draw the pictures for which there are data. Returns captions by file name."""
     captions: dict[str, str] = {}
     folder.mkdir(parents=True, exist_ok=True)
     for task in data.cells["task"].unique():
@@ -39,7 +39,7 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
         if key[1] == task and found is not None and not pd.isna(saving):
             low, high = found.low or found.value, found.high or found.value
             row = {"method": _text(key[2]), "saved": 100 * saving, "accuracy": found.value}
-            # Rounding may put a bound on the wrong side of the share if all or no answers are right.
+            # If all or no answers are right, rounding may put a bound on the wrong side of the share.
             bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}
             rows.append({**row, **bars})
     shown = pd.DataFrame(rows, columns=["method", "saved", "accuracy", "down", "up"])
@@ -97,5 +97,5 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Ax
 
 
 def _text(name: str) -> str:
-    """Any name as text for a figure: one short line, which is not read as a formula."""
+    """Converts any name into one short line for a figure, which matplotlib does not take for a formula."""
     return one_line(name, 34).replace("$", r"\$")

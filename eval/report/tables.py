@@ -23,11 +23,10 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """All data of some runs that a report needs. ``results`` and ``texts`` are by run, task and method, and
-    cover all seeds."""
+    """All data that a report needs. ``results`` and ``texts`` of all seeds are by run, task and method."""
 
-    cells: pd.DataFrame  # a row a cell: run, task, method, seed, Figures, answered, graded, cut
-    timeline: pd.DataFrame  # a row for each logged line: run, task, method, seed, and Moment
+    cells: pd.DataFrame  # for each cell: run, task, method, seed, Figures, answered, graded, cut
+    timeline: pd.DataFrame  # for each logged line: run, task, method, seed and Moment
     results: Mapping[Place, Mapping[Key, Result]]
     texts: Mapping[Place, Mapping[Key, str]]  # complete responses
     configs: Mapping[str, Mapping[str, Any]]  # by run
@@ -44,7 +43,7 @@ def load(folders: Sequence[Path]) -> Data:
         for cell in cells(folder):
             graded, answered = cell.results(), cell.answered()
             where = {"run": run, "task": cell.task, "method": cell.method, "seed": cell.seed}
-            # A replay always ends by length: responses that reproduce the record are not cut.
+            # A replay always ends by length; if it reproduces the record, it is not cut.
             whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
             cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
             counts = dict(answered=len(answered), graded=len(graded), cut=len(cut))
@@ -63,8 +62,8 @@ _MAX_CHARS = 160
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report; ``rows`` by column, and the ``note`` under the table, are safe Markdown.
-    ``name`` is its key in ``summary.json``."""
+    """A table of a report. ``rows`` (by column) and the ``note`` under the table are safe Markdown. ``name`` is
+    the table's key in ``summary.json``."""
 
     name: str
     title: str
@@ -77,7 +76,7 @@ class Table:
 
 
 def words(text: str) -> str:
-    """Any text as one line, shortened and escaped, so that nothing in it acts as Markdown or HTML."""
+    """Converts any text into one short line, escaped so that nothing in it acts as Markdown or HTML."""
     return _SPECIAL.sub(lambda found: f"&#{ord(found[0])};", one_line(text, _MAX_CHARS))
 
 
@@ -91,7 +90,7 @@ def interval(estimate: Estimate | None, form: str = "{:.3f}") -> str:
 
 
 def spread(values: pd.Series, form: str = "{:.1f}") -> str:
-    """The median, with the range if values differ; ``-`` if there are none."""
+    """The median, with the range if values differ; ``-`` if there are no values."""
     known = values.dropna().astype(float)
     if known.empty:
         return "-"
@@ -119,10 +118,10 @@ def methods(data: Data) -> Table:
         for key, group in groups(data)
     ]
     note = (
-        "Accuracy and response tokens with 95% intervals, a problem as a cluster over its seeds; "
-        "others: medians over seeds, in brackets the range. Saved: slots saved over positions "
-        "held. Affected: tokens touched by sharing over all tokens. TTFT: from sending to the "
-        "first text; TPOT: per output token after the first. -: the records do not tell."
+        "Accuracy and response tokens have 95% intervals; a problem is a cluster over its seeds. "
+        "Other figures are medians over seeds, with the range in brackets. Saved: slots saved over "
+        "positions held. Affected: tokens touched by sharing over all tokens. TTFT: from sending to "
+        "first text. TPOT: per output token after the first. -: not in the records."
     )
     return Table("methods", "Methods", rows, note)
 
@@ -150,9 +149,9 @@ def against_dense(data: Data) -> Table | None:
         }
         rows.append(row)
     note = (
-        "Pairs: problem and seed. As dense: responses word for word. Difference: Wilson limits combined "
-        "with the pairs' correlation. Accuracy kept and length ratio: over dense's mean, taken as known. "
-        "McNemar: exact, two-sided; it takes pairs as independent. Tokens/s ratio: seed by seed, median "
+        "A pair is a problem and a seed. As dense: responses equal word for word. Difference: Wilson limits "
+        "combined with the pairs' correlation. Accuracy kept and length ratio are over dense's mean, taken as "
+        "known. McNemar: exact, two-sided; it assumes independent pairs. Tokens/s ratio: of each seed, median "
         "and range."
     )
     return Table("against_dense", "Against dense", rows, note) if rows else None
@@ -174,7 +173,7 @@ def samples(data: Data) -> Table | None:
 
 
 def majority(results: Iterable[Result]) -> float:
-    """Share of the problems, each asked several times, whose most frequent answer is right; among equally
+    """The share of problems whose most frequent answer is right, if each was asked several times. Among equally
     frequent answers the first counts."""
     answers: defaultdict[str, Counter[str | None]] = defaultdict(Counter)
     right: dict[tuple[str, str | None], bool] = {}
@@ -196,9 +195,9 @@ def requests(data: Data) -> Table:
         for key, group in groups(data)
     ]
     note = (
-        "Over all seeds. Cut by length: ended at max_tokens, at the model's context or where the KV slots "
-        "ended; of a replay, those short of the record. Missed: known to repeat, but not free to share "
-        "when SGLang was short."
+        "Sums over all seeds. Cut by length: ended by max_tokens, the model's context or the number of KV "
+        "slots; replays count only if they are shorter than the record. Missed: blocks that repeat, but "
+        "could not share when SGLang ran short of slots."
     )
     return Table("requests", "Requests", rows, note)
 
@@ -212,7 +211,7 @@ def groups(data: Data) -> Iterator[tuple[Place, pd.DataFrame]]:
 
 
 def _speedups(data: Data, key: Place) -> pd.Series:
-    """Tokens/s over dense's, for each seed that both have."""
+    """Tokens/s over dense's tokens/s, for each seed that both have."""
     rows = data.cells[(data.cells["run"] == key[0]) & (data.cells["task"] == key[1])]
     by_seed = rows.pivot(index="seed", columns="method", values="tokens_per_s").astype(float)
     return by_seed[key[2]] / by_seed[DENSE]
@@ -244,5 +243,5 @@ def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
     return difference.scaled(1 / stock.value, 1.0) if difference and stock else None
 
 
-#: Tables of a report in their order; each is None where there is nothing to say.
+#: Tables of a report in their order; a function returns None if it has nothing to show.
 ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, samples, requests)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a cell with a server: sends the requests, and reads the server's figures and its log."""
+"""Measures a cell on a server: sends its requests, and reads the server's figures and log."""
 
 import asyncio
 import re
@@ -11,14 +11,14 @@ from eval.runs.servers import Server
 from eval.serving import MODEL_NAME, ServerError
 
 _WHERE = "the model's context or the KV slots"
-# SGLang's log: one decode line in --decode-log-interval steps. Its metrics have the same figures, but only for
-# the moment of asking. Shared and evicted positions need no slot of their own.
+# SGLang logs a decode line every --decode-log-interval steps. Its metrics show only the moment of the query.
+# Shared and evicted positions need no slot of their own.
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
 _SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _RETRACT = re.compile(r"#retracted_reqs: (\d+)")
-# Every scheduler logs this line; of tensor-parallel schedulers only the first is counted.
+# Every scheduler logs this line; only the first of tensor-parallel schedulers is counted.
 _CUT = re.compile(r"^(.*)Request length is longer than the KV cache pool size .*Truncated", re.M)
 _OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
@@ -28,12 +28,12 @@ def retractions(log: str) -> int:
 
 
 def cut_prompts(log: str) -> int:
-    """The number of prompts, in a stretch of log, that were cut to what the model or the memory holds."""
+    """The number of prompts in a part of a log that SGLang cut, because model or memory cannot hold more."""
     return sum(not _OTHER_RANK.search(prefix) for prefix in _CUT.findall(log))
 
 
 def moments(log: str) -> list[Moment]:
-    """What each decode line of a log says; data-parallel schedulers write lines of their own."""
+    """What each decode line of a log says. Each data-parallel scheduler writes its own lines."""
     found: list[Moment] = []
     for line in log.splitlines():
         decode = _DECODE.search(line)
@@ -59,9 +59,8 @@ def measure(
     cell: Cell, requests: Sequence[Request], server: Server, advance: Callable[[], object], *,
     log_interval: int, timeout_s: float, in_flight: int | None = None, attempts: int = 1,
 ) -> Served:  # fmt: skip
-    """Measure a cell and write it; ``advance`` is called whenever a request was answered. Raises ServerError if
-    the server died; RunError if requests still run after the last response, or the flush is refused;
-    OSError."""
+    """Measure a cell and write it. ``advance`` is called after each answered request. Raises OSError,
+    ServerError if the server died, RunError if requests run on at the end or the flush is refused."""
     server.clear()
     offset, cpu_before = server.process.log_size(), server.cpu_seconds()
     responses: list[Response] = []
@@ -92,7 +91,7 @@ def measure(
 
 
 def faults(cell: Cell, served: Served, limits: Mapping[str, int]) -> list[str]:
-    """Messages about leaked slots and prompts or responses cut; ``limits``: ``max_tokens`` by problem."""
+    """Messages about leaked slots and cut prompts or responses. ``limits`` are ``max_tokens`` by problem."""
     found = []
     if served.leaked_slots:
         found.append(f"{served.leaked_slots} KV slots leaked")

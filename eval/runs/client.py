@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the requests of a run with the official OpenAI client, streaming, without the client's own retries."""
+"""Sends the requests of a run by the official OpenAI client, streaming, without the client's own retries."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ MAX_CHARACTERS = 4_000_000  # of a response; a longer stream counts as failed
 
 @dataclass(frozen=True)
 class Request:
-    """One problem to send; ``body`` goes into the request as it is."""
+    """A problem to send. ``body`` is added to the request as it is."""
 
     problem_id: str
     prompt: str
@@ -31,15 +31,15 @@ Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``) for any number of requests. A request may
-    wait for memory for hours before its first byte: ``timeout_s`` of silence is the only limit."""
+    """A client of the server at ``url`` (without ``/v1``) for any number of requests. ``timeout_s`` of silence
+    is the only limit, because a request may wait for memory for hours before its first byte."""
     # Each connection is an open file, and many systems allow 1,024 unless a process asks for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     timeout = httpx.Timeout(timeout_s, connect=60.0)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    # A proxy from the environment must not see loopback traffic.
+    # Without trust_env a proxy from the environment does not see loopback traffic.
     http = DefaultAsyncHttpxClient(trust_env=False, limits=limits, timeout=timeout)
     how: dict[str, Any] = {"api_key": "unused", "max_retries": 0, "http_client": http}
     return AsyncOpenAI(base_url=f"{url}/v1", timeout=timeout, **how)
@@ -113,5 +113,5 @@ async def send_all(
             for request in requests:
                 group.create_task(one(client, request, began))
     except ExceptionGroup as several:
-        # ``ended`` failed, perhaps because a disk is full. The first failure tells enough.
+        # ``ended`` failed, perhaps because a disk is full. Only the first failure is raised.
         raise several.exceptions[0] from several

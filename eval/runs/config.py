@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``config.json`` of a run: all that was asked for, and the machine and versions it ran on."""
+"""Makes and checks ``config.json`` of a run: its options, its machine and its versions of packages."""
 
 import contextlib
 import dataclasses
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PACKAGES = ("sglang", "torch", "transformers", "openai", "lm_eval", "sglang-reasoncache")
-#: Fields that may differ when a run goes on; all others decide what is measured.
+#: Fields that may differ when a run continues; all others decide what is measured.
 _MAY_DIFFER = ("machine", "versions", "date", "command_line")
 
 
 def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
-    """The configuration of a new run, in plain JSON values; ``methods`` as ``options.methods``."""
+    """The configuration of a new run, in plain JSON values. ``methods`` are those of ``plan.options``."""
     options = plan.options
     details = {method.name: method.flags for method in methods}
     data = {
@@ -50,8 +50,8 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> None:
-    """Write the configuration of a new run, or check that the run's own asks for the same. Raises RunError that
-    names the first field in which the two differ."""
+    """Write the configuration of a new run. For an old run, check that its configuration asks for the same.
+    Raises RunError that names the first field that differs."""
     if not (run / CONFIG).exists():
         write_json(run / CONFIG, config)
         return
@@ -64,7 +64,7 @@ def settle_config(run: Path, config: dict[str, Any]) -> None:
 
 
 def default_folder(config: Mapping[str, Any]) -> Path:
-    """A folder named after the configuration: the same command finds the same folder."""
+    """A folder named after the configuration, so that the same command finds the same folder."""
     kept = {name: value for name, value in config.items() if name not in _MAY_DIFFER}
     model = re.sub(r"[^A-Za-z0-9._-]+", "-", str(config["model"]).rstrip("/").rpartition("/")[2])
     return Path("out") / f"{model}-{'+'.join(config['tasks'])[:80]}-{digest_of(kept)}"
@@ -92,7 +92,7 @@ def describe_machine() -> dict[str, Any]:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # Not through torch: that would take some of the GPU's memory in this process.
+    # Not by torch, because then this process would take some of the GPU's memory.
     gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
@@ -104,8 +104,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Versions of the packages that compute the result, None if not installed, and our git commit, with ``+``
-    if tracked files differ from it."""
+    """Versions of the packages that compute the result (None if not installed), and our git commit, with ``+``
+    if tracked files differ from the commit."""
     found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -117,7 +117,7 @@ def describe_versions() -> dict[str, str | None]:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, "" if it cannot run or fails."""
+    """What a command prints; "" if it cannot run or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
             command, stderr=subprocess.DEVNULL, text=True, timeout=20

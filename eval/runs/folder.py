@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder, as docs/evaluation.md lists it: the configuration, and the records of each cell."""
+"""A run's folder, which docs/evaluation.md describes: the configuration, and the records of each cell."""
 
 import contextlib
 import itertools
@@ -14,12 +14,12 @@ from filelock import FileLock, Timeout
 
 @dataclass(frozen=True)
 class Response:
-    """One answered (or failed) request. Times are seconds since the cell's first request."""
+    """An answered (or failed) request. Times are seconds since the cell's first request."""
 
     problem_id: str
     request_id: str
     text: str  # all that was streamed; reasoning sent in its own field comes first, in <think> tags
-    prompt_tokens: int  # by the server's count, as output_tokens are
+    prompt_tokens: int  # counted by the server, like output_tokens
     output_tokens: int
     started: float
     first_token: float | None  # when the first text arrived
@@ -30,7 +30,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Result:
-    """One graded response; ``group`` is the problem's."""
+    """A graded response; ``group`` is the group of its problem."""
 
     problem_id: str
     correct: bool
@@ -59,14 +59,14 @@ class Served:
 
     seconds: float
     output_tokens: int  # of complete responses
-    responses: int  # complete ones
-    decode_steps: int  # decode forwards, from the log's lines times their interval
-    retractions: int  # requests that were thrown out of a batch and recomputed
-    reports: list[dict[str, Any]]  # GET /reasoncache of each scheduler, [] of a stock server
+    responses: int  # complete responses
+    decode_steps: int  # decode forwards: the log's decode lines times their interval
+    retractions: int  # requests that SGLang retracted and computed again
+    reports: list[dict[str, Any]]  # GET /reasoncache/details of each scheduler, [] if stock
     leaked_slots: int  # slots in use after the last response and a flush
     command: list[str]  # the server's command line
     kv_slots: int  # KV slots of each data-parallel scheduler
-    cut_prompts: int  # prompts that the server cut, as they exceeded its context or KV slots
+    cut_prompts: int  # prompts that the server cut, because they exceeded its context or KV slots
     cpu_seconds: float  # CPU time of the server's schedulers and the processes they started
 
     def totals(self) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ class RunError(ValueError):
 
 @dataclass(frozen=True)
 class Cell:
-    """One task, method and seed of a run."""
+    """A task, method and seed of a run."""
 
     run: Path
     task: str
@@ -108,7 +108,7 @@ class Cell:
     def write(
         self, responses: Iterable[Response], timeline: Iterable[Moment], served: Served
     ) -> None:
-        """Write all that was measured. ``server.json`` comes last, so that a cell that has it is complete."""
+        """Write all that was measured, ``server.json`` last, so that a cell with this file is complete."""
         self._write_rows("responses", responses)
         self._write_rows("timeline", timeline)
         write_json(self.folder / "server.json", asdict(served))
@@ -118,7 +118,7 @@ class Cell:
         self._write_rows("results", results)
 
     def responses(self) -> list[Response]:
-        """All attempts, failed ones included, in the order they ended."""
+        """All attempts, also failed ones, in the order in which they ended."""
         return self._rows("responses", Response)
 
     def answered(self) -> dict[str, Response]:
@@ -136,12 +136,12 @@ class Cell:
         return Served(**json.loads((self.folder / "server.json").read_text(encoding="utf-8")))
 
     def _write_rows(self, name: str, rows: Iterable[Response | Moment | Result]) -> None:
-        # ASCII, so that lone surrogates in a response survive.
+        # json.dumps writes ASCII, so that lone surrogates in a response are kept.
         lines = "".join(json.dumps(asdict(row)) + "\n" for row in rows)
         write_whole(self.folder / f"{name}.jsonl", lines)
 
     def _rows(self, name: str, kind: type[_Row]) -> list[_Row]:
-        """The rows of a file, [] without one. Raises RunError if a line is bad."""
+        """The rows of a file, [] if there is no file. Raises RunError if a line is bad."""
         path = self.folder / f"{name}.jsonl"
         if not path.is_file():
             return []
@@ -160,7 +160,7 @@ def cells(run: Path) -> list[Cell]:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """``config.json``, with lists of tasks, methods and seeds. Raises RunError: missing or broken."""
+    """``config.json``, with lists of tasks, methods and seeds. Raises RunError if it is missing or broken."""
     path = run / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -177,7 +177,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write all of a file or nothing; make its folder if needed."""
+    """Write a file completely or not at all; make its folder if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_name(path.name + ".part")
     half.write_text(text, encoding="utf-8")
@@ -186,7 +186,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def locked(run: Path) -> Iterator[None]:
-    """Lock a run's folder, which is made if needed. Raises RunError if another process holds it."""
+    """Lock a run's folder; make it if needed. Raises RunError if another process holds the lock."""
     run.mkdir(parents=True, exist_ok=True)
     lock = FileLock(run / "lock")
     try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an operator can ask of a run: flags with defaults and bounds."""
+"""The options of a run: flags with defaults and bounds."""
 
 import argparse
 import shlex
@@ -13,12 +13,12 @@ from eval.command import flags_of, option
 from eval.runs.folder import RunError
 
 EMBEDDED = "tiny_reasoner"  # --model of the embedded checkpoint
-#: Sampling parameters that can be set by hand, by the names of the request's body.
+#: Sampling parameters that have flags, by their names in a request's body.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def _specs(text: str) -> tuple[str, ...]:
-    """Split at commas, but ``a:x=1,y=2,b`` is ``a:x=1,y=2`` and ``b``."""
+    """Split at commas between names: ``a:x=1,y=2,b`` gives ``a:x=1,y=2`` and ``b``."""
     specs: list[str] = []
     for part in text.split(","):
         if specs and ":" in specs[-1] and "=" in part and ":" not in part.partition("=")[0]:
@@ -37,33 +37,33 @@ def _pair(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """A run as asked for, part of ``config.json``. None means all problems, all requests at once, or the
+    """The options of a run, a part of ``config.json``. None means all problems, all requests at once, or the
     default of SGLang or the model. Raises RunError that names flag and value."""
 
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
-    tasks: tuple[str, ...] = option((), "names", metavar="a,b")
+    tasks: tuple[str, ...] = option((), "names of tasks", metavar="a,b")
     methods: tuple[str, ...] = option(
-        ("dense", "newest"), "names with options", read=_specs, metavar="x,y"
+        ("dense", "newest"), "methods with their options", read=_specs, metavar="x,y"
     )
     seeds: tuple[int, ...] = option((0,), "numbers", metavar="0,1")
     limit: int | None = option(None, "the first N problems of each task", least=1, metavar="N")
-    in_flight: int | None = option(None, "open requests, else all at once", least=1, metavar="N")
-    data: Mapping[str, str] = option((), "local JSONL of a task", read=_pair, metavar="TASK=FILE")
+    in_flight: int | None = option(None, "most open requests, by default all", least=1, metavar="N")
+    data: Mapping[str, str] = option((), "JSONL file of a task", read=_pair, metavar="TASK=FILE")
     server_flags: tuple[str, ...] = option(
-        (), "more of each server; one alone as --server-flags=FLAG", read=flags_of, metavar="FLAGS"
+        (), "further flags of servers; --server-flags=FLAG for one", read=flags_of, metavar="FLAGS"
     )
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
     kv_budget: int | None = option(None, "KV slots of each server", least=1, metavar="SLOTS")
     max_tokens: int | None = option(None, "longest response", least=1, metavar="N")
-    temperature: float | None = option(None, "not the model's own", least=0, most=100)
-    top_p: float | None = option(None, "not the model's own", least=0, most=1)
-    top_k: int | None = option(None, "not the model's own", least=-1)
-    min_p: float | None = option(None, "not the model's own", least=0, most=1)
+    temperature: float | None = option(None, "by default the model's", least=0, most=100)
+    top_p: float | None = option(None, "by default the model's", least=0, most=1)
+    top_k: int | None = option(None, "by default the model's", least=-1)
+    min_p: float | None = option(None, "by default the model's", least=0, most=1)
     attempts: int = option(2, "times a failing request is sent", least=1, metavar="N")
     warm_up: int = option(8, "requests before each cell", least=0, metavar="N")
-    decode_log_interval: int = option(10, "decode steps a log line", least=1, metavar="K")
+    decode_log_interval: int = option(10, "decode steps per log line", least=1, metavar="K")
     request_timeout: float = option(21_600.0, "longest silence", least=1e-9, most=1e9, metavar="S")
-    keep_servers: int = option(1, "servers up at once", least=1, metavar="N")
+    keep_servers: int = option(1, "most servers up at a time", least=1, metavar="N")
 
     def __post_init__(self) -> None:
         for name in ("tasks", "methods", "seeds", "server_flags"):
@@ -90,7 +90,7 @@ class RunOptions:
 
 @dataclass(frozen=True)
 class _Folder:
-    out: Path | None = option(None, "folder of the run, else out/ and a name of the options")
+    out: Path | None = option(None, "folder of the run, by default out/ and a name of the options")
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:

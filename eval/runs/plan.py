@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run asks, the order of its cells, and the flags of its servers."""
+"""The requests of a run, the order of its cells, and the flags of its servers."""
 
 import hashlib
 import itertools
@@ -14,18 +14,18 @@ from eval.runs.options import RunOptions
 from eval.tasks.harness import EvalTask, Problem, Source
 from eval.tiny_reasoner import CHECKPOINT
 
-#: Flags for servers of the embedded model: SGLang's default is meant for large machines.
+#: Flags for servers of the embedded model, because SGLang's default is meant for large machines.
 _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
-#: Tokens of a piece of a streamed response, except the first, which SGLang sends at once. A piece costs the
-#: client some 180 us, on a core that a server may need.
+#: Tokens of a piece of a streamed response; SGLang sends the first piece at once. A piece costs the client some
+#: 180 us on a core that a server may need.
 _STREAM_INTERVAL = "8"
 _LONGEST = 32_768  # tokens of response and reasoning, if neither task nor operator sets a limit
-_WARM_UP_TOKENS = 512  # limit of warm-up responses: a large model's would take minutes
+_WARM_UP_TOKENS = 512  # limit of warm-up responses, as a large model's would take minutes
 
 
 @dataclass(frozen=True)
 class Step:
-    """One cell to measure."""
+    """A cell to measure."""
 
     task: str
     seed: int
@@ -37,8 +37,8 @@ class Step:
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
-    """For each task and seed all methods, in reverse for every second seed: so drift affects all methods alike,
-    and successive cells often need the same server."""
+    """All methods for each task and seed, in reverse order for every second seed. So drift affects all methods
+    alike, and successive cells often need the same server."""
     return [
         Step(task, seed, method)
         for task in tasks
@@ -52,7 +52,7 @@ def model_path(options: RunOptions) -> str:
 
 
 def request_body(options: RunOptions) -> dict[str, Any]:
-    """The sampling part of each request; SGLang takes parameters that are not set from the model's
+    """The sampling part of each request. SGLang takes parameters that are not set here from the model's
     ``generation_config.json``. The embedded reasoner answers greedily."""
     body: dict[str, Any] = {"max_tokens": options.max_tokens or _LONGEST}
     if options.embedded:
@@ -61,8 +61,8 @@ def request_body(options: RunOptions) -> dict[str, Any]:
 
 
 class Plan:
-    """The problems of a run; ``body`` is the sampling part of each request. Raises TaskError if a task cannot
-    be loaded, RunError if it has no problems."""
+    """The problems of a run. ``body`` is the sampling part of each request. Raises TaskError if a task cannot
+    be loaded, RunError if a task has no problems."""
 
     def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
         self.options = options
@@ -71,7 +71,7 @@ class Plan:
         self.tasks = {(name, seed): self._load(name, seed) for name, seed in pairs}
 
     def warm_up(self) -> list[Request]:
-        """The warm-up requests: plain sums, which no cell measures."""
+        """The warm-up requests: plain sums, which are not measured."""
         body = {**self.body, "max_tokens": _WARM_UP_TOKENS}
         asked = (f"What is {37 + 11 * i} + {58 + 7 * i}?" for i in range(self.options.warm_up))
         return [Request(f"sum-{i}", question, body) for i, question in enumerate(asked)]
@@ -87,10 +87,10 @@ class Plan:
         return Request(problem.id, "", body)
 
     def server_flags(self, step: Step) -> list[str]:
-        """Flags of a cell's server: equal lists mean that one server can serve both cells."""
+        """Flags of a cell's server. If the flags of two cells are equal, one server can serve both."""
         options, task_flags = self.options, self.tasks[step.task, step.seed].server_flags
-        # A model's recommended max_tokens is often its whole context. With a prompt in front, SGLang would
-        # refuse the request instead of shortening the response, without --allow-auto-truncate.
+        # A model's recommended max_tokens is often its whole context. Without --allow-auto-truncate, SGLang
+        # would refuse such a request, because of its prompt, instead of shortening the response.
         flags = ["--decode-log-interval", str(options.decode_log_interval), "--allow-auto-truncate"]
         given = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
         if "--stream-interval" not in given:
@@ -99,7 +99,7 @@ class Plan:
             flags += _EMBEDDED_SERVER_FLAGS
         if options.kv_budget is not None:
             flags += ["--max-total-tokens", str(options.kv_budget)]
-        # When tokens are drawn, the server's seed decides which, so seeds need servers of their own.
+        # If tokens are drawn, the server's seed decides which, so each seed needs a server of its own.
         if samples(self.body):
             flags += ["--random-seed", str(step.seed)]
         return [*flags, *task_flags, *options.server_flags, *step.method.flags]
@@ -114,7 +114,7 @@ class Plan:
 
 
 def samples(body: Mapping[str, Any]) -> bool:
-    """Whether requests draw tokens; a body without temperature leaves that to the server."""
+    """Whether requests may draw tokens. True without a temperature, because then the server decides."""
     return bool(body.get("temperature", 1.0) > 0)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers of a run, and the figures that they report."""
+"""The servers of a run and the figures that they report."""
 
 import time
 from collections import OrderedDict
@@ -18,23 +18,23 @@ _COUNTS = ("requests_finished", "polls", "blocks_shared")
 
 
 class Server:
-    """A running server that a cell is measured on."""
+    """A running server on which a cell is measured."""
 
     def __init__(self, process: ServerProcess) -> None:
         self.process = process
         self.url, self.command = process.url, process.command
 
     def reports(self) -> list[dict[str, Any]]:
-        """``GET /reasoncache/details`` of each scheduler that shares, [] of a stock server."""
+        """``GET /reasoncache/details`` of each scheduler that shares; [] for a stock server."""
         found = self._json("/reasoncache/details")
         return [one for one in found["schedulers"] if one] if found else []
 
     def kv_slots(self) -> int:
-        """KV slots that the server really has, for each data-parallel scheduler."""
+        """The number of KV slots that each data-parallel scheduler really has."""
         return int(self._json("/server_info")["max_total_num_tokens"])
 
     def cpu_seconds(self) -> float:
-        """CPU seconds that the server's schedulers and the processes they started have used."""
+        """CPU seconds used by the server's schedulers and by the processes that they started."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         schedulers = [
             child for child in children if "scheduler" in " ".join((child.name(), *child.cmdline()))
@@ -48,12 +48,12 @@ class Server:
         return sum(one.user + one.system for one in times)
 
     def settle(self) -> None:
-        """Wait until no request runs or waits, so that the server's totals are complete."""
+        """Wait until no request runs or waits; then the server's totals are complete."""
         _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int:
-        """Flush the idle server, so that its totals restart; return the slots still in use. Raises RunError if
-        requests do not end or the flush is refused; ServerError if the server died."""
+        """Flush the idle server, so that its totals restart; return the number of slots still in use. Raises
+        RunError if requests do not end or the flush is refused, ServerError if the server died."""
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
         totals = [report.get("totals", {}) for report in self.reports()]
@@ -73,7 +73,7 @@ class Server:
         return int(sum(load[name] for load in loads))
 
     def _json(self, path: str, **options: Any) -> Any:
-        """A page of the server; None if there is no such page. Raises ServerError."""
+        """Returns a page of the server, or None if there is no such page. Raises ServerError."""
         try:
             response = self.process.get(path, **options)
             return None if response.status_code == 404 else response.raise_for_status().json()
@@ -83,8 +83,8 @@ class Server:
 
 
 class Servers:
-    """Started servers by their flags, a context manager. At most ``keep`` servers stay up; for a new one, the
-    server used longest ago is closed. Logs go into the run's folder."""
+    """Started servers by their flags; a context manager. At most ``keep`` servers are up: before a new one
+    starts, the least recently used server is closed. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs, self._keep = run / "servers", keep
@@ -98,8 +98,8 @@ class Servers:
         self.close()
 
     def get(self, name: str, flags: Sequence[str]) -> Server:
-        """The running server with these flags, else a new one, whose log is named after ``name``.
-        Raises ServerError if it does not start."""
+        """Returns the running server with these flags, or a new server whose log is named after ``name``.
+        Raises ServerError if a new server does not start."""
         process = self._up.pop(tuple(flags), None)
         if process is not None and not process.alive:
             process.close()
@@ -113,7 +113,7 @@ class Servers:
                 flags=flags,
                 log_path=self._logs / f"{number:03d}-{name}.log",
                 device="cuda" if self._device == "cuda" else "cpu",
-                # Long, as the weights of a large model may have to be fetched first.
+                # This is long, because the weights of a large model may have to be fetched first.
                 start_timeout_s=7200.0,
             ).start()
         self._up[tuple(flags)] = process

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Works on a run: in the plan's order, measures each cell that is missing, and grades every cell."""
+"""Carries out a run: measures missing cells in the plan's order, and grades every cell."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ def say(text: str) -> None:
 def run(
     options: RunOptions, out: Path | None, more: Mapping[str, tuple[str, ...]] | None = None
 ) -> bool:
-    """Begin or go on with a run in ``out``, by default a folder named after the options. ``more``:
-    further flags of the servers of some methods. Returns True if every request was answered and graded. Raises
+    """Begin or continue a run in ``out``, by default a folder named after the options. ``more`` has further
+    flags for the servers of some methods. Returns True if every request was answered and graded. Raises
     ValueError if options or folder are wrong."""
     if options.device == "auto":
         import torch
@@ -55,7 +55,7 @@ def run(
 
 @dataclass(frozen=True)
 class Session:
-    """A run to begin or to finish; the caller has locked its folder. ``opens_thinking`` is the argument of
+    """A run to begin or to finish. The caller has locked its folder. ``opens_thinking`` is the argument of
     :meth:`EvalTask.evaluate`."""
 
     run: Path
@@ -65,13 +65,13 @@ class Session:
     opens_thinking: bool
 
     def work(self) -> bool:
-        """Measure and grade every cell; True when all could be measured and no request failed."""
+        """Measure and grade every cell. Returns True if all could be measured and no request failed."""
         options, whole = self.plan.options, True
         for step in order(options.tasks, self.methods, options.seeds):
             try:
                 whole &= self._cell(step)
             except (ServerError, RunError) as error:
-                # The other cells are measured even if one cannot be.
+                # If a cell cannot be measured, the other cells still are.
                 say(f"{step.title}: {error}")
                 self.servers.close()
                 whole = False
@@ -116,8 +116,8 @@ class Session:
 
 
 def grade(cell: Cell, task: EvalTask, opens_thinking: bool) -> list[Result]:
-    """Have lm-eval grade a cell; a result for each problem, in order. A request without a response counts as
-    wrong: to leave it out would flatter the method that fails most."""
+    """Let lm-eval grade a cell. Returns a result for each problem, in order. A request without a response
+    counts as wrong; to leave it out would favour the method that fails most."""
     answered = cell.answered()
     failed = {row.problem_id: row.error for row in cell.responses() if row.error is not None}
     texts = [answered[p.id].text if p.id in answered else "" for p in task.problems]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.small_reasoner``: merges SmolLM2-135M-Instruct and the shipped adapter into one model, a
+"""``python -m eval.small_reasoner`` merges SmolLM2-135M-Instruct and the shipped adapter into one model, a
 Hugging Face folder in bf16."""
 
 import shutil
@@ -14,7 +14,7 @@ from eval.small_reasoner import ADAPTER, BASE, MODEL
 
 
 def write(base: Path, adapter: Path, folder: Path) -> None:
-    """Make ``folder``, whole or not at all."""
+    """Make ``folder``, completely or not at all."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().to(torch.bfloat16)
     partial = folder.with_name(f"{folder.name}.partial")

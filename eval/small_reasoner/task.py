@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of the small reasoner: who has how many, in plain English, solved once and then checked.
+"""The task of the small reasoner: word problems about who has how many, solved once and then checked.
 
-See README.md. The wording follows from the problem, so that greedy decoding has one right
+See README.md. A problem determines the wording of its response, so greedy decoding has one right
 continuation."""
 
 import random
@@ -19,7 +19,7 @@ ITEMS = (
 )  # fmt: skip
 HIGHEST = 99
 
-# Fact in the prompt -> step that uses it; {a}, {b} are other persons, {x}, {y} how many they have.
+# Fact in the prompt -> step that uses the fact. {a}, {b} are other persons, {x}, {y} how many they have.
 STEPS = {
     "{v} has {n} more {i} than {a}.": "{a} has {x}, so {v} has {x} + {n} = {r} {i}.",
     "{v} has {n} fewer {i} than {a}.": "Take {n} from the {x} of {a}: {x} - {n} = {r} {i} for {v}.",
@@ -42,21 +42,21 @@ ANSWER = "The answer is \\boxed{{{first} then {last}}}."
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Size of the generated problems; the defaults are what is evaluated."""
+    """Size of the generated problems. The evaluation uses the defaults."""
 
     min_steps: int = 3
     max_steps: int = 4
     min_checks: int = 2
     max_checks: int = 4
-    #: ``shuffled``: facts in any order; ``fewer``: facts with differences. The model was trained with both, but
-    #: is weak at them.
+    #: ``shuffled`` puts the facts in any order, ``fewer`` adds facts with differences. The model was trained
+    #: with both, but is weak at them.
     shuffled: bool = False
     fewer: bool = False
 
 
 @dataclass(frozen=True)
 class _Fact:
-    """How many ``owner`` has: ``kind`` says how that follows from ``others`` and ``number``."""
+    """How many items ``owner`` has: ``kind`` says how the number follows from ``others`` and ``number``."""
 
     kind: str
     owner: str
@@ -80,7 +80,7 @@ class _Fact:
 
 
 def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -> _Fact:
-    """A fact about ``owner`` that builds on the last of ``values``; its result is from 2 to ``HIGHEST``."""
+    """Draws a fact about ``owner`` that uses the last of ``values``, with a result from 2 to ``HIGHEST``."""
     *earlier, last = values
     while True:
         other = FEWER if fewer else MORE
@@ -93,7 +93,7 @@ def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -
 
 
 def _check(facts: Sequence[_Fact], items: str, values: dict[str, int]) -> list[str]:
-    """The steps of one more pass, which recomputes, compares, and corrects ``values``."""
+    """The steps of another pass, which recomputes, compares and corrects ``values``."""
     steps = []
     for fact in facts:
         old, result = values[fact.owner], fact.result(values)
@@ -110,16 +110,16 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     true, facts = {first: given}, []
     for owner in owners:
         if not difficulty.fewer and list(true.values())[-1] > HIGHEST - 40:
-            return make_problem(rng, difficulty)  # sums leave no room
+            return make_problem(rng, difficulty)  # too close to HIGHEST for a further sum
         facts.append(_fact(rng, owner, true, difficulty.fewer))
         true[owner] = facts[-1].result(true)
     last, other = owners[-1], rng.choice((first, *owners[:-1]))
     checks = rng.choices(
         tuple(HEADERS), k=rng.randint(difficulty.min_checks, difficulty.max_checks)
     )
-    checks[0] = "forwards"  # only a pass in order mends what follows from a wrong note
+    checks[0] = "forwards"  # only a pass in this order corrects all that follows from a wrong note
 
-    # Half of the problems carry a wrong note, three in ten a right one.
+    # Half of the problems have a wrong note, three in ten have a right note.
     noted, luck = rng.choice(owners), rng.random()
     note = true[noted]
     while luck < 0.5 and note == true[noted]:

@@ -20,9 +20,10 @@ from eval.tiny_reasoner.task import split_of
 
 IGNORE = -100
 BATCH_TOKENS = 2400
-#: Share of the steps with short problems, which teach arithmetic and format; and their size.
+#: The share of training steps with short problems, which teach arithmetic and format, and the problems' size.
 SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
-#: Of other words only a share counts: they are learnt at once, and the head (49,152 tokens) is costly.
+#: Only this share of the words that are no numbers counts in the loss: the words are learnt soon, and logits of
+#: 49,152 tokens are costly. NUMBER_WEIGHT is the weight of numbers in the loss.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
 Example = tuple[list[int], list[int]]  # token ids; the next tokens, IGNORE in the prompt
@@ -45,7 +46,7 @@ def examples(
 def batch(
     source: Iterator[Example], left: list[Example], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Examples of similar length, about BATCH_TOKENS tokens; other examples drawn stay in ``left``."""
+    """Draws examples of similar length, about BATCH_TOKENS tokens. Examples not used stay in ``left``."""
     while len(left) < 24:
         left.append(next(source))
     left.sort(key=lambda one: len(one[0]))
@@ -66,12 +67,12 @@ def batch(
 class Options:
     model: str = option(text="folder of SmolLM2-135M-Instruct: make real-model")
     out: Path = option(text="folder of the adapter")
-    adapter: Path | None = option(None, "go on with this one; leaves out the short problems")
+    adapter: Path | None = option(None, "adapter to train further, without short problems")
     shuffled: bool = option(False, "facts in any order")
     fewer: bool = option(False, "differences among the facts")
-    steps: int = option(480, "in all")
-    rate: float = option(1e-3, "learning rate at its highest")
-    seed: int = option(1, "of weights and problems")
+    steps: int = option(480, "training steps in all")
+    rate: float = option(1e-3, "highest learning rate")
+    seed: int = option(1, "seed of weights and problems")
 
 
 def train(args: Options) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters and graders of the task files in this folder. Responses may be hostile: all work is bounded."""
+"""Filters and graders of the task files in this folder. Responses may be hostile, so all work is bounded."""
 
 import re
 from collections import deque
@@ -22,7 +22,7 @@ def boxed(responses: Responses, _docs: Documents) -> list[list[str]]:
 
 
 def stripped(responses: Responses, _docs: Documents) -> list[list[str]]:
-    """Strips responses: some tokenizers put a space before the first word when they decode in pieces."""
+    """Strips responses, because tokenizers that decode in pieces may put a space before the first word."""
     return [[text.strip() for text in row] for row in responses]
 
 
@@ -38,7 +38,7 @@ def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[st
 
 
 def last_boxed(text: str) -> str:
-    r"""Takes time linear in the text. ``\fbox{}`` counts only if the text has no ``\boxed{}``."""
+    r"""Runs in time linear in the text. ``\fbox{}`` counts only if the text has no ``\boxed{}``."""
     for box in _BOXES:
         starts = deque((match.end() for match in box.finditer(text)), maxlen=_MAX_BOXES)
         for start in reversed(starts):
@@ -51,7 +51,7 @@ def last_boxed(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """The part of ``text`` before the brace that closes a brace opened before ``text``; "" if none does."""
+    """The part of ``text`` before the brace that closes one opened before ``text``; "" if no brace does."""
     depth, escaped = 1, False
     for i, char in enumerate(text):
         if escaped or char == "\\":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness with its own task files and ours, and a model whose answers come from a server."""
+"""Runs lm-evaluation-harness with its task files and ours, and a model whose answers come from a server."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ from eval.tokenizers import load_tokenizer
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
-#: Our task names -> lm-eval's. lm-eval's other generating tasks keep their own names.
+#: Our task names -> lm-eval's names. Other tasks of lm-eval that generate text keep their names.
 HUB = {
     "aime24": "aime24",
     "aime25": "aime25",
@@ -35,14 +35,14 @@ HUB = {
     "hotpotqa": "longbench_hotpotqa",
     "trec": "longbench_trec",
 }
-#: Tasks that a local JSONL file can replace -> largest integer answer; 0: any answer in LaTeX.
+#: Tasks that a local JSONL file can replace -> largest integer answer; 0 means any answer in LaTeX.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
-# Sends pieces of 16 tokens: to parse a piece for each token costs a small machine as much as the decode step.
+# Streams 16 tokens at a time, because on a small machine parsing each token alone costs as much as decoding it.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
 _THINK, _THINK_END = "<think>", "</think>"
-_MAX_GRADED_CHARS = 100_000  # graders see only this end of a response, where answers stand
+_MAX_GRADED_CHARS = 100_000  # graders see only the end of a response, where answers are
 _GRADE_S = 30.0
 _OURS = Path(__file__).parent
 
@@ -56,20 +56,20 @@ class Source:
     """Where documents come from, and how many."""
 
     file: str = ""  # a local JSONL; "" for the Hugging Face hub
-    seed: int = 0  # chooses problems where a task generates or shuffles them
+    seed: int = 0  # chooses problems if a task generates or shuffles them
     limit: int | None = None
     model: str = ""  # for tasks that must know its tokens
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One request."""
+    """A problem of a task, as it is sent in a request."""
 
     id: str  # unique within task and seed, the same in each run
     messages: list[dict[str, str]]
-    body: Mapping[str, Any]  # further fields
-    max_tokens: int | None = None  # None: the run's own limit
-    group: str = ""  # a class of problems: with a wrong draft, or without
+    body: Mapping[str, Any]  # further fields of the request
+    max_tokens: int | None = None  # None means the run's own limit
+    group: str = ""  # a class of problems, as those with a wrong draft
 
     @property
     def forced(self) -> bool:
@@ -82,7 +82,7 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model without lm-eval's client, which keeps neither times nor token counts."""
+    """lm-eval's chat model, but not its client, which keeps neither times nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -147,8 +147,8 @@ class EvalTask:
         self._evaluate(keep)
 
     def evaluate(self, texts: Sequence[str], opens_thinking: bool) -> dict[str, Grade]:
-        """Return grades by problem id. ``texts`` has a response to each problem, "" where there is none.
-        ``opens_thinking``: the chat template begins each response with ``<think>``."""
+        """Return grades by problem id. ``texts`` has a response to each problem, "" if there is none.
+        ``opens_thinking`` means that the chat template begins each response with ``<think>``."""
         answers = [
             text if problem.forced else _after_thinking(text, opens_thinking)
             for problem, text in zip(self.problems, texts, strict=True)
@@ -166,9 +166,9 @@ class EvalTask:
 
 
 def opens_thinking(model: str) -> bool:
-    """Whether a chat template's generation prompt ends in ``<think>``, as QwQ's and R1 distills'
-    do. False also if there is no tokenizer or no template that can be used."""
-    # To load a tokenizer and apply its template can raise almost any exception.
+    """Whether a chat template's generation prompt ends in ``<think>``, as those of QwQ and R1 distills do.
+    False also if there is no tokenizer or no template that can be used."""
+    # Loading a tokenizer and applying its template can raise almost any exception.
     with contextlib.suppress(Exception):
         prompt = load_tokenizer(model).apply_chat_template(
             [{"role": "user", "content": "1 + 1"}], tokenize=False, add_generation_prompt=True
@@ -179,7 +179,7 @@ def opens_thinking(model: str) -> bool:
 
 @cache
 def _manager(ours: bool) -> TaskManager:
-    """Manages our tasks and, unless ``ours``, lm-eval's: to find those thousands takes seconds."""
+    """Manages our tasks and, unless ``ours``, lm-eval's thousands of tasks, which take seconds to find."""
     return TaskManager(include_path=_OURS, include_defaults=not ours)
 
 
@@ -225,7 +225,7 @@ def _grade(sample: Mapping[str, Any]) -> Grade:
 def _bounded(
     grade: Callable[..., dict[str, float]], metrics: Sequence[str]
 ) -> Callable[..., dict[str, float]]:
-    """A grader with a time limit: a response on which it fails, or takes too long, scores 0."""
+    """Returns a grader with a time limit. A response scores 0 if ``grade`` fails or takes too long."""
 
     def out_of_time(*_: Any) -> None:
         raise TimeoutError

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Architecture, tokenizer and chat template of the tiny reasoner, and how they are saved."""
+"""Makes and saves the architecture, tokenizer and chat template of the tiny reasoner."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ MAX_NEW_TOKENS = 1024
 
 
 def chat_template(gap: str) -> str:
-    """A chat template: each turn follows a marker of its role, with ``gap`` behind each marker and turn."""
+    """A chat template that writes a marker of the role, ``gap``, the message and ``gap`` for each message."""
     turn = f"('{USER}{gap}' if m['role'] == 'user' else '{ASSISTANT}{gap}') + m['content']"
     return (
         f"{{%- for m in messages -%}}{{{{- {turn} + '{gap}' -}}}}{{%- endfor -%}}"
@@ -30,9 +30,9 @@ def encode(words: list[str]) -> list[int]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A word-level tokenizer: one token a word; decoding joins words with one space."""
+    """A tokenizer with a token for each word. Decoding joins words with one space."""
     inner = Tokenizer(models.WordLevel(dict(TOKEN_ID), unk_token=PAD))
-    # "\n\n" is a word even if a client has stripped the spaces around it.
+    # "\n\n" is a word also if a client has stripped the spaces around it.
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\n\n", "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
     )
@@ -55,7 +55,7 @@ def build_model() -> Qwen3ForCausalLM:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 2:
-                # More than the default 0.02, which suits wide models but makes this one learn slowly.
+                # The default, 0.02, suits wide models, but makes this model learn slowly.
                 std = 0.05 if "embed" in name else 0.7 / math.sqrt(p.shape[1])
                 torch.nn.init.normal_(p, std=std)
             if name.endswith(("o_proj.weight", "down_proj.weight")):

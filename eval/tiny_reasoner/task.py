@@ -18,9 +18,9 @@ SPECIAL = (PAD, EOS, USER, ASSISTANT, THINK, THINK_END, STEP_END, BOX, BOX_END)
 FORMAL = frozenset((*DIGITS, *LETTERS, *OPERATORS, "="))
 ORDINALS = ("one", "two", "three", "four")
 
-# The wording of a step follows from the letter it defines, so that greedy decoding has one right
-# continuation; letters of one problem have distinct styles, so that steps of the first pass do not
-# resemble each other. Each starts with its line, ``v = u o y``; x is u's value, r the result.
+# The letter that a step defines determines the step's wording, so greedy decoding has one right
+# continuation. The letters of a problem have distinct styles, so steps of the first pass are not
+# similar. A step starts with its line, ``v = u o y``; x is the value of u, r the result.
 LONG_STYLES = (
     "{v} = {u} {o} {y} . here {u} {x} , so work it out : {x} {o} {y} = {r} , now {v} {r} .",
     "{v} = {u} {o} {y} ; we know {u} {x} which then makes {x} {o} {y} = {r} "
@@ -67,17 +67,17 @@ VOCABULARY = _vocabulary()
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem with its reference response."""
+    """A problem with its reference response."""
 
     prompt: str  # content of the user message
     answer: str  # the right final answer, one digit
-    error: bool  # whether the prompt carries a wrong draft value, which the response has to correct
+    error: bool  # whether the prompt has a wrong draft value, which the response has to correct
     response: str  # from <think> to the sentence with the answer
 
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Size of the generated problems; the defaults are what is evaluated."""
+    """Size of the generated problems. The evaluation uses the defaults."""
 
     min_variables: int = 3
     max_variables: int = 5
@@ -89,7 +89,7 @@ class Difficulty:
 
 @dataclass(frozen=True)
 class _Line:
-    """One assignment ``name = operand op constant``."""
+    """An assignment ``name = operand op constant``."""
 
     name: str
     operand: str
@@ -108,7 +108,7 @@ class _Line:
 
 
 def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
-    """The kinds of the rounds: ``redo`` first, as only a pass in order corrects; then long and brief ones."""
+    """Draws the kinds of the rounds. ``redo`` is first, because only a pass in order corrects a draft."""
     if rounds <= 1:
         return ("redo",) * rounds
     rest = ["brief"] + [rng.choice(("redo", "back")) for _ in range(rounds - 2)]
@@ -121,7 +121,7 @@ def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
 
 
 def _chain(rng: random.Random, count: int) -> tuple[str, int, list[_Line]]:
-    """The given variable, its value, and ``count`` lines, each using the one before."""
+    """Draws the given variable, its value, and ``count`` lines. Each line uses the variable before it."""
     styles = len(LONG_STYLES)
     names = [
         LETTERS[s + styles * rng.randrange(len(LETTERS) // styles)]
@@ -188,7 +188,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
 
 
 def split_of(prompt: str) -> str:
-    """``"test"`` for one prompt in 16, by its hash, else ``"train"``: no prompt is ever in both."""
+    """``"test"`` for one prompt in 16, by its hash, else ``"train"``, so no prompt is in both."""
     return "test" if hashlib.sha256(prompt.encode()).digest()[0] < 16 else "train"
 
 
@@ -198,7 +198,7 @@ def generate(
     split: str = "test",
     make: Callable[[random.Random], Problem] = make_problem,
 ) -> list[Problem]:
-    """``count`` distinct problems of one split; equal arguments give equal problems."""
+    """Draws ``count`` distinct problems of a split. Equal arguments give equal problems."""
     rng = random.Random(f"{split}-{seed}")
     problems: dict[str, Problem] = {}
     while len(problems) < count:

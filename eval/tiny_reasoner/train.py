@@ -19,8 +19,8 @@ from eval.tiny_reasoner import task as tiny
 from eval.tiny_reasoner.model import TOKEN_ID, build_model, encode, save_checkpoint
 
 IGNORE = -100
-# (first step, difficulty, share of drill). Short problems come first: look-up and arithmetic are learnt many
-# times faster if little else is asked.
+# (first step, difficulty, share of drill). Short problems come first, because look-up and arithmetic are learnt
+# many times faster from them.
 CURRICULUM = (
     (0, tiny.Difficulty(2, 4, 0, 1), 0.5),
     (150, tiny.Difficulty(2, 4, 0, 2), 0.1),
@@ -35,22 +35,22 @@ WARM_UP = 100
 @dataclass(frozen=True)
 class Options:
     out: Path = option(text="folder of the checkpoint")
-    steps: int = option(1900, "in all")
-    decay: int = option(900, "last steps, over which the learning rate falls")
-    seed: int = option(1, "of weights and problems")
+    steps: int = option(1900, "training steps in all")
+    decay: int = option(900, "last steps, in which the learning rate falls")
+    seed: int = option(1, "seed of weights and problems")
     workers: int = option(2, "processes of one thread; part of the recipe")
 
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids, and for each whether the model learns to predict it."""
+    """Token ids, and for each id whether the model learns to predict it."""
 
     ids: list[int]
     learn: list[bool]
 
 
 def drill(rng: random.Random, facts: int = 24) -> Example:
-    """An example of arithmetic alone: a fact in every six tokens; problems have one in thirty."""
+    """An example of arithmetic alone. It has a fact in every six tokens; a problem has one in thirty."""
     words: list[str] = []
     for _ in range(facts):
         x, y, op = rng.randrange(10), rng.randrange(10), rng.choice(tiny.OPERATORS)
@@ -59,14 +59,14 @@ def drill(rng: random.Random, facts: int = 24) -> Example:
 
 
 def conversation(problem: tiny.Problem) -> Example:
-    """The chat as the template writes it; only the response is learnt."""
+    """The chat as the template writes it. The model learns only the response."""
     prompt = encode([tiny.USER, *problem.prompt.split(" "), tiny.ASSISTANT])
     response = encode([*problem.response.split(" "), tiny.EOS])
     return Example(prompt + response, [False] * len(prompt) + [True] * len(response))
 
 
 def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
-    """A batch for each step, of problems of similar length, so that little is padded."""
+    """Yields a batch for each step. Its problems have similar lengths, so that little is padded."""
     ready: list[list[Example]] = []
     for step in range(steps):
         if not ready:
@@ -91,7 +91,7 @@ def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
 
 
 def positions(ids: list[int], rng: random.Random) -> list[int]:
-    """Positions, in half of the sequences with gaps after some steps: distances are to mean nothing."""
+    """Positions of tokens. Half of the sequences get gaps, so that the model learns nothing from distances."""
     if rng.random() < 0.5:
         return list(range(len(ids)))
     out, position = [], 0
@@ -118,7 +118,7 @@ def collate(batch: list[Example], rng: random.Random) -> tuple[torch.Tensor, ...
 
 
 def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between embedding and head, AdamW for the rest: half the steps of AdamW alone."""
+    """Muon for matrices between embedding and head, AdamW for the rest. AdamW alone needs twice the steps."""
     inner = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
     tables = [p for n, p in model.named_parameters() if p.dim() == 2 and n not in inner]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -132,7 +132,7 @@ def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def train(rank: int, args: Options, rendezvous: str) -> None:
-    """The work of one process: all processes hold the same weights, but draw different problems."""
+    """The work of one process. All processes have the same weights, but draw different problems."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.workers
     )
@@ -141,17 +141,17 @@ def train(rank: int, args: Options, rendezvous: str) -> None:
     rng = random.Random(f"{args.seed}-{rank}")
     model = build_model().train()
     parts = optimisers(model)
-    # Filler words are learnt at once; words that are looked up, computed or decided weigh more.
+    # Filler words are learnt soon, so words that are looked up, computed or decided weigh more.
     weight = torch.ones(model.config.vocab_size)
     weight[[TOKEN_ID[w] for w in (*tiny.FORMAL, "same", "but")]] = 4.0
     for step, batch in enumerate(batches(rng, args.steps), 1):
         inputs, targets, where = collate(batch, rng)
-        # The learning rate warms up, stays, and falls linearly to 2%.
+        # The learning rate warms up, stays constant, and falls linearly to 2%.
         scale = min(1.0, step / WARM_UP, max(0.02, (args.steps - step) / args.decay))
         for part in parts:
             for group in part.param_groups:
                 group["lr"] = group["peak"] * scale
-        # The all-ones mask keeps the library from reading gaps as bounds of packed sequences.
+        # Because of this mask, transformers does not take gaps for borders of packed sequences.
         given = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=where)
         states = model.model(**given, use_cache=False).last_hidden_state
         counted = targets != IGNORE

@@ -157,8 +157,9 @@ class SharedSlotReads(PagedBackend):
         if variant == PLAIN:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
         elif variant == SHIFTED and self._graphs:
-            # Without SGLang's preparation: its kernels are not in this graph, and in a capture it would replace
-            # the plans that the plain graph of this size reads.
+            # SGLang's preparation is skipped: this graph has none of SGLang's kernels, and in a
+            # capture the preparation would replace the plans that the plain graph of this size
+            # reads.
             self.paged.begin_graph(self._graphs[-1], forward_batch)
         else:
             raise RuntimeError(
@@ -181,7 +182,8 @@ class SharedSlotReads(PagedBackend):
             self.paged.plan_into(buffers, *where, reach)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
-        """When a forward stops reading rows: after our plan, in the graph or before a forward without one."""
+        """Where a forward stops reading rows. A decode step stops after our plan at the earliest: in the graph,
+        or before a forward without a graph."""
         stock = super().shared_read_ends(fm)
         if not fm.is_decode_or_idle():
             return stock

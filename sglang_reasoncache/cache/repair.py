@@ -3,8 +3,9 @@
 
 SGLang sees an ordinary prefill behind a prefix that is shorter by the number of these tokens. Before the
 forward, the first tokens of that prefill get the ids, positions and row entries of these tokens. Each token
-reads the entries up to its own position. At the end, their slots return to where SGLang frees them. If anything
-here fails on any rank, SGLang recomputes the last tokens of the prefix instead.
+reads the entries up to its own position. Before SGLang frees the row, their slots are written back to the
+entries where SGLang put them. If anything here fails on any rank, SGLang recomputes the last tokens of the
+prefix instead.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class RepairedRow:
     def placed(
         self, row: torch.Tensor, start: int, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the entries in which ``positions``, int64 ``[n]``, name the slots that SGLang put into
-        ``row``, int32 ``[width]``, from ``start`` on. Returns these entries and these slots."""
+        """The entries of the row once ``positions``, int64 ``[n]``, name the slots that SGLang put into
+        ``row``, int32 ``[width]``, from ``start`` on; and these slots. Nothing is written yet."""
         own = row[start : start + len(positions)].to(torch.int64)
         slots = self._slots.clone()
         slots[upload(positions, row.device)] = own
@@ -77,7 +78,8 @@ class RepairedRow:
         self._own.append(own)
 
     def restore(self, row: torch.Tensor, start: int) -> None:
-        """Have ``row`` name the request's own slots where SGLang put them: from ``start`` on."""
+        """Write the request's own slots back to the entries of ``row`` where SGLang put them, from ``start``
+        on."""
         own = torch.cat(self._own)
         row[start : start + len(own)] = own
 

@@ -114,9 +114,9 @@ class AgeRule:
     """Holds a block pair back until the block that reads is ``min_age`` tokens behind the end.
 
     A model attends most to what it just wrote, so replacing its newest text by an older copy does most of the
-    damage. In direction ``newest`` the earlier block reads the slots of the newest equal block. The newest
-    block is looked up when the pair is released, at the end of the chain of equal blocks. So a block is mostly
-    redirected once in ``min_age`` tokens, however often it repeats.
+    damage. In direction ``newest`` the earlier block reads the slots of the newest equal block. That block
+    is looked up only when the pair is released. So a block is usually redirected at most once in ``min_age``
+    tokens, however often it repeats.
     """
 
     def __init__(self, config: FilterConfig) -> None:
@@ -158,7 +158,8 @@ class AgeRule:
 
     def _next(self, at: int) -> int | None:
         """Start of the later block that the block at ``at`` reads; None if it reads none. A block without an
-        entry of its own may lie across two neighbours whose sources are neighbours too."""
+        entry of its own may overlap two neighbouring readers. It reads their sources if these are
+        neighbours."""
         pairs = (self._waiting, self._released)
         for back in range(self._block):
             found = [one[at - back] for one in pairs if at - back in one]

@@ -24,8 +24,9 @@ ELEMENT = {
 }
 
 
-#: Kinds of a position in a row. EVICTED: it names no slot. OWN: it is the cached position of its slot. SHIFTED:
-#: another position is. ALIAS: as SHIFTED, but the row also names the slot at that position.
+#: Kinds of a position in a row. EVICTED: the position names no slot. OWN: its slot is cached at
+#: this position. SHIFTED: its slot is cached at another position. ALIAS: as SHIFTED, and the row
+#: also names the slot at that other position.
 EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 

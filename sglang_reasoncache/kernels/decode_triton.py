@@ -64,9 +64,9 @@ def chunk_kernel(
 ):  # fmt: skip
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
 
-    A tensor core multiplies 16 lines at least. Where a KV head has fewer query heads, the others hold
-    the same query turned by further rotations of the tile. Each line has its own maximum, weight and
-    sum; lines of one head are merged at the end, as chunks are.
+    A tensor core multiplies at least 16 lines (rows of a product). If a KV head has fewer query heads, the
+    remaining lines hold the same queries, rotated by further rotations of the tile. Each line has its own
+    maximum, weight and sum; the lines of a head are merged at the end, as chunks are.
     """
     MEMBERS: tl.constexpr = HEADS // USES
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -110,7 +110,7 @@ def chunk_kernel(
             unrotated = tl.zeros([HEADS, TILE], tl.float32)
             if LATENT:
                 v = tl.load(v_at, mask=v_mask, other=0)
-                if not EXACT:  # it takes two products, and more registers than there are
+                if not EXACT:  # loaded again: two products leave no registers to keep it
                     latent = tl.load(latent_at, mask=latent_mask, other=0.0)
                 unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
             turn, last = 0, 0
@@ -120,7 +120,7 @@ def chunk_kernel(
                 last = tl.minimum(tl.load(tile_ptr + tile + 1), rotations)
             if turn < last:
                 p, now = tl.zeros([HEADS, TILE], tl.float32), most
-                # Not pipelined: its buffers would take memory from the outer loop.
+                # This loop is not pipelined, as its buffers would take memory from the outer loop.
                 for one in tl.range(turn, last, USES, num_stages=1):
                     back, seen = tiles.rotations(
                         by, bits, one + use, last, at % ENTRIES + offset, ok, table_rows

@@ -64,8 +64,8 @@ class DistanceKernel:
         """Sums of squared differences; on a CUDA device the call only launches.
 
         Args:
-            dst_slots: int64 ``[pairs, d]`` on the pool's device, slots of the newer blocks.
-            src_slots: int64 ``[pairs, d]``, slots they would be replaced by.
+            dst_slots: int64 ``[pairs, d]`` on the pool's device, slots of the blocks that would give them up.
+            src_slots: int64 ``[pairs, d]``, the slots that these blocks would read instead.
             shift: int32 ``[pairs, d]``, positions by which to rotate each source key (where it
                 would be used minus where it was cached). None compares keys as cached.
 

@@ -42,7 +42,8 @@ def _squares(
 ):  # fmt: skip
     """Sum of squared differences over all tokens and heads; NaN if a slot or shift is out of range.
 
-    HALF > 0: elements [0, 2 HALF), the source rotated by its shift; else [FIRST, DIM) as cached.
+    HALF > 0: compares elements [0, 2 HALF), with the source rotated by its shift; HALF 0: compares elements
+    [FIRST, DIM) as cached.
     """
     column = FIRST + tl.arange(0, COLS)[None, :]
     total = tl.zeros([ROWS, COLS], tl.float32)

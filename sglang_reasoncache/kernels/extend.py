@@ -217,7 +217,7 @@ def add_attention(
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
-    """bool ``[n, total]``: which entries the entries ``places``, int64 ``[n]``, do not see."""
+    """bool ``[n, total]``: the entries that the tokens at the entries ``places``, int64 ``[n]``, do not see."""
     entries = torch.arange(total, device=places.device)
     hidden = entries > places[:, None]
     return hidden | (entries <= places[:, None] - reach) if reach else hidden
@@ -239,7 +239,7 @@ def _extend_piece(
     if reach >= entries.stop - entries.start:
         reach = 0
     elif reach and places is None:
-        # Entries that the first new token does not see, no later one sees.
+        # No later token sees an entry that the first new token does not see.
         entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)

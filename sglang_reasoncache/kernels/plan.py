@@ -15,7 +15,7 @@ TILE = 64
 
 
 class Rotations(NamedTuple):
-    """Rotations of keys in tiles of which a key is used at another position than its cached one.
+    """The rotations of a plan, in a list for each tile that uses a key at another position than its cached one.
 
     Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each of
     its keys once, as cached. The first rotation of a list is by 0; its bits are the keys that are used as
@@ -24,7 +24,7 @@ class Rotations(NamedTuple):
 
     tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's list begins
     by: torch.Tensor  # int32 [count]: positions from the cached one
-    bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile is used so
+    bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile is used rotated by this
 
 
 class RowPlan(NamedTuple):

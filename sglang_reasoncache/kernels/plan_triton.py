@@ -39,7 +39,7 @@ def plan_kernel(
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
-    positions,  # int32 [capacity], written if MERGE: of the entries in what is read of their rows
+    positions,  # int32 [capacity], written if MERGE: entries' positions, from the first one read
     num_rows, width, row_stride, reach, num_slots, stride, capacity, SHIFTS: tl.constexpr,
     MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,

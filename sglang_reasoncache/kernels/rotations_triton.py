@@ -52,7 +52,7 @@ def rotation_kernel(
     runs,  # int32 [2, run_capacity]: first and last position
     run_indptr,  # int32 [batch + 1]
     tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
-    following,  # int32, as tile_ptr: if WRITE where a tile's next rotation goes, else how many it has
+    following,  # int32, sized as tile_ptr: a tile's rotation count; if WRITE its next one's place
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
     num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
@@ -72,7 +72,7 @@ def rotation_kernel(
     count = tl.load(run_indptr + request + 1) - first_run
     start, stop = common.piece_of(count, tl.program_id(0), PIECES, RUNS)
     lane = tl.arange(0, RUNS)
-    if WRITE:  # the first of each list: so far all keys are used as cached
+    if WRITE:  # begin each list with the rotation by 0: so far all keys are used as cached
         for some in range(0, tl.cdiv(entries, ENTRIES), RUNS):
             tile = some + lane
             own = tl.load(tile_ptr + tile, mask=tile * ENTRIES < entries, other=capacity)
@@ -128,7 +128,7 @@ class MergeBuffers(NamedTuple):
     def of(cls, batch: int, capacity: int, device: torch.device | str) -> MergeBuffers:
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         tiles = capacity // ENTRIES + batch
-        # Rotations are of different positions, except the first one of each tile.
+        # No two rotations are for the same position, and each tile may have one more: the one by 0.
         most = capacity + tiles
         bits = torch.zeros(most, dtype=torch.int64, device=device)
         rotations = Rotations(made(tiles + 1), made(most), bits)

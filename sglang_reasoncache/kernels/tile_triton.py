@@ -8,8 +8,8 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
 
-#: Lines of a program's products: a tensor core multiplies 16; more than 32, or 16 of more than 128
-#: columns, do not fit the registers.
+#: Least and most lines (rows) of a program's products. A tensor core multiplies at least 16. More
+#: than 32 do not fit the registers, nor do more than 16 with more than 128 columns.
 LINES = 16, 32
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the codes of bf16 instead of their values.
@@ -34,8 +34,8 @@ def dot(x, y, sums):
 
 @triton.jit
 def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
-    """``sums + x y`` for fp32 ``x``. If operands are narrower, ``x`` is split into a sum of two, which keeps 16
-    of its bits or more; EXACT: one operand holds ``x``."""
+    """``sums + x y`` for fp32 ``x``. If tensor cores multiply a narrower dtype, ``x`` is split into a sum of
+    two numbers of it, which keeps at least 16 bits of ``x``. EXACT: one such number holds ``x``."""
     y = operand(y, ELEMENT)
     if ELEMENT == "fp32":
         sums = dot(x, y, sums)

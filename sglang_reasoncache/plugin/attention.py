@@ -260,8 +260,8 @@ def _install_hooks(backend: Any) -> None:
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
-    """Mark a new batch. Unmarked stay batches without our tree (SGLang's own trial runs) and batches of a draft
-    worker, whose backend is SGLang's."""
+    """Mark a new batch. Batches without our tree (SGLang's own trial runs) stay unmarked, and so do batches of
+    a draft worker, whose backend is SGLang's."""
     tree: Any = getattr(batch, "tree_cache", None)
     backend: Any = getattr(model_runner, "attn_backend", None)
     # A hybrid model has two backends; take that of its attention layers.

@@ -151,7 +151,8 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
         raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")
     for number in asked:
         start = end
-        # Alone behind the base, as it is prefilled; behind all before it only if the template needs them.
+        # First the message right behind the base, as it will be prefilled. If the template needs
+        # the messages before it, the message behind all of them.
         for before, count in ((messages[: asked[0]], len(base)), (messages[:number], start)):
             with contextlib.suppress(Exception):
                 marks.check_before(count, len(asked))

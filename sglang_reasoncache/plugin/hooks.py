@@ -96,7 +96,8 @@ async def _response(rid: str) -> dict[str, Any]:
 
 
 async def _schedulers(rid: str) -> list[Any]:
-    """Ask each scheduler the question ``rid``, in the way of ``/server_info``, for internal states."""
+    """Our part of each scheduler's internal state, asked for as ``/server_info`` does. ``rid`` says what is
+    asked for."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)

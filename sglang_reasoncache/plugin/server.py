@@ -77,7 +77,8 @@ class ServerParts:
         served.check_latent(pool, context.server_args)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
-        # Again, because :meth:`attention_backend` is not called if SGLang chose a backend without ours.
+        # Done here too: :meth:`attention_backend` is not called if SGLang chose a backend that ours
+        # does not extend.
         self._read_as_cached(runner)
         resolved, self.uncorrected = attention.resolve_positions(
             self.config, self.attention, runner

@@ -42,9 +42,10 @@ class BlockProposal:
 
     Attributes:
         length: Tokens.
-        row: The row of ``req`` when the block was proposed. Without that row the block is refused.
+        row: The row of ``req`` when the block was proposed. If ``req`` no longer has it, the block is refused.
         lender: The request whose slots are read, ``req`` itself or another one.
-        lender_row: The row of ``lender`` when the block was proposed. Without that row the block is refused.
+        lender_row: The row of ``lender`` when the block was proposed. If ``lender`` no longer has it, the block
+            is refused.
     """
 
     req: Request

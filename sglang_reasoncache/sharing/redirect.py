@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redirects blocks of the ledger: their rows name the slots of their sources, and slots become free."""
+"""Redirects blocks of the ledger: rows then name the slots of the source blocks in place of the blocks' own
+slots, which become free."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -100,8 +100,9 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
     assert len(named) < len(found) or len(named) == len(names)
 
 
-#: Objects, and behind them what their source says, in this order: what only a GPU or a race would show.
-#: ``>``: what comes before it does not count.
+#: Functions of SGLang, each followed by texts that its source must contain in this order. Without
+#: this test only a GPU or a race would show a change. ``>``: only what follows this text is
+#: searched.
 STEPS = """
 # The decode runner selects a variant before it prepares a replay, and captures every one.
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch

@@ -224,7 +224,8 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     plan = rig.plan()
     slots = plan.kv_indices.long()
     kv, entries = kv_of(rig, backend), placed(plan, backend)
-    # To a narrower dtype than the pool's the interpreter would cut, where a GPU rounds.
+    # Converting to a dtype narrower than the pool's, the interpreter cuts bits off, but a GPU
+    # rounds.
     others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
     for dtype in {case.query_dtype, torch.float16, *others}:
         out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))

@@ -109,7 +109,7 @@ class Sums:
         return self.kernel.squares(*placed).cpu()
 
     def expected(self, dst: torch.Tensor, src: torch.Tensor, shift: Any) -> torch.Tensor:
-        """fp64 ``[pairs, layers, 2]``: |x - y|^2 of blocks gathered first."""
+        """fp64 ``[pairs, layers, 2]``: |x - y|^2, computed after both blocks were gathered into tensors."""
         result = torch.zeros(dst.shape[0], len(self.layers), 2, dtype=torch.float64)
         for index, sides in enumerate(self.layers):
             for side, buffer in enumerate(sides):

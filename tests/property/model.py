@@ -94,7 +94,8 @@ class Memory:
         #: Content -> its token sequence, None if not all was exact; content 0 is never used.
         self._exact_for: list[Path | None] = [None]
         self.running: list[Track] = []
-        #: Contents of every page the tree holds, under the sequence its last token ends.
+        #: Token sequence up to the end of a page -> the page's contents, for every page in the
+        #: tree.
         self.tree: dict[Path, Page] = {}
         #: Pages that the rule in progress may leave in the tree.
         self.publishable: dict[Path, list[Page]] = {}

@@ -59,8 +59,8 @@ TIGHT = "--max-total-tokens 2400"
 #: The default rule for short responses; and the same rule sharing at once, even if memory is not short.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
-#: A paper's rule, whatever the distance, from the first request on, block by block of the index: equal
-#: tokens rarely fall on the same page grid.
+#: MemShare's rule, but with every distance accepted and no warm-up. Blocks are paired by index,
+#: because repeated tokens rarely begin at the same place in a page.
 EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
 #: Requests are admitted before the running ones have left, so that memory does run short.
 CROWDED = "--schedule-conservativeness 0.1"
@@ -70,7 +70,7 @@ CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
 PAGED_READS = "--attention-backend reasoncache_cpu"
 PAGE16 = "--page-size 16"
 POLICY = "--reasoncache-policy"
-#: Of servers whose decisions ``reference.py`` follows.
+#: The policy of servers whose decisions ``reference.py`` repeats.
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")

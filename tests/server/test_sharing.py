@@ -116,7 +116,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()
-                # Two lines a token: leaves after 100 to 250 tokens or so, when blocks are shared already.
+                # A token has two lines: clients leave after some 100 to 213 tokens, when blocks are
+                # shared already.
                 for _ in range(201 + 25 * number):
                     if await anext(lines, None) is None:
                         break

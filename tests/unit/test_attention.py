@@ -90,7 +90,8 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """But SGLang runs every prefill on CUDA, marked or not: in a server its prefix has no shifted slot."""
+    """Except in prefills on CUDA, which run SGLang's kernels, marked or not: in a server their prefixes have no
+    shifted slots."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda" and not batch.forward_mode.is_decode():

@@ -80,8 +80,8 @@ class View:
         """int64, ascending: positions that may be evicted, in whole pages.
 
         They are held, and not before ``owned``. The ``recent`` newest positions are left out, at least 1,
-        because the next forward reads the newest slot to place its own. A position that shares a slot with a
-        position that stays is left out, because evicting it frees nothing.
+        because SGLang reads the newest position's slot to place the next slot. A position that shares a slot
+        with a position that stays is left out, because evicting it frees nothing.
         """
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))

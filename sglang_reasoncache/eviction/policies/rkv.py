@@ -18,8 +18,8 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
     """The paper's R, ``[held, heads, head_dim]`` to ``[heads, held]``: a softmax over positions of each key's
     mean cosine with the other keys.
 
-    For each key, the newest key whose cosine with it is above ``threshold``, among the newest ``reach`` keys,
-    is spared this cosine: one of several similar keys has to stay.
+    For each key, the newest similar key (cosine above ``threshold``, among the newest ``reach`` keys) does not
+    count this cosine, so that one of several similar keys stays.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)

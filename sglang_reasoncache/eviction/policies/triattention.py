@@ -48,8 +48,9 @@ class TriAttention(Evictor):
             count = kept.sum().clamp_min(1)
             centre = plain.sum(dim=0) / count
             spread = rotation.magnitudes(plain).sum(dim=0) / count - rotation.magnitudes(centre)
-            # The series is the product of the used keys with the centre, rotated to where queries will be. It
-            # is linear in the rotated centre, so the centres for all distances are averaged before the product.
+            # The series equals the product of the used keys with the centre, once the centre is
+            # rotated to the position of a later query. The product is linear in the rotated centre,
+            # so the centre is rotated to all distances and averaged before the one product.
             last = min(self.reach, len(rotation.cos) - 1)
             steps = 2 ** torch.arange(last.bit_length(), device=centre.device)
             now = rotation.rotate(centre, torch.full_like(steps[0], view.written))

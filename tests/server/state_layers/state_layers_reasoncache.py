@@ -15,7 +15,8 @@ import torch.nn.functional as F
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Qwen3-Next puts its norms on this device, without this on a GPU that is not there.
+    # Qwen3-Next makes its norms on the current device of this module. Unpatched, that is a GPU,
+    # which this machine need not have.
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     # The model is loaded by then, and no forward has run.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
