@@ -64,7 +64,7 @@ def respond(
 
 
 def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
-    """Turns bodies with log-probabilities into what :func:`respond` returns."""
+    """Converts bodies with log-probabilities to what :func:`respond` returns."""
     wait_until_idle(server)
     recent = {entry["rid"]: entry for one in reports(server) for entry in one["recent"]}
     found = []

@@ -72,7 +72,7 @@ def test_windows_go_by_the_position_that_reads(
     monkeypatch: pytest.MonkeyPatch, new: list[int], window: int, kind: str
 ) -> None:
     """A sliding window counts from the reading position, not from cached ones; SGLang's torch-native backend
-    does the same. Masks come in blocks; with a soft cap, attention goes token by token."""
+    does the same. Masks are made in blocks; with a soft cap, attention goes token by token."""
     monkeypatch.setattr(extend, "_BLOCK", 64)
     rig = Rig(shifted=0.5, window=window)
     backend, batch = backend_of(kind, rig), rig.batch(new)
@@ -90,8 +90,8 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """Except in prefills on CUDA, which run SGLang's kernels, marked or not: in a server their prefixes have no
-    shifted slots."""
+    """Prefills on CUDA are an exception: they run SGLang's kernels, marked or not, because in a server their
+    prefixes have no shifted slots."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda" and not batch.forward_mode.is_decode():

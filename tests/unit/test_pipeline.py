@@ -134,7 +134,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
 
 
 class Voting(Ranks):
-    """The slowest other rank has ``allowed`` results; None: all have as many as this rank."""
+    """The slowest other rank has ``allowed`` results; if None, all have as many as this rank."""
 
     def __init__(self, allowed: int | None) -> None:
         super().__init__()
@@ -170,8 +170,8 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
 @pytest.mark.parametrize("where", ["here", "on another rank"])
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> None:
-    """The engine's knowledge is lost, shared blocks stay, and new requests are followed unless the
-    engine was given up."""
+    """The engine's state is lost, shared blocks stay, and new requests are followed unless the engine was given
+    up."""
     ranks = Voting(None)
     world = World(SETUP, ranks=ranks)
     req = world.start()
