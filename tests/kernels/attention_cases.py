@@ -16,7 +16,7 @@ from tests.kernels.pools import LATENT, LAYOUTS, TABLE, dense, lay_out, make_rot
 from tests.triton_runs import INTERPRETED
 
 #: Tolerances (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
-#: #: last place, and a logit's error from fp32 sums over 256 dims and rotated queries.
+#: last place, and a logit's error from fp32 sums over 256 dims and rotated queries.
 TOLERANCE = {
     torch.float32: (0.0, 2e-5),
     torch.bfloat16: (2.0**-8, 2e-5),

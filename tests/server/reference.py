@@ -24,7 +24,7 @@ def differences(
     Args:
         found: As :func:`respond` returns it.
         after: How many queries still see a position evicted after the prompt: with the overlap schedule the
-        forward in flight has read it (between chunks there is none). If None, nothing is masked.
+            forward in flight has read it (between chunks there is none). If None, nothing is masked.
     """
     tokenizer, model = reference
     ids = tokenizer(prompt)["input_ids"]

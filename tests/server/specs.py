@@ -150,7 +150,7 @@ CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
 #: Cannot correct keys: prefill and decode have different backends, so each runs in one phase only.
-#: SGLang's #: own attention decodes.
+#: SGLang's own attention decodes.
 UNCORRECTED = (
     SHARED.having(
         "uncorrected",

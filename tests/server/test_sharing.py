@@ -115,7 +115,7 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()
-                # A token takes two lines of a stream: clients leave after 100 to 213 tokens, when #
+                # A token takes two lines of a stream: clients leave after 100 to 213 tokens, when
                 # blocks share already.
                 for _ in range(201 + 25 * number):
                     if await anext(lines, None) is None:

@@ -27,7 +27,7 @@ CONTEXT = 1024
 LENGTHS, SHORT = [1, 19, 989], [1, 19, 70]
 
 #: In fp32, angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; in bf16 keys,
-#: #: weights and the result are each rounded to 8 bits, for values of about 1.
+#: weights and the result are each rounded to 8 bits, for values of about 1.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
 
 
