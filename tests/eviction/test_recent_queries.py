@@ -142,7 +142,7 @@ def rotation_of() -> KeyRotation:
 def source(
     layers: list[torch.Tensor], queries: RecentQueries | None, rotation: KeyRotation | None
 ) -> KeySource:
-    """Over plain tensors: SGLang's pool gives its buffers by layer."""
+    """A source over plain tensors, which gives buffers by layer, as SGLang's pool does."""
     pool = SimpleNamespace(start_layer=0, layer_num=len(layers), get_key_buffer=layers.__getitem__)
     rows = torch.full((ROWS, 12), 99, dtype=torch.int32)
     rows[1, : len(ROW)] = torch.tensor(ROW, dtype=torch.int32)

@@ -143,7 +143,7 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
 def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
     assert len(proposals[-1].pairs) == 3
-    # The same tokens in another order are as similar as a copy, and newer.
+    # A step of the same tokens in another order is as similar as a copy, and newer.
     one, other = "line c = 3 - 4 . here now .", "line c = 4 - 3 . here now ."
     for checks, shares in ((2, False), (3, True)):
         knobs = {"block": 4, "max_structure_checks": checks}

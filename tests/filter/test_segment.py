@@ -158,7 +158,7 @@ _START, _END = frozenset({1}), frozenset({2})
 
 def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
     span = ReasoningSpan(_START | {3}, _END | {3}, True)
-    # Reasoning is forced, but the model still writes the start marker; later a second end.
+    # Reasoning is forced, but the model still writes the start marker; later a second end marker.
     found = [span.push(token) for token in (5, 1, 5, 2, 2, 5, 1, 5, 3, 5)]
     assert found == [True, False, True, False, False, False, False, True, False, False]
 

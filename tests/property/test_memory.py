@@ -188,7 +188,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 if len(track.req.output_ids) - 1 <= state.fed:
                     engine.waiting[request] = []
                 if not engine.slow:
-                    # Late blocks are lost if the row is new since they were proposed.
+                    # Late blocks are lost if they were proposed for an earlier row.
                     late = [] if state.row is None else engine.late(request)
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
@@ -465,7 +465,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._release(track, checkpoint=False)
             return
         if how == "ahead" and self.world.can_decode([track.req]):
-            # As if the overlap schedule had prepared the next step.
+            # The request looks as if the overlap schedule had prepared its next step.
             self.memory.computed(track, self.world.decode([track.req]))
             self.memory.observe()
         self._finish(self.decoding if how == "together" else [track])

@@ -50,7 +50,7 @@ def assert_masked(
 
     Args:
         least: More tokens than this must be compared.
-        ratio: By what factor they must be closer than to a model that sees everything.
+        ratio: By what factor they must be closer to this model than to one that sees everything.
         rounding: Bounds of mean and maximum difference of a response: server in bf16, model in fp32.
         after: See :func:`differences`.
     """

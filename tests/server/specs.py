@@ -27,10 +27,10 @@ class ServerSpec:
     env: tuple[tuple[str, str], ...] = ()
     #: Whether its tests get the marker ``long``, which ``make test`` leaves out.
     long: bool = False
-    #: Tests of one group run in one process; empty: the spec is a group of its own.
+    #: Tests of one group run in one process; if empty, the spec is a group of its own.
     group: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
-    #: Name of a model of ``tiny_models.py``; empty: the embedded reasoner.
+    #: Name of a model of ``tiny_models.py``; if empty, the embedded reasoner.
     model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:

@@ -247,7 +247,7 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
 
 
 def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
-    """Also refused: scales by which SGLang would divide latent rows, and models with states."""
+    """Scales by which SGLang would divide latent rows, and models with states, are refused too."""
     rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
     args = compat.ServerArgs(model_path="none", device="cpu")
     served.check_latent(rig.pool, args)
@@ -271,7 +271,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
 
 
 def test_what_is_not_served_beside_windows_is_refused() -> None:
-    """Refused: policies, images, and attention modules whose rotation is unknown."""
+    """Policies, images, and attention modules whose rotation is unknown are refused."""
     rig = Rig(shifted=0.0, window=8)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     asked: Any = config, "triton", None, rig.cached_at

@@ -65,7 +65,7 @@ class Faults:
 
     After :meth:`Ranks.agree` a function of ours makes its change: from there on only PyTorch calls fail,
     as NumPy needs just some bytes of host memory. With ``agreed`` PyTorch calls do not fail there either,
-    and our own functions fail nowhere: ranks that fail before they meet the others are another test.
+    and our own functions never fail: ranks that fail before they meet the others are another test.
     """
 
     #: Functions of ours that were seen to call PyTorch or NumPy.

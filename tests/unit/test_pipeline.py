@@ -80,7 +80,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
     ],
 )  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
-    """Refused: parts of pages, blocks that overlap, and readers that the model has just written."""
+    """Parts of pages, blocks that overlap, and readers that the model has just written are refused."""
     world = World(Setup(page=4, block=4, slots=160))
     world.controller.pipeline.redirector._min_age = min_age
     req = world.start()
