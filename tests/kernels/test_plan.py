@@ -17,7 +17,7 @@ from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
 #: Tensors of a batch: rows, requests, lengths and cached positions.
 Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-#: Counts uses of keys: request, slot, distance of the using position from the cached one.
+#: Counts uses of keys: request, slot, distance of the using position from the cached position.
 Uses = Counter[tuple[int, int, int]]
 #: Pieces that make up a row: kind, number of positions, and a number to pick a place.
 PIECES = st.lists(

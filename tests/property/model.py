@@ -164,7 +164,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Notes ledger blocks that began to share; reads them from the state, as it cannot predict them."""
+        """Notes ledger blocks that began to share; reads them from the state: they cannot be predicted."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:

@@ -67,7 +67,7 @@ def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.Serve
 
 @pytest.mark.parametrize("spec", [specs.ACROSS])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Requests that opt out have stock's answers, also after others have shared. They differ by rounding, as
+    """Requests that opt out have stock's answers, also after others have shared. Answers differ by rounding, as
     this server prefills in pieces and recomputes after retractions."""
     server = servers.get(spec)
     solve(server, COMPARED)

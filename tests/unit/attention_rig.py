@@ -45,7 +45,7 @@ class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
     ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``window``: positions that a query
-    sees besides its own; 0: all.
+    sees besides its own; 0 means all.
     """
 
     def __init__(

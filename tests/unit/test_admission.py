@@ -24,7 +24,7 @@ class _Tree:
 
 
 def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
-    """A prefill budget over 800 free slots; ``credit`` None: SGLang's own budget."""
+    """A prefill budget over 800 free slots; with ``credit`` None it is SGLang's own."""
     pool = allocator_of(page, FREE)
     if credit is None:
         return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)

@@ -34,7 +34,7 @@ KINDS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
 class Stock(TorchNativeAttnBackend):
-    """SGLang's torch-native backend without memory for graphs, which it does not have."""
+    """SGLang's torch-native backend without memory for graphs, because it has no graphs."""
 
     def init_cuda_graph_state(self, *_: Any, **__: Any) -> None:
         pass
