@@ -236,7 +236,7 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     found = measured.scores(prompt)
     again = {name: round(38 * score["recomputed"]) for name, score in found.items()}
     assert again == dict(zip(found, (38, 0, 8, 8, 26, 26), strict=True))
-    # These recompute every moved token, so the cache is that of a full prefill.
+    # These arms recompute every moved token, so the cache is that of a full prefill.
     assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
     assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
     # Choices by transformers' attention to the cached KV, and by distance from its own KV.

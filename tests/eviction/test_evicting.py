@@ -186,7 +186,7 @@ def held(world: World, req: Req) -> list[int]:
 @TREES
 @pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
 def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
-    """At most N + B slots, as in the KeyDiff paper, with a prompt that is larger than the pool."""
+    """A request has at most N + B slots, as in the KeyDiff paper; its prompt is larger than the pool."""
     policy = kind(budget=BUDGET, slack=0, recent=1, prompt=True)
     world = world_of(setup, policy, no_tree=no_tree)
     req = world.request("r", LONG)

@@ -30,7 +30,7 @@ PIECES = st.lists(
     max_size=8,
 )
 
-#: How many of a row's newest positions a query reads; 0: all.
+#: How many of a row's newest positions a query reads; 0 means all.
 REACHES = st.sampled_from((0, 0, 1, 5, 64, 65, 150, 1000))
 
 
