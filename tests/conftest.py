@@ -22,8 +22,8 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Forks server
-    processes unless a spec says otherwise: two thirds of a server's start would be imports."""
+    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Forks server processes
+    unless a spec says otherwise, because imports would take two thirds of a server's start."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["REASONCACHE_FORK"] = "1"
 
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Writes each failure at once to the file descriptor REASONCACHE_FAILURES: pytest shows no failures
-    if a signal ends a run that takes too long. Under pytest-xdist only the controller writes."""
+    """Writes each failure at once to the file descriptor REASONCACHE_FAILURES, because pytest shows none if a
+    signal ends a run that takes too long. Under pytest-xdist only the controller writes."""
     to = os.environ.get("REASONCACHE_FAILURES")
     if to and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         lines = report.longreprtext.splitlines()[-25:]
@@ -146,7 +146,7 @@ def published_config() -> Iterator[None]:
 
 @pytest.fixture
 def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs SGLang's rotary module on our platform: on others it would ask for a CUDA kernel."""
+    """Runs SGLang's rotary module on our platform: on other platforms the module needs a CUDA kernel."""
     from sglang.srt.layers.rotary_embedding import base
 
     from sglang_reasoncache.cpu_platform import TorchCpuPlatform

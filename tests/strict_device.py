@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for a CUDA device: tensors that report ``cuda:0``, lie in host memory, and are as strict.
+"""A stand-in for a CUDA device, as strict as CUDA: its tensors report ``cuda:0`` but are in host memory.
 
-Operations that CUDA forbids raise RuntimeError or TypeError. Inside :func:`no_wait`, operations that
-wait for the device raise too, more of them than ``torch.cuda.set_sync_debug_mode("error")`` sees.
-PyTorch's own device stand-ins (fake tensors, PrivateUse1) hold no numbers, or do not report ``cuda``."""
+Operations that CUDA forbids raise RuntimeError or TypeError. Inside :func:`no_wait`, operations that wait for
+the device raise too, also some that ``torch.cuda.set_sync_debug_mode("error")`` misses. PyTorch's own device
+stand-ins (fake tensors, PrivateUse1) hold no numbers, or do not report ``cuda``."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class Refused(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        # Whether the host knows the shape of the result all the same.
+        # Whether the host knows the shape of the result without waiting.
         sized = func is _INDEX or kwargs.get("output_size") is not None
         waits = torch.Tag.data_dependent_output in func.tags or (
             torch.Tag.dynamic_output_shape in func.tags and not sized
@@ -73,7 +73,7 @@ class DeviceTensor(Tensor):
 
 
 def on_device(value: Any) -> Any:
-    """Turns tensors, also in lists, into device tensors of the same memory; other values stay."""
+    """Converts tensors, also in lists, to device tensors over the same memory, but no other values."""
     return tree_map(_on_device, value)
 
 
@@ -82,7 +82,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Event:
-    """Like a CUDA event. Its second query after a record says that it is done, and finishes the queue."""
+    """Like a CUDA event. The second query after a record returns True and finishes the queue."""
 
     def __init__(self, device: "StrictDevice") -> None:
         self._device, self._asked = device, False
@@ -200,7 +200,7 @@ class StrictDevice(TorchFunctionMode):
         return tree_map(_on_device, found) if device else found
 
     def _check_indices(self, name: str, args: Any, tensors: list[Tensor]) -> None:
-        """Refuses host tensors, but for scalars, among device tensors; host indices are a waiting copy."""
+        """Refuses host tensors, except scalars, among device tensors; host indices need a copy that waits."""
         indexing = name in ("__getitem__", "__setitem__", "index_put_", "index_put")
         here = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim()]
         if indexing and not isinstance(args[0], DeviceTensor):

@@ -111,7 +111,7 @@ def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> No
 
 
 def test_messages_name_flags_that_can_be_typed() -> None:
-    """A message names a setting without a flag in the way in which an operator gives it."""
+    """A message names a setting that has no flag as an operator would type it."""
     known = {flag_of(name) for name in FLAGS} | {SET}
     for file in Path(arguments.__file__).parent.rglob("*.py"):
         named = set(re.findall(r"--reasoncache-[a-z-]*[a-z]", file.read_text()))
@@ -203,8 +203,8 @@ print("attention:", *base.attention_backends_of(base.resolving_view(args)))
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
-    """Without our flag only argument parsing is hooked. With our flag alone, SGLang's resolution ends
-    at FlashInfer, where keys are corrected; ``test_attention_cuda.py`` tests the other cases."""
+    """Without our flag only argument parsing is hooked. With our flag alone, SGLang chooses FlashInfer, with
+    which keys are corrected; ``test_attention_cuda.py`` tests the other cases."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: flashinfer flashinfer" in done.stdout, done.stderr
@@ -215,7 +215,7 @@ def test_hooks_of_a_real_command_line(model_path: Path) -> None:
     "field", [f"{phase}attention_backend" for phase in ("", "prefill_", "decode_")]
 )
 def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -> None:
-    """Stock backends would take an evicted position's -1 for the last slot of the pool."""
+    """Stock backends would read an evicted position's -1 as the last slot of the pool."""
     config = ReasonCacheConfig(policy="reasoncache+streamingllm:budget=64")
     flag = "--" + field.replace("_", "-")
     message = f"evicts positions, which {flag} torch_native would read; use reasoncache_cpu"

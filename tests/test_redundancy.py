@@ -26,7 +26,7 @@ def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, 
 
 
 def test_counts_by_hand(tmp_path: Path) -> None:
-    """Five steps: new, new, copy of the first, half as long again, copy of the second."""
+    """Five steps: two new ones, a copy of the first, the first one twice, a copy of the second."""
     response = "\n\n".join([STEP, OTHER, STEP, f"{STEP} {STEP}", OTHER])
     found = run(tmp_path, {"dataset": "made", "response": response})["made"]
     # 78 tokens. A step repeated within a step has cosine 1 and twice the length.

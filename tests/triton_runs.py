@@ -2,8 +2,7 @@
 """Where Triton tests run: on a GPU if there is one, else under Triton's interpreter.
 
 Once imported, the interpreter replaces all of Triton, so interpreted tests
-run in a process of their own, which runs their file again.
-"""
+run in a process of their own, which runs their file again."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ if INTERPRETED:
         return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
 
     def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        """Caches a module's builtins: Triton looks for them at every call in a kernel, half of the time."""
+        """Caches a module's builtins: Triton spends half of the time on finding them at every call."""
         for name in _builtins(module):
             if is_builtin(member := getattr(module, name)):
                 interpreter._patch_attr(module, name, member, builder, scope)
@@ -70,7 +69,7 @@ _BESIDE = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
-    """Tests of the importing file, of which there must be some, also pass under the interpreter."""
+    """The tests of the importing file, at least one, also pass under the interpreter."""
     files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
     done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -87,7 +86,7 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shrink_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes short rows take several tiles, in few programs: the interpreter takes 10 ms for an idle one."""
+    """Makes short rows take several tiles, in few programs: the interpreter takes 10 ms for an idle program."""
     for name, value in _SMALL.items():
         monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Everything we touch in SGLang, checked against the installed version.
 
-A failure here names what changed; ``sglang_reasoncache/compat`` is the place to adapt.
-"""
+A failure here names what changed; ``sglang_reasoncache/compat`` is the place to adapt."""
 
 import dataclasses
 import functools
@@ -27,7 +26,7 @@ STOCK_OF_LATENT = STOCK | {"flashinfer": "FlashInferMLAAttnBackend"}
 
 
 def _accepts(target: Any, parameters: str) -> bool:
-    """Whether ``target`` has these ``parameters``; if they end in ``...``, whether it begins with them."""
+    """Whether ``target`` has these ``parameters``; if they end in ``...``, more parameters may follow."""
     target = pkgutil.resolve_name(target) if isinstance(target, str) else target
     found = list(inspect.signature(target).parameters)
     first, more, _ = parameters.partition(" ...")
@@ -55,7 +54,7 @@ HOOKS = {
 
 
 def test_version_and_hook_target_signatures() -> None:
-    """The hook ``last_loc`` passes its arguments to ``get_last_loc_torch``, which must take the same."""
+    """The hook ``last_loc`` passes all its arguments on to ``get_last_loc_torch``, which must take them."""
     assert compat.version("sglang") in compat.SUPPORTED_SGLANG
     targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
     targets |= compat.FRONTEND_HOOK_TARGETS

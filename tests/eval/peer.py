@@ -106,7 +106,7 @@ class PeerServer(Server):
             log_text=lambda since: self.log,
         )
         super().__init__(process)
-        self.totals: dict[str, Any] = {}  # ``totals`` of the report; empty: no report
+        self.totals: dict[str, Any] = {}  # ``totals`` of the report; no report if empty
         self.settling: Exception | None = None  # what ``settle`` raises
 
     def reports(self) -> list[dict[str, Any]]:

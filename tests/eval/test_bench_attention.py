@@ -26,7 +26,7 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
     assert shifted == pytest.approx(percent / 100, abs=RUN / SHAPE.tokens)
-    # Shifted entries are used later than computed, in slots that the same request wrote.
+    # Shifted entries are used at later positions than computed, in slots their request wrote.
     assert bool((shift >= 0).all()) and bool((shift % RUN == 0).all())
     assert torch.equal((rows - 1) % SHAPE.requests, torch.arange(3)[:, None].expand(3, 989).int())
     unshared = lay_rows(SHAPE, 0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``eval.bench.servers``: ``eval.run`` accepts its runs; one run of a narrow shape on the CPU."""
+"""``eval.bench.servers``: ``eval.run`` accepts all its runs; a small run works on the CPU."""
 
 import functools
 from pathlib import Path

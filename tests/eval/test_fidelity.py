@@ -190,7 +190,7 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines = out.with_suffix(".jsonl")
     main([*arguments, "--limit=1"])
     [first, second] = lines.read_text().splitlines()
-    # As if killed while it wrote: complete records are not measured again.
+    # The file of a process killed while it wrote: complete records are not measured again.
     lines.write_text(first + "\n" + second[:40])
     main(arguments)
     # Each question is measured once.
@@ -236,10 +236,10 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     found = measured.scores(prompt)
     again = {name: round(38 * score["recomputed"]) for name, score in found.items()}
     assert again == dict(zip(found, (38, 0, 8, 8, 26, 26), strict=True))
-    # These recompute every moved token, so the cache is that of a full prefill.
+    # These arms recompute every moved token, so the cache is that of a full prefill.
     assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
     assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
-    # Expected choices, by transformers' attention to the cached KV and by its KV of the whole prompt.
+    # Choices by transformers' attention to the cached KV, and by distance from its own KV.
     cache, known = measured.caches["none"], DynamicCache()
     for layer in range(2):
         known.update(cache.keys[layer, :, :, :44], cache.values[layer, :, :, :44], layer)
@@ -267,7 +267,7 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     selected = measured.caches["samkv-select:2"].visible[0, :44]
     ends = [at for a, b in ((6, 18), (18, 30), (30, 44)) for at in (a, a + 1, *range(b - 4, b))]
     assert selected[:6].all() and selected[ends].all()
-    # Of 3 + 3 + 4 blocks at most as many are selected as a document has on average.
+    # Of the 3 + 3 + 4 blocks between ends, at most the average number per document is selected.
     assert len(ends) <= int(selected[6:].sum()) <= len(ends) + 2 * 4
     for name in names[2:]:
         assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)
@@ -299,7 +299,7 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         place = torch.tensor(block.start)
         cache.keys[1, 0, :, block.start] = reader.rotation.rotate(sign * towards, place)
     for sign, most, least in ((1e3, 4, 1), (-1e3, 1, 4)):
-        # Queries of other documents count with their sign, whatever the sign of the question's cosine.
+        # Queries of other documents keep their sign, whatever the sign of the question's cosine.
         asked = [one._replace(query=0 * one.query) for one in (first, second)]
         asked[0] = asked[0]._replace(most=[most], least=[least])
         asked[1] = asked[1]._replace(query=sign * second.query)

@@ -13,7 +13,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu.sh"
 #: Programs that the script finds on PATH besides those of a test.
 TOOLS = "cat date dirname env git grep ls mkdir rm sed sh sleep tail timeout"
-#: In place of Python: notes its arguments; fails, hangs or skips all tests as variables say.
+#: Replaces Python: records its arguments; fails, hangs or skips all tests as variables say.
 PYTHON = """#!/bin/sh
 echo "$*" >>calls
 case "$*" in

@@ -55,7 +55,7 @@ def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None
 
 
 def test_grading(recorded: Path) -> None:
-    """A response is right if it equals the record, including tags of reasoning, but for outer blanks."""
+    """A response is right if it equals the record, including tags of reasoning, except for outer blanks."""
     task = load(recorded, 1)
     (problem,) = task.problems
     record = records(recorded)[problem.id]

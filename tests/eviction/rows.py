@@ -20,7 +20,7 @@ SETUPS = pytest.mark.parametrize("setup", [SINGLE, PAGED], ids=str)
 def everything_comes_back(
     published_config: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[tuple[World, Req]]]:
-    """After a test finishes all requests of all worlds, and checks that every slot is free."""
+    """When a test has ended, finishes all requests of all worlds and checks that every slot is free."""
     made: list[tuple[World, Req]] = []
     request = World.request
 

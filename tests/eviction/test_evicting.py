@@ -186,7 +186,7 @@ def held(world: World, req: Req) -> list[int]:
 @TREES
 @pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
 def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
-    """At most N + B slots, as in the KeyDiff paper, with a prompt that is larger than the pool."""
+    """A request has at most N + B slots, as in the KeyDiff paper; its prompt is larger than the pool."""
     policy = kind(budget=BUDGET, slack=0, recent=1, prompt=True)
     world = world_of(setup, policy, no_tree=no_tree)
     req = world.request("r", LONG)
@@ -208,7 +208,7 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
 @SMALL
 @TREES
 def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: bool) -> None:
-    """Also where no tree owns the prompt, and whatever positions a policy wants to give up."""
+    """The prompt stays even if no tree owns it, whatever positions a policy wants to evict."""
     policy = StreamingLLM(budget=8, slack=0, recent=1)
     world = world_of(setup, policy, no_tree=no_tree)
     req = prefilled(world)
@@ -224,7 +224,7 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     assert world.controller.after_decode([req]) == 0
 
 
-# -- policies with ``when=short``, which SGLang's allocator asks -----------------------------
+# -- policies with ``when=short``, which SGLang's allocator runs -----------------------------
 
 KEYDIFF = KeyDiff(budget=16, slack=0, recent=1, when="short")
 OLDEST = StreamingLLM(budget=16, slack=0, recent=1, when="short")
@@ -248,7 +248,7 @@ def several(
 
 @SETUPS
 def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
-    """The longest request gives no page more, and none earlier; at its budget the next request gives."""
+    """The longest request frees just the missing pages, in a shortage only; at its budget another one frees."""
     world, (short, long) = several(setup, OLDEST, 40, 80)
     for i in range(8):
         world.step(long, i)
@@ -257,11 +257,11 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
     assert lack(world, 10) == -(-10 // setup.page) * setup.page
     assert evicted(world, short) == [] and len(evicted(world, long)) >= 10
     length = len(world.row(long))
-    # This is more than the longest request has to give.
+    # This is more than the longest request can free.
     assert lack(world, length) >= length - 16
     assert length - len(evicted(world, long)) <= 16 + setup.page
     assert evicted(world, short) != []
-    # No request has more to give.
+    # No request can free more.
     lack(world, 1000)
     assert lack(world, 1000) == 0
     for req in (short, long):
@@ -286,7 +286,7 @@ def test_no_request_is_retracted_while_another_one_has_to_give(policy: Evictor) 
 
 @pytest.mark.parametrize("budget", [2, 30], ids=["below the prompt", "above it"])
 def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -> None:
-    """At every step SGLang is short of more slots than all requests can give."""
+    """At every step SGLang is short of more slots than all requests can free."""
     slack = 8
     world, reqs = several(SINGLE, dataclasses.replace(KEYDIFF, budget=budget, slack=slack), 60, 70)
     for i in range(40):
@@ -300,7 +300,7 @@ def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -
 
 
 def test_sharing_comes_first() -> None:
-    """Blocks of the ledger share before positions are evicted: they are copies, or nearly."""
+    """Blocks of the ledger share before positions are evicted, because sharing loses less."""
     setup = dataclasses.replace(SINGLE, when="short")
     world, (req,) = several(setup, OLDEST, 60)
     world.propose(req, Pair(40, 20), Pair(48, 28))

@@ -62,7 +62,7 @@ class Scored(Evictor):
 
 
 def test_a_slot_without_a_score_stays_longest() -> None:
-    """A slot whose positions include one with a NaN score goes last."""
+    """A slot whose positions include one with a NaN score is evicted last."""
     now = view(8, owned=1, shared=[(5, 2, 1)])
     policy = Scored(given=[-9, -1, -9, -1, -1, np.nan, -1, -9.0], recent=1)
     assert evict(policy, now, 8, 4) == [1, 3, 4, 6]
@@ -72,7 +72,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """Compared with the rule in words: whole slots go, lowest first; a slot is worth its best position."""
+    """Compared with the plain rule: whole slots go, lowest score first; a slot's score is its best one."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [
@@ -200,7 +200,7 @@ def similarities(own: torch.Tensor) -> list[float]:
 
 
 def redundancies(own: torch.Tensor, threshold: float, reach: int) -> list[float]:
-    """Sums cosines pair by pair; of its similar keys each key spares the newest, if in the last ``reach``."""
+    """Sums cosines pair by pair; a key skips its newest similar key, if that is among the last ``reach``."""
     held = range(len(own))
     sums = [0.0] * len(own)
     for i in held:
@@ -293,7 +293,7 @@ def test_h2o_goes_on_from_its_total() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
-    """A chunk is evicted from like a whole prompt; ``share`` is a share of the prompt."""
+    """Positions go from a chunk as from a whole prompt; ``share`` is a share of the prompt."""
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt and policy.slack == 1
@@ -306,7 +306,7 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
 
 
 class Turned(GivenLayer):
-    """A layer whose queries are rotated to their positions; the oldest one asked for was not kept."""
+    """A layer whose queries are rotated to their positions; the oldest query asked for was not kept."""
 
     plain: torch.Tensor
 
@@ -360,7 +360,7 @@ OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
 
 @pytest.mark.parametrize("policy", OF_KEYS + OF_WEIGHTS, ids=lambda policy: type(policy).__name__)
 def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
-    """NaN may cost quality but raises nothing; of keys that are all zero the older go first."""
+    """NaN may cost quality but raises nothing; if all keys are zero, the older ones go first."""
     weights, keys = random_weights(30, 3), random_keys(30, 3)
     if policy in OF_KEYS:
         assert evict(policy, view(10, keys=torch.zeros(1, 10, 1, 4)), 10, 3) == [0, 1, 2]

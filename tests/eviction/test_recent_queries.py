@@ -41,7 +41,7 @@ def recent(
 
 
 class Kept:
-    """A ring buffer, and beside it every query of each request: a random one for each position."""
+    """A ring buffer, and every query of each request for comparison: a random one for each position."""
 
     def __init__(self) -> None:
         self.pool = ReqToTokenPool(ROWS, 64, "cpu", False)
@@ -142,7 +142,7 @@ def rotation_of() -> KeyRotation:
 def source(
     layers: list[torch.Tensor], queries: RecentQueries | None, rotation: KeyRotation | None
 ) -> KeySource:
-    """Over plain tensors: SGLang's pool gives its buffers by layer."""
+    """A source over plain tensors, which gives buffers by layer, as SGLang's pool does."""
     pool = SimpleNamespace(start_layer=0, layer_num=len(layers), get_key_buffer=layers.__getitem__)
     rows = torch.full((ROWS, 12), 99, dtype=torch.int32)
     rows[1, : len(ROW)] = torch.tensor(ROW, dtype=torch.int32)
@@ -223,7 +223,7 @@ POLICIES: list[Any] = [
 
 
 def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
-    """For each policy, its scores summed over ranks and the positions that go; ``share``: KV heads here."""
+    """For each policy, scores summed over ranks and the positions that go; ``share``: the KV heads here."""
     group = HEADS // KV_HEADS
     kept, _ = filled(slice(share.start * group, share.stop * group))
     layers = [layer[:, share].contiguous() for layer in pool_keys()]

@@ -45,7 +45,7 @@ def view(
     page: int = 1, gone: Iterable[int] = (), keys: torch.Tensor | None = None, seed: int = 7,
     shared: Iterable[tuple[int, int, int]] = (),
 ) -> View:  # fmt: skip
-    """``prompt``: None: the first ``owned`` positions. ``keys``: ``[layers, held, heads, dim]``."""
+    """``prompt``: its length, by default ``owned``. ``keys``: ``[layers, held, heads, dim]``."""
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     keys = torch.zeros(1, len(held), 1, 2) if keys is None else keys
     row = HostRow()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Similarities and the dynamic threshold against their formulas; the whole filter against a slow
-reference, its choices one by one, block pairs and presets."""
+"""Tests similarities and the dynamic threshold against formulas, the whole filter against a slow reference,
+each of its choices, block pairs and presets."""
 
 import dataclasses
 import math
@@ -141,7 +141,7 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
 def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
     assert len(proposals[-1].pairs) == 3
-    # The same tokens in another order are as similar as a copy, and newer.
+    # A step of the same tokens in another order is as similar as a copy, and newer.
     one, other = "line c = 3 - 4 . here now .", "line c = 4 - 3 . here now ."
     for checks, shares in ((2, False), (3, True)):
         knobs = {"block": 4, "max_structure_checks": checks}
@@ -227,8 +227,8 @@ def test_pairs_are_sound(
 def test_tokens_mode_misses_nothing(
     src_ids: list[int], dst_ids: list[int], block: int, gap: int
 ) -> None:
-    """Between two pairs no block of the source occurs, as pairing is greedy from the left. An exact copy
-    stays on its diagonal even if blocks repeat in it."""
+    """Pairing is greedy from the left, so no block of the source occurs between two pairs. An exact copy stays
+    on its diagonal even if blocks repeat in it."""
     src = step_of(src_ids)
     pairs = align_blocks(step_of(dst_ids, 100), src, block)
     taken = {pair.dst_start - 100 + k for pair in pairs for k in range(block)}
@@ -248,7 +248,7 @@ def test_tokens_mode_misses_nothing(
         ("xabcdef", "abcdef", 2, [(1, 0), (3, 2), (5, 4)]),
         # One token was replaced: the diagonal continues behind it.
         ("abXcdab", "abYcdab", 2, [(0, 0), (3, 3), (5, 5)]),
-        # The diagonal does not match: takes the nearest later occurrence, else the first.
+        # If the diagonal does not match, the nearest later occurrence is taken, else the first one.
         ("abcd", "cdabxcd", 2, [(0, 2), (2, 5)]), ("abcd", "cdcdab", 2, [(0, 4), (2, 0)]),
         # A source block may serve twice.
         ("abab", "abz", 2, [(0, 0), (2, 0)]),
@@ -344,7 +344,7 @@ def test_similarities_equal_the_formula(
 
 
 def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
-    """In the papers a step is the text between two blank lines, without these."""
+    """In the papers a step is the text between two blank lines, without the blank lines."""
     step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
     assert (step.bag, step.num_chars, len(step)) == ({4: 2}, 2, 4)
     for num_blank_tail in (-1, 2, 3):
@@ -355,7 +355,7 @@ def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=200), st.randoms(use_true_random=False))
 def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: random.Random) -> None:
-    """Equal to the last bit, as native code sums in another order."""
+    """Orders give equal results to the last bit, because native code sums in another order."""
     tau = dynamic_threshold(np.array(sims), 0.9, 0.7)
     shuffled = rng.sample(sims, len(sims))
     assert dynamic_threshold(np.array(shuffled), 0.9, 0.7) == tau

@@ -118,7 +118,7 @@ def test_same_results_as_the_filter_in_this_process(
 
 
 def test_closed_and_unknown_requests(make: Make) -> None:
-    """The number outstanding depends on feeds and takes alone, not on time; so does what one take returns."""
+    """The number of outstanding results, and what a take returns, depend on feeds and takes, not on time."""
     step_filter = make()
     request = feed_new(step_filter, _STEP * 3)
     step_filter.close(request)
@@ -295,7 +295,7 @@ def test_a_filter_of_another_version_is_refused_by_name(
 def test_a_process_that_cannot_be_started_is_a_failure(
     make: Make, monkeypatch: pytest.MonkeyPatch, refused: tuple[Any, str]
 ) -> None:
-    """A failed restart is a failure of the filter; only at the server's start it raises RuntimeError."""
+    """A failed restart is a failure of the filter; only a failed start of the server raises RuntimeError."""
     step_filter = make()
 
     def refuse(*_: object, **__: object) -> None:
@@ -387,7 +387,7 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
-    """Also unpickling the vocabulary that it is sent loads neither of them."""
+    """Unpickling the vocabulary that the process receives does not load them either."""
     step_filter = make(vocabulary=read("gpt2"))
     feed_new(step_filter)
     take_all(step_filter)

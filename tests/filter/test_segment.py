@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a token stream equal splitting the decoded text at blank lines; bytes of tokens."""
+"""Steps of a token stream are those of the decoded text split at blank lines; and bytes of tokens."""
 
 import functools
 import logging
@@ -158,7 +158,7 @@ _START, _END = frozenset({1}), frozenset({2})
 
 def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
     span = ReasoningSpan(_START | {3}, _END | {3}, True)
-    # Reasoning is forced, but the model still writes the start marker; later a second end.
+    # Reasoning is forced, but the model still writes the start marker; later a second end marker.
     found = [span.push(token) for token in (5, 1, 5, 2, 2, 5, 1, 5, 3, 5)]
     assert found == [True, False, True, False, False, False, False, True, False, False]
 
@@ -235,14 +235,14 @@ def test_same_text_as_the_tokenizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", _BYTE_EXACT)
 def test_any_bytes_can_be_spelled(name: str) -> None:
-    """Parts of characters too, which would be lost if each token was read through ``decode``."""
+    """Tokens may hold parts of characters, which ``decode`` of single tokens would lose."""
     single = set(read(name).pieces)
     valid = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
     assert all(bytes([byte]) in single for byte in valid)
 
 
 class _Custom:
-    """A tokenizer with custom code around tiktoken, as some models bring along."""
+    """A tokenizer with custom code around tiktoken, as some models have."""
 
     eos_token_id = 262
 
@@ -267,7 +267,7 @@ class _Custom:
 
 
 def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """Read by bytes; by decoding if a vocabulary spells bytes as Latin-1, which XGrammar cannot know."""
+    """Tokens are read by bytes, or by decoding if bytes are spelled as Latin-1, which XGrammar cannot know."""
     tokenizer = _Custom(bytes)
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT

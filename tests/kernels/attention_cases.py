@@ -15,8 +15,8 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.kernels.pools import LATENT, LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
 
-#: (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
-#: last place, and what fp32 sums over 256 dims and rotated queries lose in a logit.
+#: Tolerances (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
+#: last place, and a logit's error from fp32 sums over 256 dims and rotated queries.
 TOLERANCE = {
     torch.float32: (0.0, 2e-5),
     torch.bfloat16: (2.0**-8, 2e-5),
@@ -274,7 +274,7 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
 
 
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:
-    """Checks equality up to the order of a tile's rotations after the first."""
+    """Checks equality, except for the order of a tile's rotations after the first."""
     sides = *zip(found[:3], expected[:3], strict=True), *_lists(found, expected)
     for mine, other in sides:
         assert (mine is None) == (other is None)

@@ -15,7 +15,7 @@ import pytest
 from sglang_reasoncache import native
 from tests.triton_runs import INTERPRETED, on_device
 
-#: Builds for older x86 -> flags that they need. v3 lacks AVX-512; the oldest also AVX, F16C and FMA.
+#: Builds for older x86 -> flags that they need. v3 lacks AVX-512; x86-64 lacks AVX, F16C, FMA too.
 OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
 NATIVE = () if INTERPRETED else ("native", *OLDER)
 HOST = () if INTERPRETED else ("torch", *NATIVE)

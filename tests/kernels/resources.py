@@ -59,7 +59,7 @@ _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
 @contextlib.contextmanager
 def standing_in(gpu: int) -> Iterator[GPUTarget]:
-    """Makes ``gpu`` Triton's active GPU: Triton asks that GPU, not its target, for instructions."""
+    """Makes ``gpu`` Triton's active GPU, by which, and not by the target, Triton chooses instructions."""
     target = GPUTarget("cuda", gpu, 32)
     driver: Any = triton.runtime.driver
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))

@@ -123,7 +123,7 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
 TILES = ([0], [7], [0, 0, -300], [5, -9, 0], [5, -9, 0, 300, 1, -1, TABLE - 1])
 
 
-#: Pairing of dims, and dtype; the interpreter gets each value once, others all combinations.
+#: Pairing of dims, and dtype; the interpreter gets each value once, other engines all combinations.
 KEYS = [(True, torch.bfloat16), (False, torch.float32)]
 if not INTERPRETED:
     KEYS += [(True, torch.float32), (False, torch.bfloat16)]
@@ -146,7 +146,7 @@ def test_every_sort_of_tile(
 
 
 def test_slots_of_many_positions(backend: str) -> None:
-    """A slot of many positions; tiles of slots with one more position, earlier or later; requests alone."""
+    """Tests a slot of many positions, tiles of slots with one further position each, and requests alone."""
     many = 100 if INTERPRETED else 1000
     rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
     rows = [rig.rows[request] for request in rig.requests.tolist()]
@@ -237,7 +237,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
         assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
 
 
-#: Without 16-bit dtypes under the interpreter, which would take a minute.
+#: The interpreter skips 16-bit dtypes, which would take a minute.
 CODES = [dtype for dtype in DTYPES if dtype.itemsize < (2 if INTERPRETED else 4)]
 
 
@@ -268,8 +268,8 @@ def test_plan(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_plan_of_evicted_neighbours(backend: str) -> None:
-    """Evicted positions rotate nothing, whatever position slot 0 (SGLang's padding) is cached at, not even
-    where one would continue a run of rotations."""
+    """Evicted positions yield no rotation, whatever position slot 0 (SGLang's padding) is cached at, even if it
+    would continue a run of rotations."""
     row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
     rig = make(Case())
     where: dict[str, Any] = dict(

@@ -28,8 +28,8 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = decode(rig, "triton", plan)
     monkeypatch.setattr(decode_triton, "SPLITS", splits)
     out = decode(rig, "triton", plan)
-    # Entries are the same, the order of sums differs. A tensor core cuts each sum of 16 products to
-    # fp32, for both halves of a weight: 989 / 8 times up to 2**-23 of values of about 1.
+    # Only the order of sums differs. A tensor core truncates each sum of 16 products to fp32, once
+    # for each half of a weight: 989 / 8 errors of up to 2**-23, for values of about 1.
     atol = 1e-6 if INTERPRETED else 989 / 8 * 2.0**-23
     torch.testing.assert_close(out, whole, rtol=0, atol=atol)
     # A row of at most one chunk is not split.

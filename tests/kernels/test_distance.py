@@ -172,7 +172,7 @@ def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox
 
 
 def test_no_shift_is_as_cached(of_distances: str) -> None:
-    """Zero shifts give the bits of a call without shifts; Triton rounds, as its tiles differ."""
+    """Zero shifts give the bits of a call without shifts; with Triton they differ by rounding."""
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
     layers = make_layers(case)
     layers[0][0][5, 0, 0] = float("inf")
@@ -197,7 +197,7 @@ def test_no_shift_is_as_cached(of_distances: str) -> None:
     ],
 )
 def test_values_out_of_range(backend: str, name: str, value: int) -> None:
-    """Values out of range are refused; by Triton, which cannot check them, only their pair is NaN."""
+    """Values out of range are refused. Triton cannot check them; with Triton only their pair is NaN."""
     case = Case(pairs=3)
     sums = Sums(case, backend)
     entries = dict(zip(("dst_slots", "src_slots", "shift"), make_entries(case), strict=True))

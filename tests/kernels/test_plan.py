@@ -16,7 +16,7 @@ from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
 #: Tensors of a batch: rows, requests, lengths and cached positions.
 Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-#: Counts uses of keys: request, slot, distance of the using position from the cached one.
+#: Counts uses of keys: request, slot, distance of the using position from the cached position.
 Uses = Counter[tuple[int, int, int]]
 #: Pieces that make up a row: kind, number of positions, and a number to pick a place.
 PIECES = st.lists(
@@ -29,7 +29,7 @@ PIECES = st.lists(
     max_size=8,
 )
 
-#: How many of a row's newest positions a query reads; 0: all.
+#: How many of a row's newest positions a query reads; 0 means all.
 REACHES = st.sampled_from((0, 0, 1, 5, 64, 65, 150, 1000))
 
 

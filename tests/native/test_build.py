@@ -74,7 +74,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
 def test_without_a_compiler_what_is_in_our_cache_is_used(
     tmp_path: Path, spoil: Any, message: str
 ) -> None:
-    """Our cache has a file in place of a build of these sources: loading it is tried only if trusted."""
+    """Our cache has a file in place of a build of these sources: it is loaded only if the cache is trusted."""
     flags = (*native._FLAGS, *native._OPTIMISED)
     cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
     (cache / key).mkdir(parents=True, mode=0o700)
@@ -86,7 +86,7 @@ def test_without_a_compiler_what_is_in_our_cache_is_used(
 
 
 def test_no_home_leaves_no_folder_behind(compiler: Path) -> None:
-    """If ``~`` has no home it stays ``~``: no folder of that name may be created."""
+    """Without a home ``~`` is not expanded: no folder of that name may be created."""
     load(HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
     assert not (ROOT / "~").exists()
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A plain Python model of what memory should hold, and checks that compare. Every KV vector has a
-number, its *content*. The model knows for which token sequence a content was computed, whether all
-that this attended to was exact, and where the content must be found."""
+number, its *content*. The model knows for which token sequence a content was computed, whether everything that
+this computation read was exact, and where the content must be found."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Track:
     opted_out: bool
     #: Token sequence ending at each position of prompt and output.
     paths: list[Path]
-    #: Content of every written row position, and whether all of it is exact and there.
+    #: Content of every written row position, and whether all contents are exact and present.
     shows: list[int] = field(default_factory=list)
     #: Evicted positions -> the contents that they would show.
     gone: dict[int, int] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Notes ledger blocks that began to share; reads them from the state, as the model cannot know them."""
+        """Notes ledger blocks that began to share; reads them from the state: they cannot be predicted."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
@@ -187,8 +187,8 @@ class Memory:
         )
 
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
-        """Evicts what must go of the runs that a policy gives up: private, written and held positions, in
-        whole pages without the newest position."""
+        """Evicts those positions of a policy's runs that must go: private, written and held positions, in whole
+        pages without the newest position."""
         protected, page = track.req.kv.cache_protected_len, self.world.page
         end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
@@ -297,7 +297,7 @@ class Memory:
             self._check_first_readers(track.req, row)
             num_evicted += len(track.evicted)
             if track.evicted:
-                # Evictions removed positions: count those held beyond one for each slot.
+                # After evictions: count held positions beyond the first of each slot.
                 held = mine[mine >= 0]
                 own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
                 expected_live += len(held) - len(own)
@@ -317,13 +317,13 @@ class Memory:
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
     def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
-        """Checks what evictors are told about which positions of the row have the same slot."""
+        """Checks what evictors learn about positions of the row that have the same slot."""
         state = state_of(req)
         if state is None:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
         first = known.first_readers(held)
-        # The number of slots, by which policies are asked.
+        # The number of slots decides whether a policy runs.
         assert len(np.unique(first)) == len(row) - known.evicted - known.saved
         _, by_slot = np.unique(row[held], return_inverse=True)
         _, by_place = np.unique(first, return_inverse=True)

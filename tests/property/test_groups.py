@@ -2,8 +2,7 @@
 """Random siblings, with a real filter process, over SGLang's pools, allocators, tree and release path.
 
 Every slot holds a content computed from a token and a salt. Each position of each row and of the tree
-must read the content of its own token and salt, whichever requests ended meanwhile.
-"""
+must read the content of its own token and salt, whichever requests ended meanwhile."""
 
 from __future__ import annotations
 
@@ -181,7 +180,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
     def evict(self, wanted: int) -> None:
-        """Evict from the tree: it gives back all that it counts as evictable, whatever runs."""
+        """Evict from the tree: it frees all that it counts as evictable, whichever requests run."""
         allocator, tree = self.world.allocator, self.world.tree
         before, evictable = allocator.available_size(), tree.evictable_size()
         tree.evict(EvictParams(num_tokens=wanted))

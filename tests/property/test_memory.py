@@ -3,8 +3,7 @@
 
 An operation is one action of a scheduler: admit, prefill a chunk, decode some steps, share, evict,
 finish, abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets the number of operations
-over all setups together, in place of the quick run's number.
-"""
+over all setups together, in place of the quick run's number."""
 
 from __future__ import annotations
 
@@ -154,7 +153,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.published(track, up_to)
 
     def _evict_in_prefill(self, track: Track, is_last: bool) -> None:
-        """Ask policies after every chunk, as for a request whose prompt is private."""
+        """Run policies after every chunk, as for a request whose prompt is private."""
         self._count()
         length = len(track.shows)
         self._script_evictions(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
@@ -189,13 +188,13 @@ class MemoryMachine(RuleBasedStateMachine):
                 if len(track.req.output_ids) - 1 <= state.fed:
                     engine.waiting[request] = []
                 if not engine.slow:
-                    # Late blocks are lost if the row is new since they were proposed.
+                    # Late blocks are lost if they were proposed for an earlier row.
                     late = [] if state.row is None else engine.late(request)
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
             evictions = self.world.evictor.waiting.get(track.req.rid, [])
             # The first poll applies late blocks, then evicts; the second poll applies all other blocks.
-            # If blocks are to be applied again, policies are asked only afterwards.
+            # If blocks are to be applied again, policies run only afterwards.
             self._share(track, [], late)
             shared = any(block.shared_at for block in state.candidates.values()) if state else False
             waits = bool(again) and shared
@@ -275,7 +274,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 return
             # Low sources are the prompt, which the tree may own; high ones were just redirected.
             at = (source % 8 if source & 8 else choices - 1 - source % 8) % choices * grid
-            # Half of the time the earlier block reads the newer block's slots, with all its readers.
+            # Half of the time the earlier block and all its readers read the newer block's slots.
             waiting.append(Pair(at, start) if source & 16 else Pair(start, at))
             start = track.frontier = start + block
 
@@ -466,7 +465,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._release(track, checkpoint=False)
             return
         if how == "ahead" and self.world.can_decode([track.req]):
-            # As if the overlap schedule had prepared the next step.
+            # The request looks as if the overlap schedule had prepared its next step.
             self.memory.computed(track, self.world.decode([track.req]))
             self.memory.observe()
         self._finish(self.decoding if how == "together" else [track])
@@ -474,7 +473,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(polls=st.integers(1, 3), bits=BITS, draws=BLOCKS)
     def starve(self, polls: int, bits: int, draws: Draws) -> None:
-        """Delay the engine's results for some polls, so that they may be stale when they arrive."""
+        """Delay the engine's results for some polls, so that they may arrive too late."""
         self.starved = polls
         self._decode(self.decoding, 6, bits, draws)
         if polls == 1:
@@ -482,7 +481,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
     def evict(self, wanted: int) -> None:
-        """Evict from the tree: as many slots come back as asked for, if there are as many."""
+        """Evict from the tree: it frees the requested number of slots, if it has as many."""
         self._count()
         allocator, tree = self.world.allocator, self.world.tree
         before, evictable = allocator.available_size(), tree.evictable_size()

@@ -216,7 +216,7 @@ def allocator_of(
 
 
 def in_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A host tensor: a stand-in's own memory (``tests/strict_device.py``), a copy of a GPU tensor."""
+    """A host tensor: the memory of a stand-in (``tests/strict_device.py``) or a copy of a GPU tensor."""
     with torch._C.DisableTorchFunction():
         return tensor.as_subclass(torch.Tensor).cpu()
 
@@ -376,7 +376,7 @@ class World:
         return slots
 
     def admits(self, prompt: int, output: int = 0) -> bool:
-        """SGLang's question before it admits a request."""
+        """Whether SGLang would admit the request."""
         budget = self.allocator.create_prefill_budget(self.tree)
         asked = dict(extend_input_len=prompt, input_tokens=prompt, total_tokens=prompt + output)
         asked |= dict(max_new_tokens=output, swa_host_hit_length=0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared servers for tests, and the check that a server came out of a test whole."""
+"""Shared servers for tests, and the check that a test left its server whole."""
 
 import contextlib
 import time
@@ -76,8 +76,8 @@ class ServerPool:
 
 
 def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
-    """Wait until nothing runs, waits or holds slots, by SGLang's live counters. A slot is held
-    unless it is free or evictable: leaks and locks never released show here."""
+    """Wait until nothing runs, waits or holds slots, by SGLang's live counters. A slot is held unless it is
+    free or evictable, so leaks and locks that were never released fail here."""
     deadline = time.monotonic() + timeout_s
     while True:
         server.check_alive()

@@ -22,7 +22,7 @@ from tests.server.harness import generate, wait_until_idle
 MAX_TOKENS = 1200
 #: Switches sharing off for one request.
 OPT_OUT: dict[str, Any] = {"custom_params": {"reasoncache": False}}
-#: Makes a response have its full length, whatever the model says.
+#: Makes a response as long as allowed, whatever the model says.
 TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
 
 
@@ -64,7 +64,7 @@ def respond(
 
 
 def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
-    """Turns bodies with log-probabilities into what :func:`respond` returns."""
+    """Converts bodies with log-probabilities to what :func:`respond` returns."""
     wait_until_idle(server)
     recent = {entry["rid"]: entry for one in reports(server) for entry in one["recent"]}
     found = []

@@ -23,8 +23,8 @@ def differences(
 
     Args:
         found: As :func:`respond` returns it.
-        after: How many queries still see a position evicted after the prompt: on the overlap schedule the
-            forward in flight has read it (between chunks none is). None: nothing is masked.
+        after: How many queries still see a position evicted after the prompt: with the overlap schedule the
+            forward in flight has read it (between chunks there is none). If None, nothing is masked.
     """
     tokenizer, model = reference
     ids = tokenizer(prompt)["input_ids"]
@@ -50,7 +50,7 @@ def assert_masked(
 
     Args:
         least: More tokens than this must be compared.
-        ratio: By what factor they must be closer than to a model that sees everything.
+        ratio: By what factor they must be closer to this model than to one that sees everything.
         rounding: Bounds of mean and maximum difference of a response: server in bf16, model in fp32.
         after: See :func:`differences`.
     """
@@ -72,7 +72,7 @@ RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 
 @torch.no_grad()
 def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
-    """``RKV.scores`` from attention and keys of a Hugging Face forward; the lowest go first."""
+    """``RKV.scores`` from attention and keys of a Hugging Face forward; the lowest are evicted first."""
     # On the overlap schedule the next query, behind the written positions, has been computed too.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
@@ -85,7 +85,7 @@ def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
 
 
 def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
-    """The first eviction of each response takes the positions with the lowest scores, but for rounding."""
+    """The first eviction of each response takes the positions with the lowest scores, except for rounding."""
     tokenizer, model = reference
     todo = prompts(6, seed=31)
     same = total = 0

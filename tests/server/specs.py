@@ -27,10 +27,10 @@ class ServerSpec:
     env: tuple[tuple[str, str], ...] = ()
     #: Whether its tests get the marker ``long``, which ``make test`` leaves out.
     long: bool = False
-    #: Tests of one group run in one process; empty: the spec is a group of its own.
+    #: Tests of one group run in one process; if empty, the spec is a group of its own.
     group: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
-    #: Name of a model of ``tiny_models.py``; empty: the embedded reasoner.
+    #: Name of a model of ``tiny_models.py``; if empty, the embedded reasoner.
     model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
@@ -149,8 +149,8 @@ COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
-#: Cannot correct keys: prefill and decode have different backends, so each sees one phase alone. SGLang's
-#: own attention decodes.
+#: Cannot correct keys: prefill and decode have different backends, so each runs in one phase only.
+#: SGLang's own attention decodes.
 UNCORRECTED = (
     SHARED.having(
         "uncorrected",
@@ -180,7 +180,7 @@ def copying(spec: ServerSpec) -> ServerSpec:
 
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     """A server of a tiny model. It has no overlap schedule, which would need copies of states that SGLang
-    does not keep on a CPU. It imports one model of SGLang: importing all takes many seconds."""
+    does not keep on a CPU. It imports only one model of SGLang: importing all takes many seconds."""
     states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))

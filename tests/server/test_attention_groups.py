@@ -18,7 +18,7 @@ _MOST = 300
 
 
 def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[str, Any]]:
-    """Responses to jobs that arrive together: the group, the prompt, and whether it opts out."""
+    """Responses to jobs that arrive together; a job is group, prompt, and whether it opts out."""
 
     def ask(job: tuple[int, str, bool]) -> Any:
         group, text, shares = job

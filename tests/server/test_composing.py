@@ -166,7 +166,7 @@ def test_another_salt_has_documents_of_its_own(
     body = {"input_ids": [*SYSTEM, *documents[1]], "sampling_params": {"max_new_tokens": 1}}
     server.post("/generate", json={**body, "cache_salt": "theirs"}).raise_for_status()
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
-    # The API prefills documents first: a request composes from its own salt alone.
+    # The API prefills documents first: a request composes only documents of its own salt.
     sampling = {"max_new_tokens": 0, "custom_params": {"documents": _spans(documents)}}
     for salt, composed in (("theirs", 1), ("ours", 1)):
         before = report(server)["totals"]["prompts_composed"]

@@ -31,15 +31,15 @@ from tests.server.replayed import Replayed, assert_computed
 
 @functools.cache
 def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
-    """The answers of a server, cached: stock answers alike each time, and others are asked only once."""
+    """The answers of a server, cached: stock gives the same each time, and other servers run only once."""
     server = servers.get(spec)
     server.post("/flush_cache")
     return answers(server)
 
 
 def _assert_same_answers(one: Answers, other: Answers) -> None:
-    """Both are right and equal up to rounding. Where two tokens are equally likely, rounding decides
-    which is taken; from there on only the final answers are compared."""
+    """Both are right and equal up to rounding. If two tokens are equally likely, rounding decides which is
+    taken; from there on only the final answers are compared."""
     for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
         COMPARED, one, other, strict=True
     ):
@@ -67,7 +67,7 @@ def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.Serve
 
 @pytest.mark.parametrize("spec", [specs.ACROSS])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Requests that opt out have stock's answers, also after others have shared. They differ by rounding, as
+    """Requests that opt out have stock's answers, also after others have shared. Answers differ by rounding, as
     this server prefills in pieces and recomputes after retractions."""
     server = servers.get(spec)
     solve(server, COMPARED)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose attention differs from the embedded reasoner's: hybrids, of which only attention layers share,
-latent attention, and layers with a sliding window. The prefix cache keeps states of state layers; a wrong
-state would show in responses that begin with a cached prefix."""
+"""Models whose attention differs from the embedded reasoner's: hybrids (only attention layers share), latent
+attention, and layers with a sliding window. The prefix cache keeps states of state layers; a wrong state would
+show in responses that begin with a cached prefix."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +21,7 @@ _LENGTH = 8
 _WORDS = list("abcdefghijklmnopqrst")
 #: Bound for log-probabilities in fp32 whose sums were made in different orders.
 ROUNDING = 2e-3
-#: Whether a layer has a sliding window -> its rotation; None: keys are read as cached.
+#: Whether a layer has a sliding window -> its rotation; if None, keys are read as cached.
 Rotations = dict[bool, KeyRotation] | None
 
 
@@ -75,7 +75,7 @@ class Loop:
         self._rotation: Rotations = None
 
     def rotation(self) -> Rotations:
-        """The model's rotations; None: it has no rotary embedding."""
+        """The model's rotations, or None if it has no rotary embedding."""
         embedding = getattr(self.model.model, "rotary_emb", None)
         embedding = embedding or getattr(self.model.model, "pos_emb", None)
         if embedding is None:

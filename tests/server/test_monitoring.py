@@ -70,7 +70,7 @@ def test_alerts_ring_and_are_silent(tmp_path: Path) -> None:
     cases = [case({f"reasoncache_{field}": "0x20 1x80"}, name) for name, field in gauges.items()]
     cases.append(case({f"reasoncache_{field}": "0x100" for field in gauges.values()}))
     cases.append(case({retracted: "0+1x100", shareable: "40x100"}, retracts))
-    # Silent: shareable slots ran out first; or no request was retracted.
+    # No alert fires if shareable slots ran out first, or no request was retracted.
     cases.append(case({retracted: "0+1x100", shareable: "40x70 0 40x30"}))
     cases.append(case({retracted: "7x100", shareable: "40x100"}))
     rules = {"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": cases}

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page at ``GET /reasoncache/ui`` in a browser, behind a proxy with a path prefix.
 
-``REASONCACHE_SCREENSHOT=docs/page.png`` keeps the picture, after three minutes of load.
-"""
+``REASONCACHE_SCREENSHOT=docs/page.png`` keeps the picture, after three minutes of load."""
 
 import contextlib
 import json
@@ -117,7 +116,7 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
         page.click("#ask button")
         expect(page.locator("#ask")).to_be_hidden()
         done = pool.submit(load)
-        # A finished response that shares opens by itself.
+        # The page opens a finished response that shares by itself.
         expect(text.locator(".shared")).not_to_have_count(0, timeout=60_000)
         expect(text).to_contain_text(IN_TEXT)
         text.locator(".shared").first.hover()

@@ -3,8 +3,7 @@
 
 The ``server`` fixture checks after each test that every slot is back, that a flush resets our totals and
 that the log has no traceback. SGLang's strict memory checks run after every batch. The first test here
-is light, so that its flush precedes the load of the others.
-"""
+is light, so that its flush precedes the load of the others."""
 
 import asyncio
 import contextlib
@@ -116,8 +115,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()
-                # A token has two lines: clients leave after some 100 to 213 tokens, when blocks are
-                # shared already.
+                # A token takes two lines of a stream: clients leave after 100 to 213 tokens, when
+                # blocks share already.
                 for _ in range(201 + 25 * number):
                     if await anext(lines, None) is None:
                         break

@@ -20,7 +20,7 @@ _COMMON: dict[str, Any] = dict(
     bos_token_id=None,
     tie_word_embeddings=False,
 )
-#: 3 values a key: with 1, 2 or 4 SGLang would split projections in Triton, which needs a GPU.
+#: 3 value heads per key head: with 1, 2 or 4 SGLang would split projections by Triton, on a GPU.
 _GATED_DELTA: dict[str, Any] = dict(
     head_dim=32,
     full_attention_interval=2,
@@ -38,7 +38,7 @@ _EXPERTS: dict[str, Any] = dict(
 _MAMBA: dict[str, Any] = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
 )
-#: YaRN, as on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
+#: YaRN, because on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
 _LATENT: dict[str, Any] = dict(
     num_hidden_layers=3,
     num_key_value_heads=4,
@@ -148,7 +148,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Lets the newest token mostly decide the next one, so that greedy responses run in circles.
+    # The newest token usually decides the next one, so greedy responses run in circles.
     with torch.no_grad():
         if gemma:
             # Embeddings are tied in SGLang: flipped signs keep a token from following itself.
@@ -160,7 +160,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= _LESS_OF_LATENT if latent else _LESS
-            # Models with windows norm these outputs; Gemma's norms add 1 to their weights.
+            # Models with windows normalize these outputs; Gemma's norms add 1 to their weights.
             if "sliding_window" in arguments and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else _LESS)
     path = folder / name

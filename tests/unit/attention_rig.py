@@ -26,7 +26,7 @@ BASE = 10_000
 CONTEXT = 1024
 LENGTHS, SHORT = [1, 19, 989], [1, 19, 70]
 
-#: fp32: angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; bf16: keys,
+#: In fp32, angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; in bf16 keys,
 #: weights and the result are each rounded to 8 bits, for values of about 1.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
 
@@ -45,7 +45,7 @@ class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
     ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``window``: positions that a query
-    sees besides its own; 0: all.
+    sees besides its own; 0 means all.
     """
 
     def __init__(
@@ -232,8 +232,8 @@ def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
 def announced(
     backend: Any, batch: ForwardBatch, shifted: bool = False, evicted: Sequence[int] = ()
 ) -> ForwardBatch:
-    """Tells the backend of the batch by the hook for new batches; ``shifted``, ``evicted``: what our
-    tree says of the batch's requests."""
+    """Announces the batch to the backend by the hook for new batches; ``shifted``, ``evicted``: what our tree
+    says about the batch's requests."""
     runner: Any = SimpleNamespace(attn_backend=backend)
     attention._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
     return batch

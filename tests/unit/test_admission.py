@@ -24,7 +24,7 @@ class _Tree:
 
 
 def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
-    """A prefill budget over 800 free slots; ``credit`` None: SGLang's own budget."""
+    """A prefill budget over 800 free slots; with ``credit`` None it is SGLang's own."""
     pool = allocator_of(page, FREE)
     if credit is None:
         return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)
@@ -32,7 +32,7 @@ def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
 
 
 def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
-    """SGLang's question before it admits a request."""
+    """Whether SGLang would admit the request."""
     verdict, limit = made.check_prefill(
         extend_input_len=prompt, total_tokens=prompt + output, max_new_tokens=output,
         input_tokens=prompt, swa_host_hit_length=0, chunk_limit=7,
@@ -104,7 +104,7 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
 def test_forecast(
     limit: float, horizon: float, seen: list[tuple[Callable[..., None], int, int, float]]
 ) -> None:
-    """``seen``: how a request is observed, tokens shared and in all, and the credit afterwards."""
+    """``seen``: observed how, tokens shared, all tokens, and the credit afterwards."""
     forecast = SharingForecast(limit, horizon)
     assert forecast.credit == 0.0
     for tell, shared, tokens, credit in seen:

@@ -34,7 +34,7 @@ KINDS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
 class Stock(TorchNativeAttnBackend):
-    """SGLang's torch-native backend without memory for graphs, which it does not have."""
+    """SGLang's torch-native backend without memory for graphs, because it has no graphs."""
 
     def init_cuda_graph_state(self, *_: Any, **__: Any) -> None:
         pass
@@ -72,7 +72,7 @@ def test_windows_go_by_the_position_that_reads(
     monkeypatch: pytest.MonkeyPatch, new: list[int], window: int, kind: str
 ) -> None:
     """A sliding window counts from the reading position, not from cached ones; SGLang's torch-native backend
-    does the same. Masks come in blocks; with a soft cap, attention goes token by token."""
+    does the same. Masks are made in blocks; with a soft cap, attention goes token by token."""
     monkeypatch.setattr(extend, "_BLOCK", 64)
     rig = Rig(shifted=0.5, window=window)
     backend, batch = backend_of(kind, rig), rig.batch(new)
@@ -90,8 +90,8 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """Except in prefills on CUDA, which run SGLang's kernels, marked or not: in a server their prefixes have no
-    shifted slots."""
+    """Prefills on CUDA are an exception: they run SGLang's kernels, marked or not, because in a server their
+    prefixes have no shifted slots."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda" and not batch.forward_mode.is_decode():
@@ -247,7 +247,7 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
 
 
 def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
-    """Also refused: scales by which SGLang would divide latent rows, and models with states."""
+    """Scales by which SGLang would divide latent rows, and models with states, are refused too."""
     rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
     args = compat.ServerArgs(model_path="none", device="cpu")
     served.check_latent(rig.pool, args)
@@ -271,7 +271,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
 
 
 def test_what_is_not_served_beside_windows_is_refused() -> None:
-    """Refused: policies, images, and attention modules whose rotation is unknown."""
+    """Policies, images, and attention modules whose rotation is unknown are refused."""
     rig = Rig(shifted=0.0, window=8)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     asked: Any = config, "triton", None, rig.cached_at

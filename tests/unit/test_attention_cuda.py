@@ -108,7 +108,7 @@ def test_flags_in_the_way_are_named(field: str) -> None:
 
 @pytest.mark.parametrize("name", refusals.CORRECTED_VARIABLES)
 def test_variables_in_the_way_are_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Named if SGLang reads their value as true, or if its own rules for a model set them."""
+    """Variables are named if SGLang reads their value as true, or if its own rules for a model set them."""
     for word in ("1", "true", "YES", "y", "0", "no"):
         monkeypatch.setenv(name, word)
         found = refusals.in_the_way_of_corrected(SimpleNamespace())

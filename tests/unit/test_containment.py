@@ -2,9 +2,8 @@
 """Whatever part of our code fails while a server runs: requests go on, and every slot comes back.
 
 Runs SGLang's pools, allocator, tree and release path with our controller and hooks. A fault is raised
-in place of a call in our code. Each place that computes something has its turn, and each place that
-calls a computing function of another of our files.
-"""
+in place of a call in our code. Every place that computes something fails once, and every place that calls a
+computing function in another of our files."""
 
 import contextlib
 import copy
@@ -65,7 +64,7 @@ class Faults:
 
     After :meth:`Ranks.agree` a function of ours makes its change: from there on only PyTorch calls fail,
     as NumPy needs just some bytes of host memory. With ``agreed`` PyTorch calls do not fail there either,
-    and our own functions fail nowhere: ranks that fail before they meet the others are another test.
+    and our own functions never fail: ranks that fail before they meet the others are another test.
     """
 
     #: Functions of ours that were seen to call PyTorch or NumPy.
@@ -411,8 +410,8 @@ def _rank(rank: int, group: Any) -> list[Any]:
 
 @pytest.mark.slow
 def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
-    """Both ranks have equally many slots free after each step, wherever the second one failed: they go on
-    to publish and to free alike."""
+    """Both ranks have the same number of free slots after each step, wherever the second rank failed: they go
+    on publishing and freeing alike."""
     found = on_two_ranks(_rank, tmp_path, 300)
     stopped = []
     for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):

@@ -34,7 +34,7 @@ def device() -> Iterator[None]:
 
 
 class Replayed:
-    """In place of a decode graph: makes the calls that SGLang makes before it and inside its capture."""
+    """Stands in for a decode graph: makes the calls that SGLang makes before a graph and in its capture."""
 
     def __init__(self, backend: Any) -> None:
         backend.init_cuda_graph_state(3)

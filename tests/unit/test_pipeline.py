@@ -79,7 +79,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
     ],
 )  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
-    """Refused: parts of pages, blocks that overlap, and readers that the model has just written."""
+    """Parts of pages, blocks that overlap, and readers that the model has just written are refused."""
     world = World(Setup(page=4, block=4, slots=160))
     world.controller.pipeline.redirector._min_age = min_age
     req = world.start()
@@ -133,7 +133,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
 
 
 class Voting(Ranks):
-    """The slowest other rank has ``allowed`` results; None: all have as many as this rank."""
+    """The slowest other rank has ``allowed`` results; if None, all have as many as this rank."""
 
     def __init__(self, allowed: int | None) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
 @pytest.mark.parametrize("where", ["here", "on another rank"])
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> None:
-    """The engine's knowledge is lost, shared blocks stay, and new requests are followed unless the
-    engine was given up."""
+    """The engine's state is lost, shared blocks stay, and new requests are followed unless the engine was given
+    up."""
     ranks = Voting(None)
     world = World(SETUP, ranks=ranks)
     req = world.start()

@@ -25,7 +25,7 @@ from sglang_reasoncache.eviction.policies.snapkv import SnapKV
     ],
 )
 def test_names_in_sequence(text: str, names: list[str]) -> None:
-    """With options by comma or colon."""
+    """Commas or colons separate options."""
     choice = registry.parse(text)
     assert choice.shares is text.startswith("reasoncache")
     assert [name for name, _ in choice.evictors] == names

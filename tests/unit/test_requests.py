@@ -19,7 +19,7 @@ from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 
-#: Whether the request shares -> spellings; None: neither yes nor no.
+#: Whether the request shares (None: the spelling is refused) -> spellings.
 SPELLINGS = {
     False: (False, 0, "false", "False", "off", "no", "NO", "0"),
     True: (True, 1, "true", "TRUE", "on", "yes", "1", None),

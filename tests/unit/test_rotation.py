@@ -324,7 +324,7 @@ def test_refused_by_name(message: str, modules: Any) -> None:
 
 
 def test_not_refused() -> None:
-    """A rotation of a part of a head is accepted too, if the rotary module tells the part."""
+    """A rotation of a part of a head is accepted too, if the rotary module names the part."""
     for modules, rotary_dim in (
         ([rotary_of()] * 2, 64),
         ([Attention(rotary_of()), Attention(rotary_of())], 64),

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin of tests: where :data:`WAITS` is set, each poll waits for the filter's process, so
-that a response shares at the same tokens in every run."""
+"""An SGLang plugin for tests: if :data:`WAITS` is set, each poll waits for the filter's process, so that a
+response shares at the same tokens in every run."""
 
 import os
 import time

@@ -173,7 +173,7 @@ def _request(ends: Sequence[int], token: int) -> int:
 
 
 def add_gated(x: torch.Tensor, gate: torch.Tensor, one: torch.Tensor, total: torch.Tensor) -> None:
-    """``fused_gate_sigmoid_mul_add``: of the shared expert of Qwen3-Next."""
+    """``fused_gate_sigmoid_mul_add`` for the shared expert of Qwen3-Next."""
     total += (x @ gate).sigmoid()[:, None] * one
 
 
