@@ -110,6 +110,16 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         finally:
             self._row = _NOTHING_SHARED
 
+    def _apply_eviction_result(self, result: Any) -> None:
+        """Free evicted nodes. SGLang may evict while it publishes or frees a row: a node's slots are not that
+        row's, and none of them is shared."""
+        kept = self._row, self._inserted
+        self._row, self._inserted = _NOTHING_SHARED, None
+        try:
+            super()._apply_eviction_result(result)
+        finally:
+            self._row, self._inserted = kept
+
     def _host_row(self, kv: Any) -> HostRow:
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 

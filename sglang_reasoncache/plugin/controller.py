@@ -120,9 +120,12 @@ class Controller:
             state.followed.close()
 
     def reset(self) -> None:
-        """Start anew after SGLang flushed its cache, which it does only when no request runs."""
+        """Start anew when SGLang flushes its cache, which it does only when no request runs. Requests that were
+        retracted while generation was paused may come back, under other weights."""
         with self.containment:
-            self.pipeline.drop()
+            if self.report.disabled is None:
+                self.forecast = SharingForecast(self.config.admission_credit)
+            self.pipeline.reset()
             self.eviction.reset()
             self.stats.reset()
             self.tracker.reset()

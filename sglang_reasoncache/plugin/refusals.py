@@ -19,6 +19,7 @@ CONFLICTS: Mapping[str, str] = {
     "enable_lmcache": _OWN_TREE,
     "enable_flexkv": _OWN_TREE,
     "enable_hisparse": _OWN_TREE,
+    "enable_int8_mamba_checkpoint": "SGLang has it only with its own prefix cache",
     "enable_unified_memory": "its pool hands out virtual slots",
     "enable_unified_cache_external_linker": _OWN_TREE,
     "enable_streaming_session": _OWN_ROW,

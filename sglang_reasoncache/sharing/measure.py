@@ -126,13 +126,20 @@ class AdaptiveThreshold:
         warmup: Distances seen before the first one is accepted.
 
     Attributes:
-        num_observed: Distances seen since the start.
+        num_observed: Distances seen since the start or the last :meth:`reset`.
+        epoch: How often :meth:`reset` was called.
     """
 
     def __init__(self, percentile: float = 80.0, warmup: int = 128) -> None:
         self._percentile, self._warmup = percentile, warmup
+        self.epoch = -1
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all distances, such as those of earlier weights."""
         self._bins = np.zeros(len(_EDGES))
         self.num_observed = 0
+        self.epoch += 1
 
     @property
     def share(self) -> float:

@@ -180,6 +180,12 @@ class BlockPipeline:
         self._in_flight = None
         self.ledger.clear()
 
+    def reset(self) -> None:
+        """Forget what was judged: weights may have changed, and requests may wait to be computed with the new
+        ones."""
+        self.drop()
+        self.threshold.reset()
+
     def _collect(self) -> bool:
         """Take blocks from the filter's replies. False if no reply had a result."""
         results = self.tracker.take(_MAX_BATCH, _MAX_BATCH)
@@ -229,7 +235,8 @@ class BlockPipeline:
         # Ranks add up the sums of the whole batch, so no block is left out before this.
         distances = self.meter.distances(measured)
         allowed = [i for i, block in enumerate(batch) if self._allows(block)]
-        fresh = [i for i in allowed if not batch[i].candidate.accepted]
+        epoch = self.threshold.epoch
+        fresh = [i for i in allowed if batch[i].candidate.accepted != epoch]
         self._stats.blocks_compared += len(fresh)
         accepted = self.threshold.decide([distances[i] for i in fresh])
         too_far = {i for i, yes in zip(fresh, accepted, strict=True) if not yes}
@@ -244,7 +251,7 @@ class BlockPipeline:
             lender_row.locate(block.src_start, src_slots[i])
             refusal = self.redirector.refusal_of_slots(block) or self._refusal_of_merge(block)
             if refusal is None:
-                block.candidate.accepted = True
+                block.candidate.accepted = epoch
                 self.ledger.add(block, distances[i])
             else:
                 self._refuse(block, refusal)

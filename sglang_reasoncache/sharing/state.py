@@ -24,7 +24,8 @@ class Candidate:
         dst_start, src_start: First positions of the block and of its source.
         source: The request whose block is the source; None: the same request.
         source_rid: SGLang's id of that request.
-        accepted: The distance was accepted. It is not judged again after a retraction.
+        accepted: The epoch of the threshold that accepted the distance, which is not judged again after a
+            retraction; -1: none has accepted it.
         shared_at: Written positions of the request when the block last began to share; 0: it never did.
     """
 
@@ -32,7 +33,7 @@ class Candidate:
     src_start: int
     source: ref[Request] | None = None
     source_rid: str = ""
-    accepted: bool = False
+    accepted: int = -1
     shared_at: int = 0
 
 

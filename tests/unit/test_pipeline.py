@@ -90,6 +90,23 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
     assert (world.row(req)[: len(before)] != before).sum() == freed
 
 
+def test_a_flush_forgets_what_was_judged() -> None:
+    """A request that was retracted while generation was paused may come back under other weights."""
+    world = World(Setup(1, 4, 120, when="always"))
+    req, pipeline = world.start(), world.controller.pipeline
+    world.propose(req, Pair(20, 8))
+    assert world.controller.after_decode([req]) == 4
+    world.step(req)
+    world.retract(req)
+    world.assert_empty()
+    world.rows.clear()
+    assert pipeline.threshold.num_observed == world.controller.stats.blocks_compared == 0
+    world.come_back(req)
+    while not pipeline.saved:
+        world.controller.after_decode([req])
+    assert pipeline.threshold.num_observed == world.controller.stats.blocks_compared == 1
+
+
 def test_a_retracted_request_shares_again(slow: World) -> None:
     """Accepted blocks share again after a retraction; blocks in flight are measured in the new row."""
     arrive(slow, True)

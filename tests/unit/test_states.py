@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_context, get_server_args
 
 from sglang_reasoncache.attention import served
 from tests.property.world import ENDS, MAX_CONTEXT, MAX_ROWS, OUTPUT, PROMPT, Pair, Setup, World
@@ -156,6 +156,27 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
         world.finish(req)
     world.cached([*prompt, *req.output_ids])
     world.assert_whole()
+
+
+def test_a_node_that_is_evicted_while_a_row_is_published_frees_its_own_slots(
+    any_length: None,
+) -> None:
+    """With a full pool of compressed states SGLang evicts a node to publish a row, which shares here."""
+    pool = {"enable_int8_mamba_checkpoint": True, "int8_mamba_ckpt_size": 2}
+    facts = {"device": "cpu", "attention_backend": "torch_native"}
+    with get_context().override_server_args(**facts, **pool):
+        get_server_args()._mamba_cache_chunk_size = 1
+        world = States("no_buffer")
+        world.finish(world.start(first=300))
+        req = world.start(first=100)
+        world.propose(req, Pair(len(PROMPT) + 8, len(PROMPT) + 2))
+        world.controller.after_decode([req])
+        world.step(req)
+        assert world.controller.pipeline.saved == 4
+        world.finish(req)
+        free = world.free_pages().tolist()
+        assert len(free) == len(set(free))
+        assert len(free) + world.tree.full_evictable_size() == world.total
 
 
 def test_pools_of_windows_are_refused() -> None:
