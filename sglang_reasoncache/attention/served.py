@@ -58,8 +58,8 @@ ROTARY_KINDS = (
 #: Attention module -> its attribute which, if true, makes it scale each dim of a key by a learned weight after
 #: the rotation.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
-#: know positions from their state layers.
+#: Attention modules that give keys no position at all, if they have no rotary embedding. In their models only
+#: the state layers depend on positions.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
 #: Attention modules of models with sliding windows whose rotation is known: that of their own rotary
 #: embedding, unless :func:`_rotation_of` says otherwise.
@@ -79,7 +79,7 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     """
     hybrid = type(pool) is compat.HybridLinearKVPool
     if hybrid:
-        pool = pool.full_kv_pool  # Of the attention layers; state layers have none.
+        pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
     kind = _POOLS.get(type(pool).__name__)
     if type(pool) is compat.MLATokenToKVPool:
         if not hybrid and pool.qk_rope_head_dim:
@@ -123,7 +123,7 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
-    """The SGLang backend on CUDA in front of which our kernels serve a model; None: there is none.
+    """The CUDA backend of SGLang with which our kernels serve a model, or None if they do not serve it.
 
     ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: the model has multi-head latent
     attention.
@@ -153,7 +153,7 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
             raise ValueError(f"{requested_by}: layer {layer.layer_id} has {scales}")
         for name, attribute, supported in LAYER_ATTRIBUTES:
             found = getattr(layer, attribute)
-            found = getattr(found, "value", found)  # of an enum
+            found = getattr(found, "value", found)  # the value of an enum
             if found not in supported:
                 raise ValueError(
                     f"{requested_by}: layer {layer.layer_id} has {name} {found}, "
@@ -168,8 +168,8 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool. Left out are layers that stand for state layers and, with
-    latent attention, layers that read the expanded keys and values of a prefill."""
+    """SGLang's attention layers that read the pool. Layers that stand for state layers are left out. So are,
+    with latent attention, layers that read the expanded keys and values of a prefill."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [
@@ -182,7 +182,7 @@ def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
 
 
 def reach_of(layer: AttentionLayer) -> int:
-    """How many positions a query of the layer sees, its own included; 0: all before it."""
+    """How many positions a query of the layer sees, its own included; 0 if it sees all before it."""
     window = layer.sliding_window_size
     return 0 if window is None else max(window, -1) + 1
 
@@ -251,8 +251,8 @@ def key_rotation(
 ) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
 
-    ``latent_dims``: how many dims of a latent row, behind the latent, are rotated; None: the attention is not
-    latent.
+    ``latent_dims``: how many dims of a latent row, behind the latent, are rotated; None if the attention is
+    not latent.
 
     Raises:
         ValueError: no rotary embedding, several, a kind whose angle is not linear in the position,
@@ -280,7 +280,7 @@ def key_rotation(
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
     """The rotary modules of a model, also SGLang's modules that are no RotaryEmbedding (LongRoPE, dual chunk).
-    Vision layers are skipped: they cache no keys."""
+    Vision layers are skipped, because they cache no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     found = [child for _, owner in _owners(model) for child in owner.children()]
     return [
@@ -300,7 +300,7 @@ def _owners(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | None) -> None:
-    """Raises ValueError where ``owner`` has an attention layer whose cached keys are not rotated, or
+    """Raises ValueError if ``owner`` has an attention layer whose cached keys are not rotated, or are
     changed after their rotation."""
     children = list(owner.children())
     heads = {latent_dims or c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}

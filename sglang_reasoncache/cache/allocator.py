@@ -81,7 +81,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     page_size: int
     references: PageReferences
-    #: Whether a position may read a slot whose key was rotated for another position. True until a flush.
+    #: Whether a position may read a slot whose key was rotated for another position. Stays True until a flush.
     has_shifted_slots: bool
     #: Whether rows may have entries below 0 (evicted positions). It stays True until a flush.
     has_evicted: bool
@@ -193,7 +193,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def reclaim_to(self, num_tokens: int) -> None:
         """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
         short = num_tokens - self.available_size()
-        # Inside a free group no slot becomes free before the group ends.
+        # Nothing is reclaimed inside a free group, because no slot becomes free before the group ends.
         if short > 0 and self.controller is not None and self.free_group is None:
             self.controller.reclaim(short)
 

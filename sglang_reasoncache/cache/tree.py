@@ -45,8 +45,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         super().reset()
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish the row of ``req`` up to ``up_to`` or less, see :meth:`_publishable`; nothing if computing
-        that fails. All our code that may fail runs before the tree changes.
+        """Publish the row of ``req`` up to ``up_to`` or less, see :meth:`_publishable`. If that method fails,
+        nothing is published. All our code that may fail runs before the tree changes.
 
         A running request publishes its prompt only: positions that the tree owns cannot be redirected.
         If a policy may evict positions of the prompt, a running request publishes nothing.

@@ -120,7 +120,7 @@ class Redirector:
     def prepare(self, done: Sequence[Redirected]) -> Callable[[], None]:
         """Do all work of the change that can fail. The returned function then writes the rows and moves the
         references."""
-        # A position may move twice: ``new`` has its last slot; ``old`` its first, for use after a failure.
+        # A position may move twice. ``new`` has its slot after all moves, ``old`` its slot before them.
         new: dict[tuple[int, int], int] = {}
         old: dict[tuple[int, int], int] = {}
         lost, gained = list[int](), list[int]()
