@@ -22,18 +22,19 @@ if TYPE_CHECKING:
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
 
+#: Ends messages about a pool that SGLang frees as the window moves on.
+BESIDE_WINDOWS = (
+    "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
+    "into one pool, which takes more memory a token"
+)
 #: Attention -> why it is refused.
 REFUSED = {
     "latent beside states": "no such model was tried",
+    "other windows": "how their layers rotate keys was not examined: nothing is shared",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
-    "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not; "
-    "--disable-hybrid-swa-memory makes it keep them",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
-_POOLS = {
-    "DSATokenToKVPool": "sparse",
-    "SWAKVPool": "sliding window",
-}
+_POOLS = {"DSATokenToKVPool": "sparse"}
 
 
 class Family(NamedTuple):
@@ -62,8 +63,9 @@ FAMILIES = (
     Family("Kimi-Linear, Ring", "latent beside states", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
-    Family("gpt-oss with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
-    Family("gpt-oss without the flag, Gemma 4, MiMo-V2", "sliding window", ""),
+    Family("Mellum 2", "full, windows in their own pool", "tiny: CPU"),
+    Family("gpt-oss", "full, windows in their own pool", "not tried"),
+    Family("Gemma 4, MiMo-V2, Step-3.5, Llama 4", "other windows", ""),
 )
 
 #: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.
@@ -96,7 +98,7 @@ WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
 #: embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
     *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
-    "GptOssAttention",
+    *("GptOssAttention", "MellumAttention"),
 )
 #: Dims that SGLang's FlashInfer backend supports: of a head, and of a latent row (latent, rotated). For other
 #: dims SGLang's Triton backend is taken.
@@ -108,6 +110,11 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
     ``requested_by``: the flag that needs such buffers, the beginning of the message.
     """
+    if type(pool) is compat.SWAKVPool:
+        if pool.page_size > 1:
+            raise ValueError(f"{requested_by} does not support page sizes above 1 {BESIDE_WINDOWS}")
+        check_pool(pool.swa_kv_pool, requested_by)
+        pool = pool.full_kv_pool
     hybrid = type(pool) is compat.HybridLinearKVPool
     if hybrid:
         pool = pool.full_kv_pool  # Of the attention layers; state layers have none.
@@ -129,9 +136,21 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 def check_kind(context: TreeCacheBuildContext) -> None:
     """Raises ValueError for a model whose attention layers do not keep keys and values of all positions."""
-    kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
-    for kind in (kind for kind, found in kinds.items() if found):
-        raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
+    if context.is_dsa:
+        raise ValueError(f"{_FLAG} does not support sparse attention: {REFUSED['sparse']}")
+
+
+def window_age(context: TreeCacheBuildContext) -> int:
+    """If layers with sliding windows have a pool of their own: how many tokens behind the end SGLang has freed
+    a position there; else 0. Raises ValueError for a flag that excludes such a pool."""
+    if not context.is_hybrid_swa:
+        return 0
+    if context.enable_hierarchical_cache:
+        raise ValueError(f"{_FLAG} does not support --enable-hierarchical-cache {BESIDE_WINDOWS}")
+    # Two tokens more: of the step in flight, and of the step to come.
+    return int(
+        context.params.swa_retain_window + compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get() + 2
+    )
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:
@@ -178,10 +197,14 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
         raise ValueError(f"{requested_by} does not support --speculative-algorithm")
     check_pool(model_runner.token_to_kv_pool, requested_by)
     latent = compat.latent_rank(model_runner.token_to_kv_pool)
+    windows = compat.window_layers(model_runner.token_to_kv_pool)
     for layer in attention_layers(model_runner):
         if latent and layer.k_scale_float not in (None, 1.0):
             scales = f"latent rows divided by {layer.k_scale_float}"
             raise ValueError(f"{requested_by}: layer {layer.layer_id} has {scales}")
+        if windows and (layer.layer_id in windows) != bool(reach_of(layer)):
+            where = "a window and no window pool, or a window pool and no window"
+            raise ValueError(f"{requested_by}: layer {layer.layer_id} has {where}")
         for name, attribute, supported in LAYER_ATTRIBUTES:
             found = getattr(layer, attribute)
             found = getattr(found, "value", found)  # of an enum

@@ -217,6 +217,8 @@ def make_cuda(
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
     refusals.check_corrected(model_runner.server_args, requested_by)
+    if compat.window_layers(model_runner.token_to_kv_pool):
+        raise ValueError(f"{requested_by} does not run {served.BESIDE_WINDOWS}")
     latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
     kwargs = {}
     if name == "flashinfer" and not latent:

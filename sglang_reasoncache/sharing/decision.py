@@ -34,6 +34,8 @@ class Refusal(Enum):
     """The request finished, or lost its row, before the block could be shared."""
     ACROSS = "across"
     """Another request names some of the block's slots, so redirecting the block would not free them."""
+    IN_WINDOW = "in_window"
+    """A sliding window whose layers have a pool of their own has not passed the block. The block waits."""
     EVICTED = "evicted"
     """A position of the block or of its source was evicted."""
 
