@@ -207,8 +207,10 @@ def at_once(model: str) -> ServerSpec:
 
 def short(model: str) -> ServerSpec:
     """A server with memory for three responses, under forced retractions."""
+    # SGLang fills a pool beside a window pool less.
+    slots = 1000 if model in WINDOW_POOL else 1200
     pool = (
-        "--max-total-tokens 1200 --max-running-requests 12",
+        f"--max-total-tokens {slots} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
     )

@@ -116,7 +116,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mellum": (
         "MellumConfig",
         dict(
-            **_WINDOW,
+            **{**_WINDOW, "sliding_window": 32},
             mlp_layer_types=["dense"] * 4,
             rope_parameters=dict(
                 full_attention=dict(rope_type="default", rope_theta=1e4),
