@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing beside layers whose KV SGLang keeps only inside a sliding window, in a pool of their own."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.sharing.state import state_of
+from tests.property.world import ENDS, LAYERS, Pair, Setup, World
+
+pytestmark = pytest.mark.usefixtures("published_config")
+WINDOW, CHUNK, BLOCK = 8, 16, 4
+SLOTS = 300
+#: All requests write this text, so that the tree has prefixes of each other's rows.
+TEXT = list(range(1, 130))
+
+
+class Windows(World):
+    """The last layer has a window. Its pool keeps the content of each slot's peer."""
+
+    def __init__(self, core: str) -> None:
+        super().__init__(Setup(1, BLOCK, SLOTS, core=core))
+
+    def make_pool(self) -> tuple[Any, Any]:
+        same = dict(head_num=1, head_dim=4, dtype=torch.float32, device="cpu")
+        pool = SWAKVPool(
+            **dict(size=SLOTS, size_swa=SLOTS, page_size=1, **same),  # type: ignore[arg-type]
+            swa_attention_layer_ids=[LAYERS],
+            full_attention_layer_ids=list(range(LAYERS)),
+        )
+        self.full_pool: Any = pool.full_kv_pool
+        stock = SWATokenToKVPoolAllocator(SLOTS, SLOTS, 1, torch.float32, "cpu", pool, False)
+        return pool, shared_allocator_of(stock)
+
+    def set_components(self, params: CacheInitParams) -> None:
+        params.tree_components = (ComponentType.FULL, ComponentType.SWA)
+        params.sliding_window_size = WINDOW
+
+    def peers(self, slots: Any) -> torch.Tensor:
+        return self.allocator.full_to_swa_index_mapping[torch.as_tensor(slots).long()]
+
+    def write(self, slots: np.ndarray, contents: Any) -> None:
+        super().write(slots, contents)
+        for buffer in self.pool.get_kv_buffer(LAYERS):
+            peers = self.peers(slots)
+            buffer[peers[peers > 0]] = torch.tensor(contents)[peers > 0][:, None, None].float()
+
+    def prefill(self, req: Req) -> None:
+        req.init_next_round_input(self.tree)
+        req.lock = self.tree.lock(req.last_node)
+        whole = len(req.full_untruncated_fill_ids)
+        while req.prefix_len < whole:
+            req.extend_end = min(req.prefix_len + CHUNK, whole)
+            start, slots = req.prefix_len, self.extend(req)
+            self.write(slots, TEXT[start : req.extend_end])
+            checkpoint_kv_cache(req, self.tree)
+
+    def decode(self, reqs: Any) -> np.ndarray:
+        self.allocator.free_group_begin()
+        for req in reqs:
+            self.tree.evict_sliding_windows(req, req.seqlen - 1)
+        self.allocator.free_group_end()
+        return super().decode(reqs)
+
+    def step_on(self, req: Req) -> None:
+        self.step(req, TEXT[req.kv.kv_allocated_len])
+        req.output_ids[-1] = TEXT[req.kv.kv_allocated_len]
+
+    def check(self, live: list[Req]) -> None:
+        """Windows are there whole, and no slot of either pool is lost."""
+        full, window = -self.controller.pipeline.saved, 0
+        for req in live:
+            row = torch.from_numpy(self.row(req).copy()).long()
+            full += len(row) - req.kv.cache_protected_len
+            freed = req.kv.get_evicted_seqlen(ComponentType.SWA)
+            window += len(row) - max(freed, req.kv.cache_protected_len)
+            seen = torch.arange(max(len(row) - WINDOW, 0), len(row))
+            peers = self.peers(row[seen])
+            assert (peers > 0).all()
+            for buffer in self.pool.get_kv_buffer(LAYERS):
+                assert buffer[peers, 0, 0].tolist() == [TEXT[at] for at in seen.tolist()]
+        tree, pools = self.tree, self.allocator
+        full += tree.full_evictable_size() + tree.full_protected_size()
+        assert full + pools.full_available_size() == SLOTS
+        window += tree.swa_evictable_size() + tree.swa_protected_size()
+        assert window + pools.swa_available_size() == SLOTS
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("seed", range(8))
+def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
+    """Requests start behind cached prefixes, share, are retracted and leave; the tree loses windows and
+    prefixes, and gets them back from rows."""
+    world, dice = Windows(core), random.Random(seed)
+    live: list[Req] = []
+    away: list[Req] = []
+    for number in range(400):
+        roll = dice.random()
+        if roll < 0.06 and len(live) < 3:
+            again = away.pop() if away and dice.random() < 0.7 else None
+            req = again or world.request(str(number), TEXT[: dice.randrange(1, 60)])
+            world.prefill(req)
+            live.append(req)
+            if again is None:
+                req.output_ids.append(TEXT[len(req.origin_input_ids)])
+        elif roll < 0.1 and live:
+            req = live.pop(dice.randrange(len(live)))
+            how = dice.choice(ENDS)
+            world.end(req, how)
+            away += [req] if how == "retract" else []
+        elif roll < 0.16:
+            world.tree.evict(EvictParams(num_tokens=dice.randrange(9), swa_num_tokens=40))
+        for req in live:
+            if req.kv.kv_allocated_len < 120:
+                world.step_on(req)
+            state: Any = state_of(req)
+            if state is not None and state.followed is not None and dice.random() < 0.4:
+                pair = Pair(*dice.sample(range(req.kv.kv_allocated_len - BLOCK), 2))
+                world.engine.waiting[state.followed.id].append(pair)
+        if live:
+            world.controller.after_decode(live)
+        assert world.controller.report.disabled is None
+        world.check(live)
+    stats = world.controller.stats
+    print(seed, core, stats.blocks_shared, stats.blocks_reapplied, dict(stats.refusals))
+    assert stats.blocks_shared > 5
+    for req in live:
+        world.finish(req)
+    world.tree.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=SLOTS))
+    world.check([])
+    assert world.allocator.full_available_size() == world.allocator.swa_available_size() == SLOTS
