@@ -125,7 +125,7 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
             if req.kv.kv_allocated_len < 120:
                 world.step_on(req)
             state: Any = state_of(req)
-            if state is not None and state.followed is not None and dice.random() < 0.4:
+            if state is not None and req.kv.kv_allocated_len > 2 * BLOCK and dice.random() < 0.4:
                 pair = Pair(*dice.sample(range(req.kv.kv_allocated_len - BLOCK), 2))
                 world.engine.waiting[state.followed.id].append(pair)
         if live:
