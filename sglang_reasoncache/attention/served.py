@@ -30,7 +30,8 @@ BESIDE_WINDOWS = (
 #: Attention -> why it is refused.
 REFUSED = {
     "latent beside states": "no such model was tried",
-    "other windows": "how their layers rotate keys was not examined: nothing is shared",
+    "window pool on CUDA": "nothing is shared: our kernels there read one pool",
+    "other windows": "nothing is shared: how their layers rotate keys was not examined",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
@@ -63,8 +64,9 @@ FAMILIES = (
     Family("Kimi-Linear, Ring", "latent beside states", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
-    Family("Mellum 2", "full, windows in their own pool", "tiny: CPU"),
-    Family("gpt-oss", "full, windows in their own pool", "not tried"),
+    Family("Mellum 2 on a CPU", "full, windows in their own pool", "tiny"),
+    Family("gpt-oss and Mellum 2 with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
+    Family("gpt-oss and Mellum 2 on CUDA without the flag", "window pool on CUDA", ""),
     Family("Gemma 4, MiMo-V2, Step-3.5, Llama 4", "other windows", ""),
 )
 

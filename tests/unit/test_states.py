@@ -2,9 +2,6 @@
 """The prefix tree of a hybrid model, over SGLang's pools of states. A state here holds how many positions
 it has seen, so that a state published for another length is found."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
@@ -15,7 +12,6 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_server_args
 
-from sglang_reasoncache.attention import served
 from tests.property.world import ENDS, MAX_CONTEXT, MAX_ROWS, OUTPUT, PROMPT, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("any_length")
@@ -156,11 +152,3 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
         world.finish(req)
     world.cached([*prompt, *req.output_ids])
     world.assert_whole()
-
-
-def test_pools_of_windows_are_refused() -> None:
-    context: Any = SimpleNamespace(is_hybrid_swa=False, is_dsa=False)
-    served.check_kind(context)
-    context.is_hybrid_swa = True
-    with pytest.raises(ValueError, match="sliding window .*; --disable-hybrid-swa-memory"):
-        served.check_kind(context)

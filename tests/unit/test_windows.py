@@ -2,6 +2,7 @@
 """Sharing beside layers whose KV SGLang keeps only inside a sliding window, in a pool of their own."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,12 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
+from sglang_reasoncache.attention import served
 from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.plugin import attention
 from sglang_reasoncache.sharing.state import state_of
 from tests.property.world import ENDS, LAYERS, Pair, Setup, World
+from tests.unit.attention_rig import Rig
 
 pytestmark = pytest.mark.usefixtures("published_config")
 WINDOW, CHUNK, BLOCK = 8, 16, 4
@@ -140,3 +144,23 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
     world.tree.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=SLOTS))
     world.check([])
     assert world.allocator.full_available_size() == world.allocator.swa_available_size() == SLOTS
+
+
+def test_what_excludes_a_window_pool_is_refused() -> None:
+    context: Any = SimpleNamespace(is_hybrid_swa=False, enable_hierarchical_cache=True)
+    assert served.window_age(context) == 0
+    context.is_hybrid_swa = True
+    with pytest.raises(ValueError, match="--enable-hierarchical-cache .*; --disable-hybrid-swa"):
+        served.window_age(context)
+    context.enable_hierarchical_cache = False
+    context.params = SimpleNamespace(swa_retain_window=WINDOW)
+    assert served.window_age(context) > WINDOW
+    pool = Windows("python").pool
+    served.check_pool(pool)
+    runner = Rig(shifted=0.0).runner
+    runner.token_to_kv_pool, runner.device = pool, "cuda:0"
+    with pytest.raises(ValueError, match="x over .* does not run beside .*; --disable-hybrid-swa"):
+        attention.make_cuda(runner, "triton", None, requested_by="x")
+    pool.page_size = 16
+    with pytest.raises(ValueError, match="page sizes above 1 .*; --disable-hybrid-swa-memory"):
+        served.check_pool(pool)
