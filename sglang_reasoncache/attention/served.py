@@ -149,10 +149,9 @@ def window_age(context: TreeCacheBuildContext) -> int:
         return 0
     if context.enable_hierarchical_cache:
         raise ValueError(f"{_FLAG} does not support --enable-hierarchical-cache {BESIDE_WINDOWS}")
+    interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
     # Two tokens more: of the step in flight, and of the step to come.
-    return int(
-        context.params.swa_retain_window + compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get() + 2
-    )
+    return context.params.swa_retain_window + interval + 2
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:

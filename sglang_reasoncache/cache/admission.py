@@ -90,18 +90,14 @@ class SharingBudget(compat.PrefillBudget):
         wanted: int | None = super().available_chunk_tokens(chunk_limit)
         if wanted is None or self.remaining_total <= 0 or self._reclaim(wanted):
             return wanted
-        return min(wanted, self._there()) if self._there() > 0 else self.none_left(chunk_limit)
-
-    def none_left(self, chunk_limit: int) -> int | None:
-        """The answer of SGLang's budget for a chunk if no slot is left."""
-        return chunk_limit
+        if self._there() > 0:
+            return min(wanted, self._there())
+        # As SGLang's budgets answer where no slot is left.
+        return None if isinstance(self, compat.SWAPrefillBudget) else chunk_limit
 
 
 class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
     """The same for a full pool, in which rows share, and a window pool."""
-
-    def none_left(self, chunk_limit: int) -> int | None:
-        return None
 
 
 class SharingForecast:

@@ -269,9 +269,6 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
 
     def free(self, free_index: torch.Tensor) -> None:
         self.free_swa(free_index)
-        self.free_full(free_index)
-
-    def free_full(self, free_index: torch.Tensor) -> None:
         self._free_unknown(free_index)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:

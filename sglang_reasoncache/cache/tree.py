@@ -62,7 +62,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         with self._contained():
             once_more = self.token_to_kv_pool_allocator.once_more
             end = once_more(self._publishable, req, up_to, running)
-        if self.is_swa_enabled and end < up_to and end <= self._window_passed(req):
+        passed = compat.freed_of_window(req.kv, self.page_size)[1]
+        if self.is_swa_enabled and end < up_to and end <= passed:
             # SGLang matches a prefix only where the window before its end is cached.
             end = 0
         elif self.is_mamba_enabled and end < up_to:
@@ -83,9 +84,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if self.is_swa_enabled and not self.disable and running and end < up_to:
             # As SGLang does for what it publishes: admission counts on it.
             self.evict_sliding_windows(req, up_to - 1)
-
-    def _window_passed(self, req: Request) -> int:
-        return compat.freed_of_window(req.kv, self.page_size)[1]
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
         """The position up to which the row may be published."""

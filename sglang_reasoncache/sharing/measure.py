@@ -39,8 +39,7 @@ class Measurement(Download):
 
 
 class BlockMeter:
-    """Computes KV distances over all layers in which blocks share, and over the KV heads of all
-    tensor-parallel ranks.
+    """Computes KV distances over all layers that share, and over the KV heads of all tensor-parallel ranks.
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.

@@ -239,12 +239,11 @@ class World:
         self.setup, self.page = setup, setup.page
         #: ``lowest_free``: the fewest free slots right after an allocation for a prefill.
         self.total = self.lowest_free = setup.slots
-        #: Of the layers in which rows share.
-        self.full_pool = MHATokenToKVPool(
+        self.pool = MHATokenToKVPool(
             **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device=self.device),
             **dict(head_num=1, head_dim=4, layer_num=LAYERS, enable_memory_saver=False),
         )
-        self.pool, self.allocator = self.make_pool()
+        self.allocator = self.make_allocator()
         self.rows = self.make_rows()
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
         params.tree_components = (ComponentType.FULL,)
@@ -285,20 +284,16 @@ class World:
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)
             for layer in range(LAYERS)
-            for buffer, sign in (
-                (self.full_pool.k_buffer[layer], 1),
-                (self.full_pool.v_buffer[layer], -1),
-            )
+            for buffer, sign in ((self.pool.k_buffer[layer], 1), (self.pool.v_buffer[layer], -1))
         ]
         self.row_table = in_host(self.rows.req_to_token).numpy()
         #: Position at which each slot was written.
         self.written_at = np.zeros(setup.slots + setup.page, dtype=np.int64)
         self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
 
-    def make_pool(self) -> tuple[Any, Any]:
-        """The whole pool, and our allocator of it."""
-        setup, pool = self.setup, self.full_pool
-        return pool, allocator_of(setup.page, setup.slots, pool, setup.need_sort, self.device)
+    def make_allocator(self) -> Any:
+        setup = self.setup
+        return allocator_of(setup.page, setup.slots, self.pool, setup.need_sort, self.device)
 
     def make_rows(self) -> Any:
         return ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)

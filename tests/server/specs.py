@@ -186,8 +186,7 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     if model in WINDOW_POOL:
-        flags += ("--swa-full-tokens-ratio 1.0",)
-        env["SGLANG_SWA_EVICTION_INTERVAL"] = "4"
+        env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
@@ -207,10 +206,9 @@ def at_once(model: str) -> ServerSpec:
 
 def short(model: str) -> ServerSpec:
     """A server with memory for three responses, under forced retractions."""
-    # SGLang fills a pool beside a window pool less.
-    slots = 1000 if model in WINDOW_POOL else 1200
     pool = (
-        f"--max-total-tokens {slots} --max-running-requests 12",
+        # Beside a window pool SGLang fills the other pool less.
+        f"--max-total-tokens {1000 if model in WINDOW_POOL else 1200} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
     )

@@ -21,7 +21,6 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.plugin import attention
 from sglang_reasoncache.sharing.state import state_of
 from tests.property.world import ENDS, LAYERS, Pair, Setup, World
-from tests.unit.attention_rig import Rig
 
 pytestmark = pytest.mark.usefixtures("published_config")
 WINDOW, CHUNK, BLOCK = 8, 16, 4
@@ -31,21 +30,18 @@ TEXT = list(range(1, 130))
 
 
 class Windows(World):
-    """The last layer has a window. Its pool keeps the content of each slot's peer."""
+    """The last layer has a window."""
 
     def __init__(self, core: str) -> None:
         super().__init__(Setup(1, BLOCK, SLOTS, core=core))
 
-    def make_pool(self) -> tuple[Any, Any]:
-        same = dict(head_num=1, head_dim=4, dtype=torch.float32, device="cpu")
-        pool = SWAKVPool(
-            **dict(size=SLOTS, size_swa=SLOTS, page_size=1, **same),  # type: ignore[arg-type]
-            swa_attention_layer_ids=[LAYERS],
-            full_attention_layer_ids=list(range(LAYERS)),
-        )
-        self.full_pool: Any = pool.full_kv_pool
-        stock = SWATokenToKVPoolAllocator(SLOTS, SLOTS, 1, torch.float32, "cpu", pool, False)
-        return pool, shared_allocator_of(stock)
+    def make_allocator(self) -> Any:
+        same: Any = dict(head_num=1, head_dim=4, dtype=torch.float32, device="cpu")
+        layers: Any = dict(swa_attention_layer_ids=[LAYERS], full_attention_layer_ids=[0, 1])
+        self.both = SWAKVPool(size=SLOTS, size_swa=SLOTS, page_size=1, **same, **layers)
+        self.both.full_kv_pool = self.pool
+        stock = SWATokenToKVPoolAllocator(SLOTS, SLOTS, 1, torch.float32, "cpu", self.both, False)
+        return shared_allocator_of(stock)
 
     def set_components(self, params: CacheInitParams) -> None:
         params.tree_components = (ComponentType.FULL, ComponentType.SWA)
@@ -56,8 +52,8 @@ class Windows(World):
 
     def write(self, slots: np.ndarray, contents: Any) -> None:
         super().write(slots, contents)
-        for buffer in self.pool.get_kv_buffer(LAYERS):
-            peers = self.peers(slots)
+        peers = self.peers(slots)
+        for buffer in self.both.get_kv_buffer(LAYERS):
             buffer[peers[peers > 0]] = torch.tensor(contents)[peers > 0][:, None, None].float()
 
     def prefill(self, req: Req) -> None:
@@ -71,34 +67,28 @@ class Windows(World):
             checkpoint_kv_cache(req, self.tree)
 
     def decode(self, reqs: Any) -> np.ndarray:
-        self.allocator.free_group_begin()
         for req in reqs:
             self.tree.evict_sliding_windows(req, req.seqlen - 1)
-        self.allocator.free_group_end()
         return super().decode(reqs)
 
-    def step_on(self, req: Req) -> None:
-        self.step(req, TEXT[req.kv.kv_allocated_len])
+    def step(self, req: Req, token: int = 0) -> None:
+        super().step(req, token or TEXT[req.kv.kv_allocated_len])
         req.output_ids[-1] = TEXT[req.kv.kv_allocated_len]
 
     def check(self, live: list[Req]) -> None:
         """Windows are there whole, and no slot of either pool is lost."""
-        full, window = -self.controller.pipeline.saved, 0
-        for req in live:
-            row = torch.from_numpy(self.row(req).copy()).long()
-            full += len(row) - req.kv.cache_protected_len
-            freed = req.kv.get_evicted_seqlen(ComponentType.SWA)
-            window += len(row) - max(freed, req.kv.cache_protected_len)
-            seen = torch.arange(max(len(row) - WINDOW, 0), len(row))
-            peers = self.peers(row[seen])
-            assert (peers > 0).all()
-            for buffer in self.pool.get_kv_buffer(LAYERS):
-                assert buffer[peers, 0, 0].tolist() == [TEXT[at] for at in seen.tolist()]
         tree, pools = self.tree, self.allocator
-        full += tree.full_evictable_size() + tree.full_protected_size()
-        assert full + pools.full_available_size() == SLOTS
-        window += tree.swa_evictable_size() + tree.swa_protected_size()
-        assert window + pools.swa_available_size() == SLOTS
+        full = tree.full_evictable_size() + tree.full_protected_size() + pools.full_available_size()
+        window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()
+        for req in live:
+            row, owned = self.row(req).copy(), req.kv.cache_protected_len
+            full += len(row) - owned
+            window += len(row) - max(req.kv.get_evicted_seqlen(ComponentType.SWA), owned)
+            first = max(len(row) - WINDOW, 0)
+            for buffer in self.both.get_kv_buffer(LAYERS):
+                seen = buffer[self.peers(row[first:]), 0, 0].tolist()
+                assert seen == TEXT[first : len(row)]
+        assert (full - self.controller.pipeline.saved, window) == (SLOTS, SLOTS)
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
@@ -107,38 +97,34 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
     """Requests start behind cached prefixes, share, are retracted and leave; the tree loses windows and
     prefixes, and gets them back from rows."""
     world, dice = Windows(core), random.Random(seed)
-    live: list[Req] = []
-    away: list[Req] = []
+    live, away = list[Req](), list[Req]()
     for number in range(400):
         roll = dice.random()
         if roll < 0.06 and len(live) < 3:
-            again = away.pop() if away and dice.random() < 0.7 else None
-            req = again or world.request(str(number), TEXT[: dice.randrange(1, 60)])
+            fresh = world.request(str(number), TEXT[: dice.randrange(1, 60)])
+            req = away.pop() if away and dice.random() < 0.7 else fresh
             world.prefill(req)
             live.append(req)
-            if again is None:
+            if req is fresh:
                 req.output_ids.append(TEXT[len(req.origin_input_ids)])
         elif roll < 0.1 and live:
             req = live.pop(dice.randrange(len(live)))
-            how = dice.choice(ENDS)
-            world.end(req, how)
-            away += [req] if how == "retract" else []
+            world.end(req, dice.choice(ENDS))
+            away += [req] * req.is_retracted
         elif roll < 0.16:
             world.tree.evict(EvictParams(num_tokens=dice.randrange(9), swa_num_tokens=40))
         for req in live:
             if req.kv.kv_allocated_len < 120:
-                world.step_on(req)
+                world.step(req)
             state: Any = state_of(req)
-            if state is not None and req.kv.kv_allocated_len > 2 * BLOCK and dice.random() < 0.4:
+            if state and req.kv.kv_allocated_len > 2 * BLOCK and dice.random() < 0.4:
                 pair = Pair(*dice.sample(range(req.kv.kv_allocated_len - BLOCK), 2))
                 world.engine.waiting[state.followed.id].append(pair)
         if live:
             world.controller.after_decode(live)
         assert world.controller.report.disabled is None
         world.check(live)
-    stats = world.controller.stats
-    print(seed, core, stats.blocks_shared, stats.blocks_reapplied, dict(stats.refusals))
-    assert stats.blocks_shared > 5
+    assert world.controller.stats.blocks_shared > 5
     for req in live:
         world.finish(req)
     world.tree.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=SLOTS))
@@ -147,18 +133,11 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
 
 
 def test_what_excludes_a_window_pool_is_refused() -> None:
-    context: Any = SimpleNamespace(is_hybrid_swa=False, enable_hierarchical_cache=True)
-    assert served.window_age(context) == 0
-    context.is_hybrid_swa = True
+    context: Any = SimpleNamespace(is_hybrid_swa=True, enable_hierarchical_cache=True)
     with pytest.raises(ValueError, match="--enable-hierarchical-cache .*; --disable-hybrid-swa"):
         served.window_age(context)
-    context.enable_hierarchical_cache = False
-    context.params = SimpleNamespace(swa_retain_window=WINDOW)
-    assert served.window_age(context) > WINDOW
-    pool = Windows("python").pool
-    served.check_pool(pool)
-    runner = Rig(shifted=0.0).runner
-    runner.token_to_kv_pool, runner.device = pool, "cuda:0"
+    pool: Any = Windows("python").both
+    runner: Any = SimpleNamespace(token_to_kv_pool=pool, device="cuda:0")
     with pytest.raises(ValueError, match="x over .* does not run beside .*; --disable-hybrid-swa"):
         attention.make_cuda(runner, "triton", None, requested_by="x")
     pool.page_size = 16
