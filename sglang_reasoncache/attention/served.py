@@ -30,8 +30,8 @@ BESIDE_WINDOWS = (
 #: Attention -> why it is refused.
 REFUSED = {
     "latent beside states": "no such model was tried",
-    "window pool on CUDA": "nothing is shared: our kernels there read one pool",
-    "other windows": "nothing is shared: how their layers rotate keys was not examined",
+    "window pool on CUDA": "nothing shared: our kernels there read one pool",
+    "other windows": "nothing shared: rotations unknown",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
