@@ -164,7 +164,9 @@ UNCORRECTED = (
 #: Models of ``tiny_models.py`` with latent attention, and with sliding windows -> SGLang's module.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
-STATELESS = {**LATENT, **WINDOWS}
+#: The window layers of this model have a pool of their own.
+WINDOW_POOL = {"mellum": "mellum"}
+STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
 
 
 def _beside(model: str, *plugins: str) -> dict[str, str]:
@@ -183,6 +185,8 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     does not keep on a CPU. It imports only one model of SGLang: importing all takes many seconds."""
     states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
+    if model in WINDOW_POOL:
+        env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
@@ -203,7 +207,8 @@ def at_once(model: str) -> ServerSpec:
 def short(model: str) -> ServerSpec:
     """A server with memory for three responses, under forced retractions."""
     pool = (
-        "--max-total-tokens 1200 --max-running-requests 12",
+        # Beside a window pool SGLang fills the other pool less.
+        f"--max-total-tokens {1000 if model in WINDOW_POOL else 1200} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
     )

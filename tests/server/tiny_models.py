@@ -113,6 +113,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=2048),
         ),
     ),
+    "mellum": (
+        "MellumConfig",
+        dict(
+            **{**_WINDOW, "sliding_window": 32},
+            mlp_layer_types=["dense"] * 4,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="default", rope_theta=1e4),
+                sliding_attention=dict(rope_type="default", rope_theta=1e3),
+            ),
+        ),
+    ),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "head_dim": 16}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -160,8 +171,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= _LESS_OF_LATENT if latent else _LESS
-            # Models with windows normalize these outputs; Gemma's norms add 1 to their weights.
-            if "sliding_window" in arguments and parameter.endswith(_NORMS):
+            # These models normalize these outputs; Gemma's norms add 1 to their weights.
+            if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else _LESS)
     path = folder / name
     model.save_pretrained(path)
