@@ -165,6 +165,8 @@ UNCORRECTED = (
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 STATELESS = {**LATENT, **WINDOWS}
+#: Models of ``tiny_models.py`` whose keys are not rotated.
+WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid")
 
 
 def _beside(model: str, *plugins: str) -> dict[str, str]:
@@ -208,6 +210,11 @@ def short(model: str) -> ServerSpec:
         "--chunked-prefill-size 64",
     )
     return _of(model, "short", *pool, **retracting(150))
+
+
+def on_two_ranks(spec: ServerSpec) -> ServerSpec:
+    """The spec on two tensor-parallel ranks, a core each."""
+    return spec.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
 
 
 #: DP attention with two groups, a rank and a core each; polls wait for the filter.
