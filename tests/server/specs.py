@@ -167,6 +167,8 @@ WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 #: The window layers of this model have a pool of their own.
 WINDOW_POOL = {"mellum": "mellum"}
 STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
+#: Models of ``tiny_models.py`` whose keys are not rotated.
+WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid")
 
 
 def _beside(model: str, *plugins: str) -> dict[str, str]:
@@ -215,6 +217,11 @@ def short(model: str) -> ServerSpec:
     return _of(model, "short", *pool, **retracting(150))
 
 
+def on_two_ranks(spec: ServerSpec) -> ServerSpec:
+    """The spec on two tensor-parallel ranks, a core each."""
+    return spec.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
+
+
 #: DP attention with two groups, a rank and a core each; polls wait for the filter.
 GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
@@ -243,6 +250,16 @@ HOST_TIER = SHARED.having(
         "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
     },
 )
+#: Prefixes go to the host only when they are evicted; or from the host on to files.
+WRITE_BACK = HOST_TIER.having(
+    "write-back", CROWDED, "--hicache-write-policy write_back"
+).for_long_runs()
+ON_DISK = HOST_TIER.having(
+    "disk",
+    CROWDED,
+    "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete",
+    '--hicache-storage-backend-extra-config {"prefetch_threshold":16}',
+).for_long_runs()
 
 #: Caches KV in eight bits.
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()
