@@ -74,6 +74,9 @@ class PagedAttention:
         #: Whether the pool has latent rows.
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
+        #: Layers with a window pool. They read the *peers* of a row's slots there. Peers are never shared.
+        self._of_window = compat.window_layers(pool)
+        self._peers: Any = getattr(pool, "translate_loc_from_full_to_swa", None)
         if cached is not None:
             dims = next(iter(layers.values()))[0].shape[2] if self.latent else None
             self.rotations = key_rotations(model_runner, dims)
@@ -82,7 +85,7 @@ class PagedAttention:
             layer: PagedKv(*sides, rotations[layer], latent=self.latent)
             for layer, sides in layers.items()
         }
-        first = next(iter(self.pools.values()))
+        first = self.pools[compat.shared_layers(pool)[0]]
         #: One of ``kernels.paged.BACKENDS``.
         self.backend, self._num_slots = first.backend, first.num_slots
         self.attention_layers = attention_layers(model_runner)
@@ -167,8 +170,15 @@ class PagedAttention:
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
+        if reach and self._of_window:
+            merge, cached_at = False, None
         read = self._rows.req_to_token, *where, cached_at
-        return plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
+        plan = plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
+        return self._in_window_pool(plan) if reach and self._of_window else plan
+
+    def _in_window_pool(self, plan: RowPlan) -> RowPlan:
+        """``plan`` with peers in place of slots. A slot that the window has passed has the padding slot."""
+        return RowPlan(plan.kv_indptr, self._peers(plan.kv_indices).int(), None)
 
     # -- a forward ------------------------------------------------------------------
 
@@ -178,6 +188,8 @@ class PagedAttention:
         #: Positions that a window sees -> plan of the layers with this window, in addition to ``rows``.
         self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
+        #: The plan of a prefill for layers with a window pool.
+        self._window_extend: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
         self._repairs: list[Repaired] = []
         if self.queries is not None:
@@ -238,7 +250,12 @@ class PagedAttention:
             lengths = batch.seq_lens_cpu.clone()
             for placed in self._repairs:
                 lengths[placed.number].clamp_(min=placed.least)
-        self.extend_plan = self._planned_extend(self._plan(batch, lengths=lengths), batch)
+        self._plan_extend(self._plan(batch, lengths=lengths), batch)
+
+    def _plan_extend(self, rows: RowPlan, batch: ForwardBatch) -> None:
+        self.extend_plan = self._planned_extend(rows, batch)
+        if self._of_window:
+            self._window_extend = self._planned_extend(self._in_window_pool(rows), batch)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
         new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
@@ -265,7 +282,10 @@ class PagedAttention:
     ) -> None:
         """Put new keys and values into the pool, as SGLang's backends do."""
         if save_kv_cache and k is not None and v is not None:
-            location = compat.KVWriteLoc.for_batch(batch)
+            peers = None
+            if layer.layer_id in self._of_window:
+                peers = self._peers(batch.out_cache_loc)
+            location = compat.KVWriteLoc.for_batch(batch, swa_loc=peers)
             scales = () if self.latent else (layer.k_scale, layer.v_scale)
             self._pool.set_kv_buffer(layer, location, k, v, *scales)
 
@@ -285,7 +305,9 @@ class PagedAttention:
             raise RuntimeError("forward_extend without a plan of its batch")
         if sinks is not None and plan.pieces:
             self._singly = True
-            plan = self.extend_plan = self._planned_extend(plan.rows, batch)
+            self._plan_extend(plan.rows, batch)
+        plan = self._window_extend if layer.layer_id in self._of_window else self.extend_plan
+        assert plan is not None
         # Waits until SGLang has loaded this layer's KV from the host.
         self._pool.get_key_buffer(layer.layer_id)
         reach = reach_of(layer)

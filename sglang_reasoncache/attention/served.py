@@ -4,7 +4,7 @@ attention layers and their rotary embedding. Flags are checked in ``plugin/refus
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,18 +22,54 @@ if TYPE_CHECKING:
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
 
-#: Attention -> why it is refused; docs/index.md lists models of each kind.
+#: End of messages about window pools, whose slots SGLang frees as the window moves on.
+BESIDE_WINDOWS = (
+    "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
+    "into one pool, which takes more memory a token"
+)
+#: Attention -> why it is refused.
 REFUSED = {
     "latent beside states": "no such model was tried",
+    "window pool on CUDA": "nothing shared: our kernels there read one pool",
+    "other windows": "nothing shared: rotations unknown",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
-    "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not; "
-    "--disable-hybrid-swa-memory makes it keep them",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
-_POOLS = {
-    "DSATokenToKVPool": "sparse",
-    "SWAKVPool": "sliding window",
-}
+_POOLS = {"DSATokenToKVPool": "sparse"}
+
+
+class Family(NamedTuple):
+    """A row of the table in docs/index.md. ``tried``: with which model, on which device."""
+
+    models: str
+    attention: str
+    tried: str
+
+    @property
+    def answer(self) -> str:
+        """``served``, or why not."""
+        return REFUSED.get(self.attention, "served")
+
+
+#: ``attention`` is a key of ``REFUSED``, or describes attention that is served.
+FAMILIES = (
+    Family(
+        "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"
+    ),
+    Family("Qwen3-Next, Qwen3.5 without images", "full, gated delta net", "tiny ones: CPU"),
+    Family("LFM2", "full, short convolution", "tiny: CPU"),
+    Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
+    Family("Granite-H", "full without positions, Mamba 2", "tiny: CPU"),
+    Family("Falcon-H1", "full, Mamba 2", "tiny: CPU"),
+    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2 and V3: CPU"),
+    Family("Kimi-Linear, Ring", "latent beside states", ""),
+    Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
+    Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
+    Family("Mellum 2 on a CPU", "full, windows in their own pool", "tiny"),
+    Family("gpt-oss and Mellum 2 with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
+    Family("gpt-oss and Mellum 2 on CUDA without the flag", "window pool on CUDA", ""),
+    Family("Gemma 4, MiMo-V2, Step-3.5, Llama 4", "other windows", ""),
+)
 
 #: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.
 LAYER_ATTRIBUTES = (
@@ -65,7 +101,7 @@ WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
 #: embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
     *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
-    "GptOssAttention",
+    *("GptOssAttention", "MellumAttention"),
 )
 #: Dims that SGLang's FlashInfer backend supports: of a head, and of a latent row (latent, rotated). For other
 #: dims SGLang's Triton backend is taken.
@@ -77,6 +113,11 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
     ``requested_by``: the flag that needs such buffers, the beginning of the message.
     """
+    if type(pool) is compat.SWAKVPool:
+        if pool.page_size > 1:
+            raise ValueError(f"{requested_by} does not support page sizes above 1 {BESIDE_WINDOWS}")
+        check_pool(pool.swa_kv_pool, requested_by)
+        pool = pool.full_kv_pool
     hybrid = type(pool) is compat.HybridLinearKVPool
     if hybrid:
         pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
@@ -98,9 +139,20 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 def check_kind(context: TreeCacheBuildContext) -> None:
     """Raises ValueError for a model whose attention layers do not keep keys and values of all positions."""
-    kinds = {"sliding window": context.is_hybrid_swa, "sparse": context.is_dsa}
-    for kind in (kind for kind, found in kinds.items() if found):
-        raise ValueError(f"{_FLAG} does not support {kind} attention: {REFUSED[kind]}")
+    if context.is_dsa:
+        raise ValueError(f"{_FLAG} does not support sparse attention: {REFUSED['sparse']}")
+
+
+def window_age(context: TreeCacheBuildContext) -> int:
+    """How many tokens behind a row's end SGLang has freed a position in the window pool; 0 if there is no such
+    pool. Raises ValueError for a flag that excludes a window pool."""
+    if not context.is_hybrid_swa:
+        return 0
+    if context.enable_hierarchical_cache:
+        raise ValueError(f"{_FLAG} does not support --enable-hierarchical-cache {BESIDE_WINDOWS}")
+    interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
+    # Two more tokens, for the step in flight and for the next step.
+    return context.params.swa_retain_window + interval + 2
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:
@@ -147,10 +199,14 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
         raise ValueError(f"{requested_by} does not support --speculative-algorithm")
     check_pool(model_runner.token_to_kv_pool, requested_by)
     latent = compat.latent_rank(model_runner.token_to_kv_pool)
+    windows = compat.window_layers(model_runner.token_to_kv_pool)
     for layer in attention_layers(model_runner):
         if latent and layer.k_scale_float not in (None, 1.0):
             scales = f"latent rows divided by {layer.k_scale_float}"
             raise ValueError(f"{requested_by}: layer {layer.layer_id} has {scales}")
+        if windows and (layer.layer_id in windows) != bool(reach_of(layer)):
+            where = "a window and no window pool, or a window pool and no window"
+            raise ValueError(f"{requested_by}: layer {layer.layer_id} has {where}")
         for name, attribute, supported in LAYER_ATTRIBUTES:
             found = getattr(layer, attribute)
             found = getattr(found, "value", found)  # the value of an enum

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets admission count on slots that sharing will free: a forecast, and a budget that uses the forecast."""
 
+from typing import Any
+
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
@@ -46,21 +48,21 @@ class SharingBudget(compat.PrefillBudget):
 
     def _reclaim(self, tokens: int) -> bool:
         """Have requests share if slots are missing. Returns whether ``tokens`` slots are free or evictable."""
-        free, short = self.allocator.available_size(), tokens - self._there()
+        free, short = self.allocator.free_size(), tokens - self._there()
         if short > 0 and self._shareable:
             self.allocator.reclaim_to(free + short)
-            self._shareable = max(self._shareable - self.allocator.available_size() + free, 0)
+            self._shareable = max(self._shareable - self.allocator.free_size() + free, 0)
         return tokens <= self._there()
 
     def check_prefill(
-        self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **_unused: int
+        self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **others: int
     ) -> tuple[bool, int | None]:
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + (total_tokens - now) * self._kept
-        if not needed < self.remaining_total:
-            return self._refuse()
+        asked: Any = dict(extend_input_len=extend_input_len, chunk_limit=chunk_limit, **others)
+        fits, chunk_limit = super().check_prefill(total_tokens=needed, **asked)
         chunk = now if chunk_limit is None else min(now, self.ceil_paged_tokens(chunk_limit))
-        return (True, chunk_limit) if self._reclaim(chunk) else self._refuse()
+        return (True, chunk_limit) if fits and self._reclaim(chunk) else self._refuse()
 
     def prepare_load_back(
         self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
@@ -85,10 +87,17 @@ class SharingBudget(compat.PrefillBudget):
         return fits and self._reclaim(paged_input)
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
-        wanted = min(chunk_limit, int(self.remaining_total))
-        if wanted > 0 and not self._reclaim(wanted):
-            wanted = self._there()
-        return wanted if wanted > 0 else chunk_limit
+        wanted: int | None = super().available_chunk_tokens(chunk_limit)
+        if wanted is None or self.remaining_total <= 0 or self._reclaim(wanted):
+            return wanted
+        if self._there() > 0:
+            return min(wanted, self._there())
+        # SGLang's budgets return the same if no slot is left.
+        return None if isinstance(self, compat.SWAPrefillBudget) else chunk_limit
+
+
+class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
+    """A :class:`SharingBudget` for a full pool, in which rows share, and a window pool."""
 
 
 class SharingForecast:

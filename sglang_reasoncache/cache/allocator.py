@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.cache.admission import SharingBudget
+from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.repair import Repairs
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
+from sglang_reasoncache.compat.types import PrefixTree
 
 
 class ReferenceCountError(AssertionError):
@@ -92,6 +92,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     #: The prefix tree, and the ``Controller``. None until they exist.
     tree: Any = None
     controller: Any = None
+    budget: type = SharingBudget
+    has_window_pool = False
     #: Calls a function that only prepares a change. The plugin sets this to :meth:`Containment.once_more`,
     #: which calls the function a second time if it raises.
     once_more: Callable[..., Any] = operator.call
@@ -158,7 +160,11 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         may be cut."""
         if self.tree is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
-        elif len(free_index):
+        else:
+            self._free_known(free_index, start_pos)
+
+    def _free_known(self, free_index: torch.Tensor, start_pos: int) -> None:
+        if len(free_index):
             known = self.once_more(self.tree.known_of, free_index, start_pos)
             self.commit(self.once_more(self.prepare_known, free_index, known))
 
@@ -192,16 +198,20 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     def reclaim_to(self, num_tokens: int) -> None:
         """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
-        short = num_tokens - self.available_size()
+        short = num_tokens - self.free_size()
         # Nothing is reclaimed inside a free group, because no slot becomes free before the group ends.
         if short > 0 and self.controller is not None and self.free_group is None:
             self.controller.reclaim(short)
+
+    def free_size(self) -> int:
+        """Free slots of the pool in which rows share."""
+        return int(self.available_size())
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
         if self.controller is None:
             return super().create_prefill_budget(tree_cache, **mixed)
         own = {"shareable": self.controller.shareable(), "credit": self.controller.forecast.credit}
-        return SharingBudget(self, tree_cache, **own, **mixed)
+        return self.budget(self, tree_cache, **own, **mixed)
 
 
 class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
@@ -247,7 +257,39 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
         super()._release_page_ids(pages)
 
 
-def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPagedAllocator:
+class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
+    """Page size 1, with a second pool for layers that see a sliding window. Rows name slots of the full pool,
+    and share there. A slot's peer in the window pool belongs to the position that was computed into the slot;
+    SGLang frees the peer once the window has passed. Only positions without peers read other slots."""
+
+    budget, has_window_pool = WindowSharingBudget, True
+
+    def free_size(self) -> int:
+        return int(self.full_available_size())
+
+    def free(self, free_index: torch.Tensor) -> None:
+        self.free_swa(free_index)
+        self._free_unknown(free_index)
+
+    def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        self.free_swa_segment(free_index, start_pos=start_pos)
+        self.free_full_segment(free_index, start_pos=start_pos)
+
+    def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
+        """As SGLang's, but without its check for peers, because a block's source may be in the window."""
+        if self.references:
+            self._free_known(free_index, start_pos)
+        else:
+            self.full_attn_allocator.free_segment(free_index, start_pos=start_pos)
+
+    def _release_unreferenced(self, pages: torch.Tensor) -> None:
+        self.full_attn_allocator.free(pages)
+
+
+Shared = SharedTokenAllocator | SharedPagedAllocator | SharedWindowAllocator
+
+
+def shared_allocator_of(stock: Any) -> Shared:
     """Our allocator to replace ``stock``, SGLang's new one. Raises ValueError for other pool layouts."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
@@ -255,6 +297,9 @@ def shared_allocator_of(stock: SlotAllocator) -> SharedTokenAllocator | SharedPa
         return SharedTokenAllocator(stock.size, **where)
     if type(stock) is compat.PagedTokenToKVPoolAllocator:
         return SharedPagedAllocator(stock.size, page_size=stock.page_size, **where)
+    if type(stock) is compat.SWATokenToKVPoolAllocator and not stock.swa_req_ring:
+        sizes = stock.size_full, stock.size_swa, stock.page_size
+        return SharedWindowAllocator(*sizes, **where)
     raise ValueError(
         f"--enable-reasoncache supports token and paged allocators of a plain attention pool, "
         f"this model uses {type(stock).__name__} (hybrid, sliding-window or state-space memory)"

@@ -62,7 +62,11 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         with self._contained():
             once_more = self.token_to_kv_pool_allocator.once_more
             end = once_more(self._publishable, req, up_to, running)
-        if self.is_mamba_enabled and end < up_to:
+        passed = compat.freed_of_window(req.kv, self.page_size)[1]
+        if self.is_swa_enabled and end < up_to and end <= passed:
+            # Nothing is published: SGLang matches a prefix only if the window before its end is cached.
+            end = 0
+        elif self.is_mamba_enabled and end < up_to:
             # State layers have the state after all ``up_to`` positions, which does not fit a shorter prefix.
             if running:
                 return
@@ -77,6 +81,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             super().checkpoint_into_tree(req, up_to=end, **kwargs)
         finally:
             self._row = _NOTHING_SHARED
+        if self.is_swa_enabled and not self.disable and running and end < up_to:
+            # SGLang does this for a prompt that it publishes in full, and admission relies on it.
+            self.evict_sliding_windows(req, up_to - 1)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
         """The position up to which the row may be published."""
@@ -128,10 +135,13 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         0 if the entry shares nothing. ``start``: position of the first entry.
 
         While a row is inserted, the tree frees slots of tokens that the tree already holds. These are
-        views of the inserted tensor, so their address tells the position (``tests/contract``)."""
+        views of the inserted tensor, so their address tells the position (``tests/contract``). With a window
+        pool the tree may also free slots of a node, replacing them by the row's; these share nothing."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
-            assert 0 <= start <= len(self._inserted) - len(slots), "not a part of the row"
+            if not 0 <= start <= len(self._inserted) - len(slots):
+                assert self.is_swa_enabled, "not a part of the row"
+                return np.zeros(len(slots), dtype=np.int64)
         return self._row.between(start, start + len(slots))
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:

@@ -18,6 +18,7 @@ _MODULES: dict[str, list[str]] = {
     "plugins.hook_registry": ["HookRegistry", "HookType"],
     "server_args": ["ServerArgs"],
     "entrypoints.engine": ["Engine"],
+    "environ": ["envs"],
     "runtime_context": ["get_server_args", "get_parallel", "get_observability", "get_platform"],
     "arg_groups.resolution_hooks": ["register_resolution_hook"],
     "arg_groups.overrides": ["declare_resolution"],
@@ -33,14 +34,16 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.allocator.base": ["BaseTokenToKVPoolAllocator"],
     "mem_cache.allocator.token": ["TokenToKVPoolAllocator"],
     "mem_cache.allocator.paged": ["PagedTokenToKVPoolAllocator"],
+    "mem_cache.allocator.swa": ["SWATokenToKVPoolAllocator"],
     "mem_cache.memory_pool": [
         "MHATokenToKVPool",
         "MLATokenToKVPool",
         "HybridLinearKVPool",
         "KVWriteLoc",
     ],
+    "mem_cache.swa_memory_pool": ["SWAKVPool"],
     "mem_cache.allocation": ["get_last_loc_torch"],
-    "mem_cache.prefill_budget": ["PrefillBudget"],
+    "mem_cache.prefill_budget": ["PrefillBudget", "SWAPrefillBudget"],
     "mem_cache.unified_radix_cache": ["UnifiedRadixCache"],
     "mem_cache.base_prefix_cache": ["MatchPrefixParams"],
     "mem_cache.radix_cache": ["RadixKey"],
@@ -150,6 +153,23 @@ def layer_ids(pool: Any) -> Iterable[int]:
     """Layer ids of the attention layers that ``pool`` holds. A hybrid model has layers of other kinds too."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
+
+
+def window_layers(pool: Any) -> set[int]:
+    """Ids of layers of ``pool`` with their KV in a window pool, which SGLang frees as the window moves on."""
+    if type(pool) is not resolve("SWAKVPool"):
+        return set()
+    return {layer for layer, (_, windowed) in pool.layers_mapping.items() if windowed}
+
+
+def shared_layers(pool: Any) -> list[int]:
+    """The layers of ``pool`` in which blocks share."""
+    return sorted(set(layer_ids(pool)) - window_layers(pool))
+
+
+def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
+    """The positions of a row whose slots in a window pool were freed: the first, and one past the last."""
+    return kv.swa_dead_lo(page), kv.get_evicted_seqlen(resolve("ComponentType").SWA)
 
 
 def latent_rank(pool: Any) -> int:

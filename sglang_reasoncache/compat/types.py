@@ -189,6 +189,7 @@ class CacheInitParams(Protocol):
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Any
     tp_cache_group: Any
+    swa_retain_window: int
 
 
 class TpWorker(Protocol):

@@ -47,7 +47,7 @@ class ServerParts:
         attention.check_latent_policies(config, pool)
         self.config = config
         self.allocator = shared_allocator_of(stock)
-        num_slots = pool.get_key_buffer(next(iter(compat.layer_ids(pool)))).shape[0]
+        num_slots = pool.get_key_buffer(compat.shared_layers(pool)[0]).shape[0]
         self.cached = CachedPositions(num_slots, self.allocator.device)
         self.attention = attention.AttentionParts()
         self.uncorrected: str | None = None
@@ -85,6 +85,9 @@ class ServerParts:
         )
         self.config = config = resolved
         attention.check_policies(config, self.attention, runner)
+        # Before a block may share, the window must have passed it.
+        age = max(config.min_age, served.window_age(context))
+        self.config = config = dataclasses.replace(config, min_age=age)
         tree: SharedRadixCache
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
         self.controller = controller = self._controller(context, tree)
@@ -106,6 +109,7 @@ class ServerParts:
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
             "state layers have no state of a moved document": tree.is_mamba_enabled,
+            "layers with a sliding window read prefixes as cached": tree.is_swa_enabled,
             "latent attention reads prefixes as cached": bool(compat.latent_rank(pool)),
             "a host tier may hold a document": tree.cache_controller is not None,
             "a policy evicts positions": bool(self.config.policies.evictors),
@@ -130,7 +134,7 @@ class ServerParts:
 
         def use() -> float:
             # As in SGLang's log line: the share of the slots that are neither free nor evictable.
-            return 1.0 - (allocator.available_size() + tree.evictable_size()) / allocator.size
+            return 1.0 - (allocator.free_size() + tree.evictable_size()) / allocator.size_full
 
         pipeline = self._pipeline(context, source, stats, ranks, use)
         rows, evictors = params.req_to_token_pool, config.policies.evictors

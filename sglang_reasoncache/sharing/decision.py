@@ -28,6 +28,7 @@ class Refusal(Enum):
     READERS = "readers"
     LATE = "late"
     ACROSS = "across"
+    IN_WINDOW = "in_window"
     EVICTED = "evicted"
 
 

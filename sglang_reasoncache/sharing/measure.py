@@ -13,7 +13,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.download import Download
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
-from sglang_reasoncache.compat import kv_of, layer_ids
+from sglang_reasoncache.compat import kv_of, shared_layers
 from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.kernels.distance import DistanceKernel, Layer, block_distances
 from sglang_reasoncache.kernels.rotation import KeyRotation
@@ -48,7 +48,7 @@ class Measurement(Download):
 
 
 class BlockMeter:
-    """Computes KV distances over all layers, and over the KV heads of all tensor-parallel ranks.
+    """Computes KV distances over all layers that share, and over the KV heads of all tensor-parallel ranks.
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
@@ -69,7 +69,7 @@ class BlockMeter:
         ranks: Ranks,
     ) -> None:
         self._layers: dict[KeyRotation | None, list[Layer]] = {}
-        for layer in layer_ids(pool):
+        for layer in shared_layers(pool):
             rotation = None if rotations is None else rotations[layer]
             self._layers.setdefault(rotation, []).append(kv_of(pool, layer))
         # One kernel for each rotation. Most models have one rotation.

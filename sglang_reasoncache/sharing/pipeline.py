@@ -287,10 +287,10 @@ class BlockPipeline:
         state, candidate = _state_of(block.req), block.candidate
         if state.candidates.get(block.dst_start) is not candidate:
             return
-        if refusal is not Refusal.LATE:
+        if refusal not in (Refusal.LATE, Refusal.IN_WINDOW):
             del state.candidates[block.dst_start]
         elif state.row is not None and state.row is block.row:
-            # The request has its row, the source has none: the block waits for a row of the source.
+            # The request has its row: the block waits for a row of the source, or for the window to pass.
             state.pending.append(candidate)
 
 

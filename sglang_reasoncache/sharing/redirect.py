@@ -5,7 +5,8 @@ slots, which become free."""
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from sglang_reasoncache.cache.allocator import SharedPagedAllocator, SharedTokenAllocator
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.allocator import Shared
 from sglang_reasoncache.cache.host_row import HostRow, Moved, undo
 from sglang_reasoncache.cache.ranks import Ranks
 from sglang_reasoncache.cache.upload import upload
@@ -43,7 +44,7 @@ class Redirector:
 
     def __init__(
         self,
-        allocator: SharedTokenAllocator | SharedPagedAllocator,
+        allocator: Shared,
         rows: ReqToTokenPool,
         stats: SharingStats,
         ranks: Ranks,
@@ -101,7 +102,13 @@ class Redirector:
 
     def refusal_of(self, block: BlockProposal) -> Refusal | None:
         """Why the rules forbid the block now, or None."""
-        return refusal_of(block, self._min_age, self.page)
+        refusal = refusal_of(block, self._min_age, self.page)
+        if refusal is None and self._allocator.has_window_pool:
+            start, end = compat.freed_of_window(block.req.kv, self.page)
+            # Other blocks would read their sources' peers in the window pool, and free them too early.
+            if not start <= block.dst_start < block.dst_end <= end:
+                return Refusal.IN_WINDOW
+        return refusal
 
     def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
         """Why a block that the rules allow must not share now, because of its slots; or None. The slots of the

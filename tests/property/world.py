@@ -242,9 +242,7 @@ class World:
             **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device=self.device),
             **dict(head_num=1, head_dim=4, layer_num=LAYERS, enable_memory_saver=False),
         )
-        self.allocator = allocator_of(
-            setup.page, setup.slots, self.pool, setup.need_sort, self.device
-        )
+        self.allocator = self.make_allocator()
         self.rows = self.make_rows()
         params = CacheInitParams(no_tree, self.rows, self.allocator, setup.page)
         params.tree_components = (ComponentType.FULL,)
@@ -291,6 +289,10 @@ class World:
         #: Position at which each slot was written.
         self.written_at = np.zeros(setup.slots + setup.page, dtype=np.int64)
         self.write(np.arange(setup.slots + setup.page), [NOTHING] * (setup.slots + setup.page))
+
+    def make_allocator(self) -> Any:
+        setup = self.setup
+        return allocator_of(setup.page, setup.slots, self.pool, setup.need_sort, self.device)
 
     def make_rows(self) -> Any:
         return ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)

@@ -164,7 +164,11 @@ UNCORRECTED = (
 #: Models of ``tiny_models.py`` with latent attention, and with sliding windows -> SGLang's module.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
-STATELESS = {**LATENT, **WINDOWS}
+#: The window layers of this model have a pool of their own.
+WINDOW_POOL = {"mellum": "mellum"}
+STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
+#: Models of ``tiny_models.py`` whose keys are not rotated.
+WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid")
 
 
 def _beside(model: str, *plugins: str) -> dict[str, str]:
@@ -183,6 +187,8 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     does not keep on a CPU. It imports only one model of SGLang: importing all takes many seconds."""
     states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
+    if model in WINDOW_POOL:
+        env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
@@ -203,11 +209,17 @@ def at_once(model: str) -> ServerSpec:
 def short(model: str) -> ServerSpec:
     """A server with memory for three responses, under forced retractions."""
     pool = (
-        "--max-total-tokens 1200 --max-running-requests 12",
+        # Beside a window pool SGLang fills the other pool less.
+        f"--max-total-tokens {1000 if model in WINDOW_POOL else 1200} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
     )
     return _of(model, "short", *pool, **retracting(150))
+
+
+def on_two_ranks(spec: ServerSpec) -> ServerSpec:
+    """The spec on two tensor-parallel ranks, a core each."""
+    return spec.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
 
 
 #: DP attention with two groups, a rank and a core each; polls wait for the filter.
@@ -238,6 +250,16 @@ HOST_TIER = SHARED.having(
         "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
     },
 )
+#: Prefixes go to the host only when they are evicted; or from the host on to files.
+WRITE_BACK = HOST_TIER.having(
+    "write-back", CROWDED, "--hicache-write-policy write_back"
+).for_long_runs()
+ON_DISK = HOST_TIER.having(
+    "disk",
+    CROWDED,
+    "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete",
+    '--hicache-storage-backend-extra-config {"prefetch_threshold":16}',
+).for_long_runs()
 
 #: Caches KV in eight bits.
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()

@@ -154,14 +154,24 @@ class Loop:
         return out.transpose(1, 2).contiguous(), None
 
 
-TRIED = ("qwen3_5_text", "deepseek_v3", "gemma3_text")
-OTHERS = ("qwen3_next", "lfm2", "nemotron_h", "deepseek_v2", "olmo3")
+TRIED = ("qwen3_5_text", "deepseek_v3", "gemma3_text", "mellum")
+OTHERS = (
+    *("qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1"),
+    *("deepseek_v2", "olmo3"),
+)
 AT_ONCE = [specs.at_once(name) for name in TRIED]
-SHORT = [specs.short(name) for name in TRIED[:2]] + [specs.short("gemma3_text").for_long_runs()]
+SHORT = [specs.short(name) for name in TRIED if name != "gemma3_text"]
+SHORT += [specs.short("gemma3_text").for_long_runs()]
 AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS]
+SHORT += [specs.short(name).for_long_runs() for name in ("granitemoehybrid", "falcon_h1")]
+#: At once, and short of slots.
+ON_TWO_RANKS = [
+    pytest.param(specs.on_two_ranks(make("deepseek_v3")), marks=specs.FEW_CORES)
+    for make in (specs.at_once, specs.short)
+]
 
 
-@pytest.mark.parametrize("spec", AT_ONCE)
+@pytest.mark.parametrize("spec", [*AT_ONCE, ON_TWO_RANKS[0]])
 def test_a_server_computes_what_a_loop_computes(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
@@ -184,10 +194,10 @@ def test_a_server_computes_what_a_loop_computes(
         off["dense"] += loop.off(prompt, found, [], None) / 10
         off["as cached"] += loop.off(prompt, found, found["blocks"], None) / 10
         # The cache has the response up to its first shared position; for a model with states it has
-        # only the prompt and its state.
+        # only the prompt and its state, for one with a window pool the prompt and its window.
         follow = _follow_up(server, prompt + found["tokens"])
         shared = min(dst for _, dst, _ in found["blocks"])
-        stateless = spec.model in specs.STATELESS
+        stateless = spec.model in {**specs.LATENT, **specs.WINDOWS}
         assert follow["cached"] == (shared if stateless else found["prompt"])
         again += loop.off(prompt + found["tokens"], follow, [], None) / 10
     whole = prompt + found["tokens"] + follow["tokens"]
@@ -214,7 +224,7 @@ def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.Ser
     for one, other in zip(shared, copied, strict=True):
         assert one["tokens"] == other["tokens"] and one["blocks"] == other["blocks"]
         assert float((one["logprobs"] - other["logprobs"]).abs().max()) < ROUNDING
-    if spec.model != "nemotron_h":
+    if spec.model not in specs.WITHOUT_POSITIONS:
         flag = "--reasoncache-positions as-cached"
         unrotated = _together(servers.get(spec.having("as-cached", flag).for_long_runs()), 400)
         off = [
@@ -226,7 +236,7 @@ def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.Ser
         assert max(off) > 10 * ROUNDING
 
 
-@pytest.mark.parametrize("spec", SHORT)
+@pytest.mark.parametrize("spec", [*SHORT, ON_TWO_RANKS[1]])
 def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Some requests are retracted, aborted or opted out while others share. Requests that opted out have
     the log-probabilities of the loop."""

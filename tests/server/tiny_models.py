@@ -38,6 +38,10 @@ _EXPERTS: dict[str, Any] = dict(
 _MAMBA: dict[str, Any] = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
 )
+_MAMBA_2: dict[str, Any] = {
+    f"mamba_{key}": value
+    for key, value in dict(n_heads=4, d_head=32, d_state=16, n_groups=1, chunk_size=64).items()
+}
 #: YaRN, because on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
 _LATENT: dict[str, Any] = dict(
     num_hidden_layers=3,
@@ -74,10 +78,13 @@ _WINDOW: dict[str, Any] = dict(
     layer_types=["sliding_attention", "full_attention"] * 2,
 )
 #: Weights of what a layer adds to its input, and factors that shrink them so that responses repeat
-#: themselves; with latent attention those of experts are shrunk too.
-_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
+#: themselves; in models of ``_LESS`` those of experts are shrunk too.
+_OUTPUTS = tuple(
+    f"{name}.weight" for name in ("o_proj", "out_proj", "down_proj", "w2", "output_linear")
+)
 _NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-_LESS, _LESS_OF_LATENT, _LESS_OF_GEMMA = 0.12, 0.06, 0.6
+_LESS = {"deepseek_v2": 0.06, "deepseek_v3": 0.06, "granitemoehybrid": 0.06, "falcon_h1": 0.03}
+_LESS_OF_OTHERS, _LESS_OF_GEMMA = 0.12, 0.6
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> configuration class of Hugging Face's library, and arguments of the class.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -113,6 +120,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             rope_scaling=dict(rope_type="yarn", factor=2.0, original_max_position_embeddings=2048),
         ),
     ),
+    "mellum": (
+        "MellumConfig",
+        dict(
+            **{**_WINDOW, "sliding_window": 32},
+            mlp_layer_types=["dense"] * 4,
+            rope_parameters=dict(
+                full_attention=dict(rope_type="default", rope_theta=1e4),
+                sliding_attention=dict(rope_type="default", rope_theta=1e3),
+            ),
+        ),
+    ),
     "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "head_dim": 16}),
     "deepseek_v3": (
         "DeepseekV3Config",
@@ -135,6 +153,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         dict(layers_block_type=["mamba", "attention", "mlp"] * 2, **_MAMBA),
     ),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        dict(
+            num_hidden_layers=4,
+            layer_types=[_LINEAR, _FULL] * 2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=16,
+            attention_multiplier=0.25,
+            **_MAMBA_2,
+        ),
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        dict(num_hidden_layers=2, head_dim=16, mamba_d_ssm=128, key_multiplier=0.5, **_MAMBA_2),
+    ),
 }
 
 
@@ -156,13 +190,14 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         else:  # Gemma scales embeddings itself
             model.get_input_embeddings().weight *= 8.0
         latent = "kv_lora_rank" in arguments
-        outputs = (*_OUTPUTS, "experts.down_proj") if latent else _OUTPUTS
+        less = _LESS.get(name, _LESS_OF_OTHERS)
+        outputs = (*_OUTPUTS, "experts.down_proj") if name in _LESS else _OUTPUTS
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
-                weight *= _LESS_OF_LATENT if latent else _LESS
-            # Models with windows normalize these outputs; Gemma's norms add 1 to their weights.
-            if "sliding_window" in arguments and parameter.endswith(_NORMS):
-                weight.fill_(_LESS_OF_GEMMA - 1 if gemma else _LESS)
+                weight *= less
+            # These models normalize these outputs; Gemma's norms add 1 to their weights.
+            if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
+                weight.fill_(_LESS_OF_GEMMA - 1 if gemma else less)
     path = folder / name
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
@@ -172,7 +207,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     if "layers_block_type" in arguments:
         described["layers_block_type"] = arguments["layers_block_type"]
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
-        del described["time_step_limit"], described["mtp_layers_block_type"]
+        del described["mtp_layers_block_type"]
+    described.pop("time_step_limit", None)
     if latent:
         v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}

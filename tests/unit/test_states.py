@@ -2,9 +2,6 @@
 """The prefix tree of a hybrid model, over SGLang's pools of states. A state here holds how many positions
 it has seen, so that a state published for another length is found."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
@@ -15,7 +12,6 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_context, get_server_args
 
-from sglang_reasoncache.attention import served
 from tests.property.world import ENDS, MAX_CONTEXT, MAX_ROWS, OUTPUT, PROMPT, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("any_length")
@@ -177,11 +173,3 @@ def test_a_node_that_is_evicted_while_a_row_is_published_frees_its_own_slots(
         free = world.free_pages().tolist()
         assert len(free) == len(set(free))
         assert len(free) + world.tree.full_evictable_size() == world.total
-
-
-def test_pools_of_windows_are_refused() -> None:
-    context: Any = SimpleNamespace(is_hybrid_swa=False, is_dsa=False)
-    served.check_kind(context)
-    context.is_hybrid_swa = True
-    with pytest.raises(ValueError, match="sliding window .*; --disable-hybrid-swa-memory"):
-        served.check_kind(context)

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.test.kits.unified_radix_cache import fixtures, insert_walk
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
@@ -12,11 +13,12 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.tree import SharedRadixCache
 
-FULL, STATES = ComponentType.FULL, ComponentType.MAMBA
+FULL, STATES, WINDOWS = ComponentType.FULL, ComponentType.MAMBA, ComponentType.SWA
 CONFIGS = [
     CacheConfig(),
     CacheConfig(page_size=16, kv_size=4096, max_context_len=1024),
     CacheConfig(components=(FULL, STATES), max_num_reqs=200, mamba_cache_size=200),
+    CacheConfig(components=(FULL, WINDOWS), sliding_window_size=4),
 ]
 
 
@@ -51,16 +53,18 @@ def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, ours: bool) -> list[An
             return receipt
 
         cache.sanity_check, cache.match_prefix, cache.inc_lock_ref = checked, matched, locked
-        # SGLang's test calls this for sliding windows.
-        allocator.free_swa = lambda slots: None
+        if not config.has_swa:
+            # SGLang's test calls this for sliding windows.
+            allocator.free_swa = lambda slots: None
         return cache, allocator, rows
 
     with patch.context() as patched:
         patched.setattr(fixtures, "get_device", lambda: "cpu")
         patched.setattr(insert_walk, "build_fixture", build)
         if ours:
-            made = lambda **given: shared_allocator_of(TokenToKVPoolAllocator(**given))  # noqa: E731
-            patched.setattr(fixtures, "TokenToKVPoolAllocator", made)
+            for stock in (TokenToKVPoolAllocator, SWATokenToKVPoolAllocator):
+                made = lambda stock=stock, **given: shared_allocator_of(stock(**given))  # noqa: E731
+                patched.setattr(fixtures, stock.__name__, made)
             patched.setattr(fixtures, "UnifiedRadixCache", SharedRadixCache)
         for seed in range(5):
             _Fuzz(config)._run_seed(seed)

@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharing beside layers whose KV SGLang keeps only inside a sliding window, in a pool of their own."""
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+
+from sglang_reasoncache.attention import served
+from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.sharing.state import state_of
+from tests.property.world import ENDS, LAYERS, Pair, Setup, World
+
+pytestmark = pytest.mark.usefixtures("published_config")
+WINDOW, CHUNK, BLOCK = 8, 16, 4
+SLOTS = 300
+#: All requests write this text, so that the tree has prefixes of each other's rows.
+TEXT = list(range(1, 130))
+
+
+class Windows(World):
+    """The last layer has a window."""
+
+    def __init__(self, core: str) -> None:
+        super().__init__(Setup(1, BLOCK, SLOTS, core=core))
+
+    def make_allocator(self) -> Any:
+        same: Any = dict(head_num=1, head_dim=4, dtype=torch.float32, device="cpu")
+        layers: Any = dict(swa_attention_layer_ids=[LAYERS], full_attention_layer_ids=[0, 1])
+        self.both = SWAKVPool(size=SLOTS, size_swa=SLOTS, page_size=1, **same, **layers)
+        self.both.full_kv_pool = self.pool
+        stock = SWATokenToKVPoolAllocator(SLOTS, SLOTS, 1, torch.float32, "cpu", self.both, False)
+        return shared_allocator_of(stock)
+
+    def set_components(self, params: CacheInitParams) -> None:
+        params.tree_components = (ComponentType.FULL, ComponentType.SWA)
+        params.sliding_window_size = WINDOW
+
+    def peers(self, slots: Any) -> torch.Tensor:
+        return self.allocator.full_to_swa_index_mapping[torch.as_tensor(slots).long()]
+
+    def write(self, slots: np.ndarray, contents: Any) -> None:
+        super().write(slots, contents)
+        peers = self.peers(slots)
+        for buffer in self.both.get_kv_buffer(LAYERS):
+            buffer[peers[peers > 0]] = torch.tensor(contents)[peers > 0][:, None, None].float()
+
+    def prefill(self, req: Req) -> None:
+        req.init_next_round_input(self.tree)
+        req.lock = self.tree.lock(req.last_node)
+        whole = len(req.full_untruncated_fill_ids)
+        while req.prefix_len < whole:
+            req.extend_end = min(req.prefix_len + CHUNK, whole)
+            start, slots = req.prefix_len, self.extend(req)
+            self.write(slots, TEXT[start : req.extend_end])
+            checkpoint_kv_cache(req, self.tree)
+
+    def decode(self, reqs: Any) -> np.ndarray:
+        for req in reqs:
+            self.tree.evict_sliding_windows(req, req.seqlen - 1)
+        return super().decode(reqs)
+
+    def step(self, req: Req, token: int = 0) -> None:
+        super().step(req, token or TEXT[req.kv.kv_allocated_len])
+        req.output_ids[-1] = TEXT[req.kv.kv_allocated_len]
+
+    def check(self, live: list[Req]) -> None:
+        """Windows are there whole, and no slot of either pool is lost."""
+        tree, pools = self.tree, self.allocator
+        full = tree.full_evictable_size() + tree.full_protected_size() + pools.full_available_size()
+        window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()
+        for req in live:
+            row, owned = self.row(req).copy(), req.kv.cache_protected_len
+            full += len(row) - owned
+            window += len(row) - max(req.kv.get_evicted_seqlen(ComponentType.SWA), owned)
+            first = max(len(row) - WINDOW, 0)
+            for buffer in self.both.get_kv_buffer(LAYERS):
+                seen = buffer[self.peers(row[first:]), 0, 0].tolist()
+                assert seen == TEXT[first : len(row)]
+        assert (full - self.controller.pipeline.saved, window) == (SLOTS, SLOTS)
+
+
+@pytest.mark.parametrize("core", ["python", "rust"])
+@pytest.mark.parametrize("seed", range(8))
+def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
+    """Requests start behind cached prefixes, share, are retracted and leave; the tree loses windows and
+    prefixes, and gets them back from rows."""
+    world, dice = Windows(core), random.Random(seed)
+    live, away = list[Req](), list[Req]()
+    for number in range(400):
+        roll = dice.random()
+        if roll < 0.06 and len(live) < 3:
+            fresh = world.request(str(number), TEXT[: dice.randrange(1, 60)])
+            req = away.pop() if away and dice.random() < 0.7 else fresh
+            world.prefill(req)
+            live.append(req)
+            if req is fresh:
+                req.output_ids.append(TEXT[len(req.origin_input_ids)])
+        elif roll < 0.1 and live:
+            req = live.pop(dice.randrange(len(live)))
+            world.end(req, dice.choice(ENDS))
+            away += [req] * req.is_retracted
+        elif roll < 0.16:
+            world.tree.evict(EvictParams(num_tokens=dice.randrange(9), swa_num_tokens=40))
+        for req in live:
+            if req.kv.kv_allocated_len < 120:
+                world.step(req)
+            state: Any = state_of(req)
+            if state and req.kv.kv_allocated_len > 2 * BLOCK and dice.random() < 0.4:
+                pair = Pair(*dice.sample(range(req.kv.kv_allocated_len - BLOCK), 2))
+                world.engine.waiting[state.followed.id].append(pair)
+        if live:
+            world.controller.after_decode(live)
+        assert world.controller.report.disabled is None
+        world.check(live)
+    assert world.controller.stats.blocks_shared > 5
+    for req in live:
+        world.finish(req)
+    world.tree.evict(EvictParams(num_tokens=SLOTS, swa_num_tokens=SLOTS))
+    world.check([])
+    assert world.allocator.full_available_size() == world.allocator.swa_available_size() == SLOTS
+
+
+def test_what_excludes_a_window_pool_is_refused() -> None:
+    context: Any = SimpleNamespace(is_hybrid_swa=True, enable_hierarchical_cache=True)
+    with pytest.raises(ValueError, match="--enable-hierarchical-cache .*; --disable-hybrid-swa"):
+        served.window_age(context)
+    pool: Any = Windows("python").both
+    runner: Any = SimpleNamespace(token_to_kv_pool=pool, device="cuda:0")
+    with pytest.raises(ValueError, match="x over .* does not run beside .*; --disable-hybrid-swa"):
+        attention.make_cuda(runner, "triton", None, requested_by="x")
+    pool.page_size = 16
+    with pytest.raises(ValueError, match="page sizes above 1 .*; --disable-hybrid-swa-memory"):
+        served.check_pool(pool)
