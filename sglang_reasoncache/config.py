@@ -171,8 +171,8 @@ class ReasonCacheConfig:
     )
     keep_responses: int = _setting(
         0,
-        "Finished responses whose text the page at GET /reasoncache/ui shows: this many of the newest, up to "
-        "16,384 tokens of each. It needs SGLang's --admin-api-key; if that is not set, --api-key; else no key.",
+        "How many of the newest finished responses the page at GET /reasoncache/ui shows as text, up to 16,384 "
+        "tokens of each. Readers need the --admin-api-key if the server has one, else the --api-key if any.",
         bounds=(0, 32),
     )
     allow_untested_sglang: bool = _setting(False, "Start on an SGLang version that was not tested.")

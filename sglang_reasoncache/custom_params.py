@@ -18,7 +18,7 @@ _SPELLINGS = {
 }
 #: The keys by which a client marks documents, and chooses a repair.
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Most documents of a prompt. While a request waits, each is looked up in the cache repeatedly.
+#: Most documents of a prompt. While a request waits, each document is looked up in the cache repeatedly.
 MOST = 256
 #: Bound of (tokens before the documents) x (documents): every document is looked up with these tokens.
 _MOST_BEFORE = 1 << 19

@@ -6,7 +6,7 @@ It answers only if ``SGLANG_PLATFORM`` names it, because any answer replaces the
 
 import os
 
-#: Name to put into ``SGLANG_PLATFORM``; the entry point in pyproject.toml has the same.
+#: Name to put into ``SGLANG_PLATFORM``. The entry point in pyproject.toml has the same name.
 PLATFORM_NAME = "reasoncache_cpu"
 
 

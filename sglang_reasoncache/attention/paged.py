@@ -133,8 +133,8 @@ class PagedAttention:
     def plan_into(
         self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor, reach: int = 0
     ) -> RowPlan:
-        """Plan rows on a GPU, of layers that see ``reach`` positions (0: all); what this queues can be
-        captured in a CUDA graph."""
+        """Plan rows on a GPU for layers that see ``reach`` positions (0: all). The queued work can be captured
+        in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
         read = self._rows.req_to_token, requests, lengths, self._cached_at
@@ -142,7 +142,7 @@ class PagedAttention:
         return self.readable(plan_into(buffers, *read, num_slots=self._num_slots, reach=seen))
 
     def readable(self, plan: RowPlan) -> RowPlan:
-        """``plan``, without its shifts if keys are read as cached: buffers have shifts in any case."""
+        """``plan``, without its shifts if keys are read as cached. Plans in buffers always have shifts."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
@@ -308,7 +308,7 @@ class PagedAttention:
             self._plan_extend(plan.rows, batch)
         plan = self._window_extend if layer.layer_id in self._of_window else self.extend_plan
         assert plan is not None
-        # Waits until SGLang has loaded this layer's KV from the host.
+        # This call waits until SGLang has loaded the layer's KV from the host.
         self._pool.get_key_buffer(layer.layer_id)
         reach = reach_of(layer)
         run = functools.partial(extend_attention, reach=reach)

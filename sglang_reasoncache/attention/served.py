@@ -224,8 +224,8 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool. Layers that stand for state layers are left out. So are,
-    with latent attention, layers that read the expanded keys and values of a prefill."""
+    """SGLang's attention layers that read the pool, without layers that stand for state layers and, with latent
+    attention, without layers that read the expanded keys and values of a prefill."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [

@@ -276,7 +276,7 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
         self.free_full_segment(free_index, start_pos=start_pos)
 
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """As SGLang's, but without its check for peers, because a block's source may be in the window."""
+        """As SGLang's method, but without its check for peers: a block's source may be in the window."""
         if self.references:
             self._free_known(free_index, start_pos)
         else:

@@ -30,7 +30,7 @@ class Composition(int):
         documents: The documents that the client marked.
         nodes: Ids of the nodes where the path of each composed document ends.
         again: Positions that are computed again, int64 ``[n]`` ascending. The first document has none, because
-            it was prefilled at the position where it stands.
+            it was prefilled at the position where it is used.
         repaired: Entries of the row. None if ``again`` is empty or SGLang has not asked for the row.
     """
 

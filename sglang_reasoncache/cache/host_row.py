@@ -154,7 +154,7 @@ class HostRow:
 class Moved(NamedTuple):
     """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
 
-    ``positions`` is empty if ``old`` and ``new`` are one slot. ``borrowed``: ``new`` belongs to another
+    ``positions`` is empty if ``old`` and ``new`` are the same. ``borrowed``: ``new`` belongs to another
     request, and this row did not name it before. ``first``: ``first_shared`` of the row before the change."""
 
     row: HostRow

@@ -151,7 +151,7 @@ class Repairs:
         self._prepared, token = {}, 0
         if self._failed:
             return
-        # Stays True if anything below raises. SGLang computes what was not placed as an ordinary prefill.
+        # Stays True if anything below raises. Then nothing is placed, and SGLang computes an ordinary prefill.
         self._failed = True
         prepared, work = dict[str, Repaired](), list[Callable[[], None]]()
         for number, (req, count) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
@@ -172,8 +172,8 @@ class Repairs:
         self._prepared, self._failed = prepared, False
 
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
-        """The entries of those of the requests ``rids`` that were prepared at the same index of the batch with
-        the same number of new tokens (``counts``). SGLang may pad ``counts``."""
+        """What was prepared for the requests ``rids``. A request is left out if it was prepared at another
+        index or with another number of new tokens (``counts``). SGLang may pad ``counts``."""
         found = (self._prepared.get(rid) for rid in rids)
         return [
             each

@@ -164,7 +164,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether the row of any of ``reqs`` may name a slot away from its cached position: after a redirect,
-        or if its prefix is composed. Slots of a single tree path stand at their cached positions."""
+        or if its prefix is composed. Slots of a single tree path are used at their cached positions."""
         return any(
             isinstance(req.last_node, Composition)
             or self._host_row(req.kv).first_shared is not None

@@ -92,8 +92,8 @@ class RecentQueries:
         self.positions[self._where] = positions
 
     def begin_extend(self, rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]) -> None:
-        """Begin a prefill, or a chunk of one. The last queries of each request are kept. A row that was given
-        to a request again since its last prefill loses its older queries.
+        """Begin a prefill, or a chunk of one. The last queries of each request are kept. A row that SGLang gave
+        to another request since the row's last prefill loses its older queries.
 
         Args:
             rows: Indexes in ``req_to_token``, int ``[batch]``, on the device.

@@ -26,7 +26,7 @@ class RunGroup:
 
     def __init__(self) -> None:
         self.members: dict[int, RunMatcher] = {}
-        # Hash of a run -> member and offset of its copy. Replaced once that member has left.
+        # Hash of a run -> member and offset of its copy. An entry is replaced once its member has left.
         self.copies: dict[int, tuple[int, int]] = {}
 
 

@@ -20,7 +20,7 @@ def decode_attention(
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
-    A shifted key is read as it lies in the pool, and the query is rotated back, so the cost grows with the
+    A shifted key is read as cached, and the query is rotated back instead, so the cost grows with the
     runs of equal shift. An entry is read once, however often its key is used. The result does not depend
     on threads or on the rest of the batch. On a CUDA device the call only launches, and can be captured in
     a graph.

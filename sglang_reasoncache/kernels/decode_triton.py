@@ -225,7 +225,7 @@ def compiler_options(constants: dict[str, Any]) -> dict[str, int]:
     by_hand = element in ("e4m3", "e5m2") and not cuda_capability_geq(8, 9)
     columns = max(constants["K_COLS"], constants["V_COLS"])
     wide = columns > 128 or lines > tiles.LINES[0] or element == "fp32" or by_hand
-    # A latent row is four times as wide as the smallest tile is made for.
+    # Fewer stages are used for latent rows, because these are wide.
     stages = 2 if constants["LATENT"] else NUM_STAGES
     return dict(num_warps=8 if wide else 4, num_stages=stages)
 

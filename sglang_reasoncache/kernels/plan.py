@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a batch's rows, FlashInfer's ``kv_indptr`` and ``kv_indices``, made once per forward."""
+"""The plan of a batch's rows, made once per forward: ``kv_indptr`` and ``kv_indices`` as in FlashInfer."""
 
 import ctypes
 import functools
@@ -53,7 +53,7 @@ def plan_rows(
     reach: int = 0,
     merge: bool = False,
 ) -> RowPlan:
-    """Flatten the rows of a batch in host memory, by C++. ``plan_triton.plan_into`` does so on a GPU.
+    """Flatten the rows of a batch in host memory, in C++. On a GPU, ``plan_triton.plan_into`` does this.
 
     Args:
         rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. A value below 0 means

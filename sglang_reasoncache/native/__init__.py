@@ -28,7 +28,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _NAME = "libreasoncache.so"
 _TIMEOUT_SECONDS = 600
 _COMPILERS = ("c++", "g++", "clang++")
-# No contraction: kernels that want fused multiply-add ask for it in their source.
+# Contraction is off, because kernels that want fused multiply-add call it in their source.
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
 _OPTIMISED = ("-O3", "-march=native")
 

@@ -182,8 +182,8 @@ class Controller:
 
     def reclaim(self, wanted: int) -> None:
         """Free ``wanted`` slots when SGLang is short of them and has nothing left to evict: let blocks share,
-        then let policies with ``when=short`` evict. All ranks call this together, because the same slots are
-        free on each."""
+        then let policies with ``when=short`` evict. All ranks call this together, because all ranks have the
+        same number of free slots."""
         if self._is_active and self.report.disabled is None:
             self.containment.together(self._reclaim, wanted)
 

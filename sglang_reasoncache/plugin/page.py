@@ -22,7 +22,7 @@ async def show() -> HTMLResponse:
 
 @functools.cache
 def _page() -> HTMLResponse:
-    """Build the page, one file. A browser may run only its script and may connect only to this server."""
+    """Build the page, a single file. A browser may run only its script and may connect only to this server."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -46,8 +46,8 @@ class Merges:
     """
 
     def __init__(self) -> None:
-        # Row number -> position -> its set. Positions of one set have the same object. A position
-        # without an entry is alone.
+        # Row number -> position -> its set. All positions of a set have the same object. A position
+        # without an entry is alone in its set.
         self._sets: dict[int, dict[int, set[Key]]] = {}
 
     def _set(self, key: Key) -> set[Key]:
@@ -154,7 +154,7 @@ class RequestState(RowState):
         fed: Output tokens handed to the filter.
         row: The row, once a poll has seen that all of it was computed. None before that, and from a retraction
             until the next such poll.
-        candidates: Blocks that may share, or do, by ``dst_start``. They outlive a retraction.
+        candidates: ``dst_start`` -> block that shares or may share later. They outlive a retraction.
         pending: Candidates that wait to be measured, because the row or the source's row is missing, or because
             SGLang has enough slots.
         redirected: Candidates that share in this row, in the order in which they began.

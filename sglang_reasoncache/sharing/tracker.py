@@ -195,6 +195,6 @@ class RequestTracker:
         self.stats.filter_given_up = int(process.given_up)
 
     def reset(self) -> None:
-        """Count restarts of the filter process again after a flush, which set all counts to 0."""
+        """Restore the counts of the filter process after a flush, which set all counts to 0."""
         if self._process is not None:
             self._count(self._process)

@@ -53,7 +53,7 @@ class View:
     Attributes:
         prompt: Tokens of the prompt.
         written: Positions ``[0, written)`` have their KV in the pool, or were evicted.
-        owned: First position that may be evicted. Earlier ones belong to the prefix tree or, without
+        owned: First position that may be evicted. Earlier positions belong to the prefix tree or, without
             the option ``prompt``, to whole pages of the prompt.
         page: Positions of a page; only whole pages can be evicted.
         held: int64 ``[held]``, ascending: written positions that were not evicted.

@@ -44,8 +44,8 @@ class RKV(Evictor):
     """R-KV (Cai et al., arXiv 2505.24133) evicts the positions with the lowest
     ``mix * importance - (1 - mix) * redundancy``.
 
-    Importance is the mean attention weight by the newest ``alpha`` queries over all heads, then the maximum of
-    ``kernel`` neighbours. The paper compresses every 128 tokens and keeps the newest ``alpha``.
+    Importance is the attention weight by the newest ``alpha`` queries, averaged over queries, layers and heads;
+    then the maximum over ``kernel`` neighbours. The paper acts every 128 tokens and keeps the newest ``alpha``.
 
     Attributes:
         mix: The paper's lambda.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TriAttention: keeps keys that queries like the recent ones will attend to."""
+"""TriAttention: keeps keys that later queries will attend to if they resemble the recent queries."""
 
 from dataclasses import dataclass
 from typing import ClassVar
