@@ -217,7 +217,7 @@ def add_attention(
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
-    """bool ``[n, total]``: entries that a token does not see. ``places``: the tokens' entries, int64 ``[n]``."""
+    """bool ``[n, total]``: entries not seen by a token. ``places``: the tokens' entries, int64 ``[n]``."""
     entries = torch.arange(total, device=places.device)
     hidden = entries > places[:, None]
     return hidden | (entries <= places[:, None] - reach) if reach else hidden
