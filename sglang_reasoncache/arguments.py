@@ -28,7 +28,7 @@ def flag_of(field: str) -> str:
 
 
 def arguments_of(values: Mapping[str, object]) -> list[str]:
-    """The words that give ``values`` on the command line; None is left out."""
+    """The words that give ``values`` on the command line. A value of None is left out."""
     given = {name: text_of(value) for name, value in values.items() if value is not None}
     words = [word for name in FLAGS if name in given for word in (flag_of(name), given[name])]
     others = [f"{name}={text}" for name, text in given.items() if name not in FLAGS]

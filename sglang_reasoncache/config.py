@@ -31,7 +31,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """A field; ``values`` stands for its value in help texts. None is allowed where it is the default."""
+    """A field. Help texts show ``values`` in place of its value. None is allowed if it is the default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -51,8 +51,8 @@ class ReasonCacheConfig:
     policy: str = _setting(
         "reasoncache",
         "What is done with the rows of running requests. reasoncache shares what repeats. "
-        f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F, with when=short only "
-        "where SGLang would retract a request. none leaves rows alone. Several are joined by +. See "
+        f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F; with when=short they do "
+        "so only when SGLang would retract a request. none leaves rows alone. Join several by +. See "
         "docs/eviction.md.",
         values=_POLICY_BOUND,
     )
@@ -64,9 +64,9 @@ class ReasonCacheConfig:
     )
     when: str = _setting(
         "short",
-        "When blocks share. short: when SGLang is short of slots, the smallest KV distance first; a "
-        "server with room answers as stock. always: as soon as they are found, as in the papers' presets, "
-        "and beside a policy that evicts at every poll, whose budget counts what is shared.",
+        "When blocks share. short: when SGLang is short of slots, the smallest KV distance first; with "
+        "enough slots, answers are those of stock SGLang. always: as soon as they are found. The papers' "
+        "presets set always, and a policy that evicts at every poll implies it.",
         choices=("short", "always"),
     )
     scope: str = _setting(
@@ -83,19 +83,19 @@ class ReasonCacheConfig:
     )
     min_run: int = _setting(
         12,
-        "Tokens that must repeat for a block to share: the block and those before it (match=runs). "
-        "Fewer save more slots and harm answers far more; never fewer than a block.",
+        "Tokens that must repeat for a block to share: the block and tokens before it (match=runs). "
+        "A lower value saves more slots and harms answers far more. The whole block always counts.",
         bounds=(1, 1_024),
     )
     direction: str = _setting(
         "newest",
-        "Which of two equal blocks keeps its slots, so that the other one reads them; the papers: "
+        "Which of two equal blocks keeps its slots; the other block then reads them. The papers use "
         "oldest.",
         choices=("newest", "oldest"),
     )
     min_age: int = _setting(
         256,
-        "Tokens that a block must lie behind the end of the response before it reads other slots.",
+        "Tokens that the response must have after a block before the block reads other slots.",
         bounds=(0, 1_000_000),
     )
     block: int = _setting(
@@ -106,8 +106,8 @@ class ReasonCacheConfig:
     )
     percentile: float = _setting(
         100.0,
-        "Share a block if its KV distance is within this percentile of those seen; 0 shares "
-        "nothing, 100 everything that the filter proposes.",
+        "Share a block if its KV distance is within this percentile of all distances seen; 0 shares "
+        "nothing, 100 shares everything that the filter proposes.",
         bounds=(0, 100),
     )
     warmup: int = _setting(
@@ -116,7 +116,7 @@ class ReasonCacheConfig:
     tau_strict: float = _setting(0.9, "Upper end of the dynamic lexical threshold.", bounds=(0, 1))
     tau_soft: float = _setting(0.7, "Lower end of the dynamic lexical threshold.", bounds=(0, 1))
     length_factor: bool = _setting(True, "Multiply the cosine with the ratio of step lengths.")
-    use_structure: bool = _setting(True, "Require equal formal content where both steps have some.")
+    use_structure: bool = _setting(True, "Require equal formal content if both steps have some.")
     fixed_tau: float | None = _setting(
         None, "Constant lexical threshold instead of the dynamic one.", bounds=(0, 1)
     )
@@ -126,12 +126,12 @@ class ReasonCacheConfig:
     positions: str = _setting(
         "auto",
         "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' "
-        "behaviour). auto: corrected; nothing is shared where model or flags do not allow that.",
+        "behaviour). auto: corrected; if model or flags do not allow that, nothing is shared.",
         choices=("auto", "corrected", "as-cached"),
     )
     align: str = _setting(
         "tokens",
-        "Pair blocks of equal tokens, or block by index (the papers' behaviour).",
+        "tokens: pair blocks of equal tokens. index: pair blocks by index (the papers' behaviour).",
         choices=("tokens", "index"),
     )
     admission_credit: float = _setting(
@@ -141,9 +141,9 @@ class ReasonCacheConfig:
     )
     documents_repair: str = _setting(
         "none",
-        "Which tokens of documents that moved are computed again where a request that marks documents "
-        "does not say: none, first:TOKENS of each, or query:SHARE, those that the query attends to most. "
-        "See docs/documents.md.",
+        "Which tokens of moved documents are computed again if the request does not say: none; "
+        "first:TOKENS, the first tokens of each document; query:SHARE, the share of tokens that the query "
+        "attends to most. See docs/documents.md.",
         values="REPAIR",
     )
     random_ratio: float | None = _setting(
@@ -154,25 +154,25 @@ class ReasonCacheConfig:
     span: str = _setting(
         "auto",
         "Tokens that may share. reasoning: the part that --reasoning-parser marks. response: all "
-        "output. auto: reasoning where a parser is set.",
+        "output. auto: reasoning if a parser is set, else response.",
         choices=("auto", "reasoning", "response"),
     )
     max_pending: int = _setting(
         256,
-        "Finished steps that may wait for comparison; beyond, new ones are not compared (counted "
-        "as steps_shed).",
+        "Finished steps that may wait for comparison. While there are more, new steps are not "
+        "compared (counted as steps_shed).",
         bounds=(1, 1_000_000),
     )
     max_step_tokens: int = _setting(
-        1024, "A reasoning step longer than this is cut there.", bounds=(16, 65_536)
+        1024, "A reasoning step is cut after this number of tokens.", bounds=(16, 65_536)
     )
     max_history_steps: int = _setting(
-        2048, "Earlier steps compared with a new one.", bounds=(1, 1_000_000)
+        2048, "Most earlier steps that a new step is compared with.", bounds=(1, 1_000_000)
     )
     keep_responses: int = _setting(
         0,
-        "Last finished responses whose text the page at GET /reasoncache/ui shows, up to 16,384 tokens of "
-        "each: to those who have SGLang's --admin-api-key, or its --api-key, or, without keys, to everybody.",
+        "Finished responses whose text the page at GET /reasoncache/ui shows: this many of the newest, up to "
+        "16,384 tokens of each. It needs SGLang's --admin-api-key; if that is not set, --api-key; else no key.",
         bounds=(0, 32),
     )
     allow_untested_sglang: bool = _setting(False, "Start on an SGLang version that was not tested.")
@@ -210,8 +210,8 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """True if ``when`` is ``always``, or if a policy evicts at every poll: its budget counts what is
-        shared."""
+        """True if ``when`` is ``always``, or if a policy evicts at every poll, because sharing then leaves it
+        fewer positions to evict."""
         evicts = any(policy.when == ALWAYS for _, policy in self.policies.evictors)
         return self.when == "always" or evicts
 
@@ -301,5 +301,5 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
 
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:
-    """The config that ``plugin/flags.py`` attached to SGLang's record; None: the flag is off."""
+    """The config that ``plugin/flags.py`` attached to SGLang's record; None if the flag is off."""
     return getattr(server_args, "_reasoncache", None)

@@ -20,13 +20,13 @@ _SPELLINGS = {
 KEY, REPAIR_KEY = "documents", "documents_repair"
 #: Most documents of a prompt. While a request waits, each is looked up in the cache repeatedly.
 MOST = 256
-#: Bound of tokens before the documents times documents: these tokens are looked up with every document.
+#: Bound of (tokens before the documents) x (documents): every document is looked up with these tokens.
 _MOST_BEFORE = 1 << 19
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Which tokens of documents that moved are computed again, in the order of the prompt.
+    """Which tokens of moved documents are computed again.
 
     Attributes:
         first: Tokens at the beginning of each document (EPIC, arXiv 2410.15332).
@@ -55,8 +55,8 @@ class Documents:
     """Documents that follow one another in a prompt.
 
     Attributes:
-        start: Position of the first one. The tokens before it are the *base*: every document is prefilled
-            directly behind the base, without the others.
+        start: Position of the first document. The tokens before it are the *base*: every document is prefilled
+            directly behind the base, without the other documents.
         ends: The position behind each document, ascending.
         repair: What is computed again.
     """
@@ -72,9 +72,9 @@ class Documents:
 def documents_of(custom_params: object, length: int | None = None) -> Documents | None:
     """The documents that ``custom_params`` mark; None if they mark none.
 
-    ``length``: tokens of the prompt; None: unknown yet. Raises ValueError that names the first span that
-    is wrong: spans are ``[start, end]`` in tokens, follow one another without a gap, and leave at least
-    the last token of the prompt, which is always computed. Raises it for an unknown repair, too.
+    ``length``: tokens of the prompt; None if not known yet. Raises ValueError that names the first wrong
+    span: spans are ``[start, end]`` in tokens, follow one another without a gap, and leave out at least
+    the last token of the prompt, which is always computed. Raises ValueError for an unknown repair, too.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
     spans, repair = custom.get(KEY), custom.get(REPAIR_KEY, "none")
@@ -112,8 +112,8 @@ def check_before(tokens: int, documents: int) -> None:
 
 
 def asks_to_share(custom_params: object) -> bool:
-    """The answer in a request's ``custom_params``; True if there is none. Raises ValueError if they
-    are no object, or the value is neither yes nor no."""
+    """Whether a request's ``custom_params`` let it share; True if they do not say. Raises ValueError if
+    they are no object, or the value is neither true nor false."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
     value = (custom_params or {}).get(OPT_OUT_KEY)
@@ -128,8 +128,8 @@ def asks_to_share(custom_params: object) -> bool:
 
 
 def allows(req: Request) -> bool:
-    """False if the request opted out: its row is left alone. Also False if ``custom_params`` is invalid
-    and no frontend refused it; see ``plugin/hooks.py``."""
+    """False if the request opted out, so that its row is left alone. Also False if ``custom_params`` is
+    invalid and no frontend refused it; see ``plugin/hooks.py``."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError, because the message contains the value's repr

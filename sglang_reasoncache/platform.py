@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of the CPU platform. Imports nothing of SGLang, which calls all such entry points.
 
-A platform that answered while ``SGLANG_PLATFORM`` is unset would replace the machine's own platform.
+It answers only if ``SGLANG_PLATFORM`` names it, because any answer replaces the machine's own platform.
 """
 
 import os
@@ -13,8 +13,8 @@ PLATFORM_NAME = "reasoncache_cpu"
 def activate() -> str | None:
     """Return the class path of the CPU platform if it was asked for by name.
 
-    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on: half of SGLang would then use one
-    device and half another.
+    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on, because parts of SGLang would then
+    use different devices.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
@@ -31,7 +31,7 @@ def activate() -> str | None:
             f"{torch.cuda.device_count()}: unset SGLANG_PLATFORM, or hide them with "
             'CUDA_VISIBLE_DEVICES=""'
         )
-    # In memory pages of 4 KB almost every row of a pool costs an address translation, see docs/kernels.md.
-    # PyTorch reads this when it first allocates; an operator's own value stays.
+    # Large memory pages: with 4 KB almost every row of a pool costs an address translation (docs/kernels.md).
+    # PyTorch reads this variable when it first allocates; an operator's own value stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"

@@ -33,13 +33,13 @@ class PagedBackend(_Stock):
         requested_by: str,
         **stock: Any,
     ) -> None:
-        """``cached``: slots' cached positions, by which shared keys are rotated to where they are read; None:
-        every key is read as cached. ``requested_by``: the flags that request this backend; every message begins
+        """``cached``: slots' cached positions, by which shared keys are rotated to where they are read; None
+        reads every key as cached. ``requested_by``: the flags that request this backend; every message begins
         with them. ``stock``: arguments of SGLang's backend. Raises ValueError that names what is not supported,
         and for an embedding that cannot rotate keys."""
         check_attention(model_runner, requested_by)
         self.requested_by = requested_by
-        # Before SGLang's backend takes memory, because this may raise.
+        # Made before SGLang's backend takes memory, because this may raise.
         self.paged = PagedAttention(model_runner, cached, self.unread)
         super().__init__(model_runner, **stock)
 

@@ -69,12 +69,12 @@ class PagedAttention:
         self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
-        #: Layer -> rotation of its keys; None: keys are read as cached.
+        #: Layer id -> rotation of the layer's keys. None if keys are read as cached.
         self.rotations: dict[int, KeyRotation] | None = None
         #: Whether the pool has latent rows.
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
-        #: Layers with a window pool. Their slots are the peers of a row's slots, which share nothing.
+        #: Layers with a window pool. They read the *peers* of a row's slots there. Peers are never shared.
         self._of_window = compat.window_layers(pool)
         self._peers: Any = getattr(pool, "translate_loc_from_full_to_swa", None)
         if cached is not None:
@@ -94,7 +94,7 @@ class PagedAttention:
         self._reaches = {reach: reach - unread for reach in sorted(reaches)}
         # PyTorch's fused attention cannot soft-cap logits.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
-        self.queries: RecentQueries | None = None  # None: no policy reads them
+        self.queries: RecentQueries | None = None  # None if no policy reads queries
         self.forget()
 
     # -- at the start ---------------------------------------------------------------
@@ -153,8 +153,8 @@ class PagedAttention:
         reach: int = 0,
         lengths: Tensor | None = None,
     ) -> RowPlan:
-        """The rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: of the rows, int64 ``[batch]``
-        in host memory; None: those of the batch."""
+        """Plan the rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: row lengths, int64
+        ``[batch]`` in host memory; None takes the batch's own."""
         where = batch.req_pool_indices, batch.seq_lens
         if lengths is not None:
             where = batch.req_pool_indices, upload(lengths.numpy(), self.device)
@@ -177,18 +177,18 @@ class PagedAttention:
         return self._in_window_pool(plan) if reach and self._of_window else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
-        """``plan`` over the peers of its slots: of a slot that the window has passed, the padding slot."""
+        """``plan`` with peers in place of slots. A slot that the window has passed has the padding slot."""
         return RowPlan(plan.kv_indptr, self._peers(plan.kv_indices).int(), None)
 
     # -- a forward ------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Nothing is planned until the next forward begins."""
+        """Forget all plans. Nothing is planned until the next forward begins."""
         self.rows: RowPlan | None = None
-        #: Positions that a window sees -> plan of its layers, beside ``rows``.
+        #: Positions that a window sees -> plan of the layers with this window, in addition to ``rows``.
         self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
-        #: The same for layers with a window pool.
+        #: The plan of a prefill for layers with a window pool.
         self._window_extend: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
         self._repairs: list[Repaired] = []
@@ -222,7 +222,7 @@ class PagedAttention:
         if batch.forward_mode.is_decode_or_idle():
             self.queries.begin_decode(rows, positions[: len(rows)])
         elif batch.rids is not None:
-            # SGLang's own trial runs have no requests.
+            # SGLang's own trial runs have no requests, so they keep no queries.
             self.queries.begin_extend(rows, positions, batch.extend_seq_lens_cpu)
 
     @once_more
@@ -235,18 +235,18 @@ class PagedAttention:
 
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
-        """Use the plans in ``buffers``, into which the decode graph captured or replayed next plans."""
+        """Use the plans in ``buffers``, which the decode graph that is captured or replayed next will fill."""
         size = batch.batch_size
         plans = {reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()}
         self.rows, self.windows = plans.pop(0), plans
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
-        """Plan a prefill by our kernels. ``evicted``: evicted positions per row; None: unknown."""
+        """Plan a prefill by our kernels. ``evicted``: evicted positions per row; None if unknown."""
         self._evicted = evicted
         lengths = None
         if self._repairs and batch.seq_lens_cpu is not None:
-            # A chunk may end before the positions that it writes.
+            # Rows are read at least up to ``least``, because a chunk may end before positions that it writes.
             lengths = batch.seq_lens_cpu.clone()
             for placed in self._repairs:
                 lengths[placed.number].clamp_(min=placed.least)
@@ -318,10 +318,10 @@ class PagedAttention:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
                 where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
-                # A layer without memory for its weights is left out: they only rank tokens.
+                # A layer is left out if memory for its weights is missing: the weights only rank tokens.
                 with contextlib.suppress(RuntimeError):
                     add_attention(query, *where, scored.received, reach)
-        # Under DP attention SGLang pads ``q``, so that all groups gather equally many tokens.
+        # Under DP attention SGLang pads ``q``, so that all groups gather the same number of tokens.
         return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
 
     @once_more
@@ -353,8 +353,8 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Factors of logits and of outputs. The scales of keys and values count only where SGLang divided by
-        them: not in latent rows or a pool of the model's dtype."""
+        """Factors of logits and of outputs. The scales of keys and values count only if SGLang divided by them.
+        It does not divide latent rows, nor keys and values in a pool of the model's dtype."""
         if self.latent or self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
-A forward that reads neither shifted slots nor evicted positions runs SGLang's kernels, any other ours. A decode
-graph includes the planning. With latent attention SGLang's kernels run every prefill:
+A forward that reads neither shifted slots nor evicted positions runs SGLang's kernels; any other forward runs
+ours. A decode graph includes the planning. With latent attention SGLang's kernels run every prefill, because
 cached prefixes have no shifted slots.
 """
 
@@ -34,7 +34,7 @@ PLAIN, SHIFTED = "plain", "shifted"
 class GraphVote(enum.IntEnum):
     """Which decode graph a group of DP attention can run. The groups take the smallest vote.
 
-    Takes the place of a bool of SGLang's: EAGER is false, SHIFTED and PLAIN are true.
+    A vote replaces a bool of SGLang's: EAGER is false, SHIFTED and PLAIN are true.
     """
 
     EAGER, SHIFTED, PLAIN = range(3)
@@ -48,8 +48,8 @@ class MarkedRids(list[str]):
 
     Args:
         rids: The request ids.
-        needs_ours: Some row has shifted slots or evicted positions, which only our kernels can read.
-        evicted: How many positions of each row were evicted; None: unknown.
+        needs_ours: Whether some row has shifted slots or evicted positions: only our kernels can read these.
+        evicted: How many positions of each row were evicted; None if unknown.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class MarkedRids(list[str]):
 
 
 def mark_of(batch: Any) -> MarkedRids | None:
-    """The mark of a ``ForwardBatch``; None: unknown."""
+    """The mark of a ``ForwardBatch``; None if it was not marked."""
     return batch.rids if isinstance(batch.rids, MarkedRids) else None
 
 
 class SharedSlotReads(PagedBackend):
     """A mixin in front of one of SGLang's backends, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
 
-    If keys are read as cached, our kernels run only where rows have evicted positions.
+    If keys are read as cached, our kernels run only if rows have evicted positions.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class SharedSlotReads(PagedBackend):
 
     def choose_graph(self, forward_batch: ForwardBatch) -> str:
         """Choose the graph variant for the next replay, which is prepared right after this call."""
-        # All groups replay one variant: both make SGLang's collectives, but in different memory.
+        # All groups replay the same variant, because the two make SGLang's collectives in different memory.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
@@ -182,8 +182,8 @@ class SharedSlotReads(PagedBackend):
             self.paged.plan_into(buffers, *where, reach)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
-        """Where a forward stops reading rows. A decode step stops after our plan at the earliest: in the graph,
-        or before a forward without a graph."""
+        """Where a forward stops reading rows. A decode step reads them at least until our plan is made, in the
+        graph or before a forward without a graph."""
         stock = super().shared_read_ends(fm)
         if not fm.is_decode_or_idle():
             return stock
@@ -206,7 +206,7 @@ class GraphVariants:
 
 def compile_attention(paged: PagedAttention) -> None:
     """Compile Triton kernels, so that the first forwards do not wait seconds. The pool is only read."""
-    # Row 0 belongs to no request.
+    # The plans are for row 0, which belongs to no request.
     zero = torch.zeros(1, dtype=torch.int64, device=paged.device)
     plan, merged = (
         paged.plan_into(paged.buffers(1, 8, merge=merge), zero, zero + 8)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
 
-#: Ends messages about a pool that SGLang frees as the window moves on.
+#: End of messages about window pools, whose slots SGLang frees as the window moves on.
 BESIDE_WINDOWS = (
     "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
     "into one pool, which takes more memory a token"
@@ -94,8 +94,8 @@ ROTARY_KINDS = (
 #: Attention module -> its attribute which, if true, makes it scale each dim of a key by a learned weight after
 #: the rotation.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
-#: know positions from their state layers.
+#: Attention modules that give keys no position at all, if they have no rotary embedding. In their models only
+#: the state layers depend on positions.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
 #: Attention modules of models with sliding windows whose rotation is known: that of their own rotary
 #: embedding, unless :func:`_rotation_of` says otherwise.
@@ -120,7 +120,7 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
         pool = pool.full_kv_pool
     hybrid = type(pool) is compat.HybridLinearKVPool
     if hybrid:
-        pool = pool.full_kv_pool  # Of the attention layers; state layers have none.
+        pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
     kind = _POOLS.get(type(pool).__name__)
     if type(pool) is compat.MLATokenToKVPool:
         if not hybrid and pool.qk_rope_head_dim:
@@ -144,14 +144,14 @@ def check_kind(context: TreeCacheBuildContext) -> None:
 
 
 def window_age(context: TreeCacheBuildContext) -> int:
-    """If layers with sliding windows have a pool of their own: how many tokens behind the end SGLang has freed
-    a position there; else 0. Raises ValueError for a flag that excludes such a pool."""
+    """How many tokens behind a row's end SGLang has freed a position in the window pool; 0 if there is no such
+    pool. Raises ValueError for a flag that excludes a window pool."""
     if not context.is_hybrid_swa:
         return 0
     if context.enable_hierarchical_cache:
         raise ValueError(f"{_FLAG} does not support --enable-hierarchical-cache {BESIDE_WINDOWS}")
     interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
-    # Two tokens more: of the step in flight, and of the step to come.
+    # Two more tokens, for the step in flight and for the next step.
     return context.params.swa_retain_window + interval + 2
 
 
@@ -175,7 +175,7 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
-    """The SGLang backend on CUDA in front of which our kernels serve a model; None: there is none.
+    """The CUDA backend of SGLang with which our kernels serve a model, or None if they do not serve it.
 
     ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: the model has multi-head latent
     attention.
@@ -209,7 +209,7 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
             raise ValueError(f"{requested_by}: layer {layer.layer_id} has {where}")
         for name, attribute, supported in LAYER_ATTRIBUTES:
             found = getattr(layer, attribute)
-            found = getattr(found, "value", found)  # of an enum
+            found = getattr(found, "value", found)  # the value of an enum
             if found not in supported:
                 raise ValueError(
                     f"{requested_by}: layer {layer.layer_id} has {name} {found}, "
@@ -224,8 +224,8 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool. Left out are layers that stand for state layers and, with
-    latent attention, layers that read the expanded keys and values of a prefill."""
+    """SGLang's attention layers that read the pool. Layers that stand for state layers are left out. So are,
+    with latent attention, layers that read the expanded keys and values of a prefill."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [
@@ -238,7 +238,7 @@ def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
 
 
 def reach_of(layer: AttentionLayer) -> int:
-    """How many positions a query of the layer sees, its own included; 0: all before it."""
+    """How many positions a query of the layer sees, its own included; 0 if it sees all before it."""
     window = layer.sliding_window_size
     return 0 if window is None else max(window, -1) + 1
 
@@ -307,8 +307,8 @@ def key_rotation(
 ) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
 
-    ``latent_dims``: how many dims of a latent row, behind the latent, are rotated; None: the attention is not
-    latent.
+    ``latent_dims``: how many dims of a latent row, behind the latent, are rotated; None if the attention is
+    not latent.
 
     Raises:
         ValueError: no rotary embedding, several, a kind whose angle is not linear in the position,
@@ -336,7 +336,7 @@ def key_rotation(
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
     """The rotary modules of a model, also SGLang's modules that are no RotaryEmbedding (LongRoPE, dual chunk).
-    Vision layers are skipped: they cache no keys."""
+    Vision layers are skipped, because they cache no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     found = [child for _, owner in _owners(model) for child in owner.children()]
     return [
@@ -356,7 +356,7 @@ def _owners(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | None) -> None:
-    """Raises ValueError where ``owner`` has an attention layer whose cached keys are not rotated, or
+    """Raises ValueError if ``owner`` has an attention layer whose cached keys are not rotated, or are
     changed after their rotation."""
     children = list(owner.children())
     heads = {latent_dims or c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}

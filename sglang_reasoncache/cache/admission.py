@@ -6,18 +6,18 @@ from typing import Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
-#: The share among running requests is ignored while they have fewer output tokens in total.
+#: The share among running requests is ignored while these have fewer output tokens than this in total.
 _LEAST_RUNNING = 512
 
 
 class SharingBudget(compat.PrefillBudget):
     """SGLang's ``PrefillBudget`` with two additions.
 
-    It counts the slots that running requests can give by sharing. It also reserves fewer slots for output to
-    come (``total_offset - current_offset``): the share ``credit``, in [0, 1), is left out.
+    It counts the slots that running requests can free by sharing. Of the slots that SGLang reserves for future
+    output (``total_offset - current_offset``) it reserves the share ``1 - credit``; ``credit`` is in [0, 1).
 
-    Reservations may rely on sharing, because decode retracts requests if slots are missing later. What a prompt
-    needs now is reclaimed before the prompt is admitted, because a failed allocation would end the scheduler.
+    Reservations may rely on sharing, because decode retracts requests if slots are missing later. Slots that a
+    prompt needs now are freed before it is admitted, because a failed allocation would end the scheduler.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SharingBudget(compat.PrefillBudget):
         return self._there() + self._shareable
 
     def _there(self) -> int:
-        """Slots that are free or evictable, without those that sharing can give."""
+        """Slots that are free or evictable and not taken by prompts of this batch; sharing is not counted."""
         left: int = self._available_and_evictable() - self.current_offset
         return left
 
@@ -92,12 +92,12 @@ class SharingBudget(compat.PrefillBudget):
             return wanted
         if self._there() > 0:
             return min(wanted, self._there())
-        # As SGLang's budgets answer where no slot is left.
+        # SGLang's budgets return the same if no slot is left.
         return None if isinstance(self, compat.SWAPrefillBudget) else chunk_limit
 
 
 class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
-    """The same for a full pool, in which rows share, and a window pool."""
+    """A :class:`SharingBudget` for a full pool, in which rows share, and a window pool."""
 
 
 class SharingForecast:

@@ -81,7 +81,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     page_size: int
     references: PageReferences
-    #: Whether a position may read a slot whose key was rotated for another position. True until a flush.
+    #: Whether a position may read a slot whose key was rotated for another position. Stays True until a flush.
     has_shifted_slots: bool
     #: Whether rows may have entries below 0 (evicted positions). It stays True until a flush.
     has_evicted: bool
@@ -199,7 +199,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def reclaim_to(self, num_tokens: int) -> None:
         """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
         short = num_tokens - self.free_size()
-        # Inside a free group no slot becomes free before the group ends.
+        # Nothing is reclaimed inside a free group, because no slot becomes free before the group ends.
         if short > 0 and self.controller is not None and self.free_group is None:
             self.controller.reclaim(short)
 
@@ -258,9 +258,9 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
 
 class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
-    """Page size 1, with a second pool for layers that see a sliding window. Rows, references and sharing are of
-    the full pool. A slot's peer in the window pool belongs to the position that was computed into the slot;
-    SGLang frees it once the window has passed. Only such positions share, so no alias frees a peer."""
+    """Page size 1, with a second pool for layers that see a sliding window. Rows name slots of the full pool,
+    and share there. A slot's peer in the window pool belongs to the position that was computed into the slot;
+    SGLang frees the peer once the window has passed. Only positions without peers read other slots."""
 
     budget, has_window_pool = WindowSharingBudget, True
 
@@ -276,7 +276,7 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
         self.free_full_segment(free_index, start_pos=start_pos)
 
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """As SGLang's, without its check that no slot has a peer: a block's source may be in the window."""
+        """As SGLang's, but without its check for peers, because a block's source may be in the window."""
         if self.references:
             self._free_known(free_index, start_pos)
         else:

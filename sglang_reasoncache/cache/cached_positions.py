@@ -22,10 +22,10 @@ class CachedPositions:
 
     def record_path(self, slots: torch.Tensor, stream: Any = None) -> None:
         """Record positions 0, 1, ... for ``slots``: int ``[length]``, a path of the prefix tree from its root.
-        SGLang loads some of these slots from the host.
+        SGLang is loading some of these slots from the host.
 
-        ``stream``: the CUDA stream of forwards with the overlap schedule, None on a CPU. Recording waits for
-        it: a forward in flight may still read the former position of a slot that was freed meanwhile.
+        ``stream``: the CUDA stream on which the overlap schedule runs forwards; None on a CPU. Recording waits
+        for this stream, because a forward in flight may still read the old position of a slot freed since.
         """
         if stream is None:
             self.record(slots, torch.arange(len(slots), device=slots.device))
@@ -35,7 +35,7 @@ class CachedPositions:
         with torch.cuda.stream(stream):
             self.record_path(slots)
         slots.record_stream(stream)
-        # Without the overlap schedule forwards run on the current stream.
+        # The current stream waits too, because forwards run on it without the overlap schedule.
         current.wait_stream(stream)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:

@@ -31,7 +31,7 @@ class Composition(int):
         nodes: Ids of the nodes where the path of each composed document ends.
         again: Positions that are computed again, int64 ``[n]`` ascending. The first document has none, because
             it was prefilled at the position where it stands.
-        repaired: Entries of the row. None: ``again`` is empty, or SGLang has not asked for the row.
+        repaired: Entries of the row. None if ``again`` is empty or SGLang has not asked for the row.
     """
 
     documents: Documents
@@ -53,8 +53,8 @@ class Composition(int):
 
     @property
     def kept(self) -> int:
-        """Number of positions that are not computed. SGLang takes them for the first positions of the prompt,
-        and takes ``again`` for the positions between them and ``length``."""
+        """Number of positions that are not computed. To SGLang these are the first positions of the prompt, and
+        the positions of ``again`` follow them up to ``length``."""
         return self.length - len(self.again)
 
     def slots(self, path_slots: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -86,10 +86,10 @@ def marked(req: Request | None) -> Documents | None:
 
 
 def compose(documents: Documents, key: Any, match: Callable[[Any], Any]) -> Composition | None:
-    """Compose as many documents as the tree holds, up to the first that it lacks. None for fewer than two:
-    a single one is an ordinary prefix.
+    """Compose the documents that come before the first one that the tree lacks. Returns None for fewer than
+    two documents, because a prefix with a single document is an ordinary prefix.
 
-    ``key``: SGLang's key of the prompt. ``match``: the tree's match of a key.
+    ``key``: SGLang's key of the prompt. ``match``: the tree's function that matches a key.
     """
     tokens, nodes = key.token_ids, list[int]()
     base = tokens[: documents.start]

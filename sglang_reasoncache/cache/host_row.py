@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy in host memory of what is known of one request's row. Sharing, freeing and publishing read
+"""A copy in host memory of the known entries of one request's row. Sharing, freeing and publishing read
 this copy, so they do not wait for the device."""
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _numbers = itertools.count()
 class HostRow:
     """Holds for each position the id of its slot, ``EVICTED``, or ``UNKNOWN``.
 
-    A position is ``UNKNOWN`` until :meth:`locate` is called for it. No other position names its slot:
-    a slot is located before it is shared.
+    A position is ``UNKNOWN`` until :meth:`locate` is called for it. No other position names the slot of an
+    ``UNKNOWN`` position, because a slot is located before it is shared.
 
     Attributes:
         number: Unique in this process. After a retraction the request gets a row with a new number.
@@ -102,8 +102,8 @@ class HostRow:
 
     def read(self, dst: int, src: int, length: int, lender: HostRow, moves: list[Moved]) -> None:
         """Redirect ``length`` positions from ``dst`` on to the slots of the positions from ``src`` on in
-        ``lender``, which is this row or another request's. All positions of this row that name a slot
-        of the destination move with it.
+        ``lender``, which is this row or another request's. If other positions of this row name the slot of a
+        redirected position, they are redirected with it.
 
         ``moves`` gets one entry per position as soon as that position has moved. If this raises, the
         caller passes ``moves`` to :func:`undo`."""

@@ -16,10 +16,10 @@ class Ranks:
     """One rank's view of all ranks of a server.
 
     Every call first checks that no rank has failed. A rank with ``failed`` set reports this in its next call,
-    even if the other ranks make another call.
+    even if the other ranks call a different method.
 
     Args:
-        group: CPU process group of the ranks; None: this rank is alone.
+        group: CPU process group of the ranks; None if this rank is alone.
 
     Attributes:
         alone: Whether this is the only rank.
@@ -51,7 +51,7 @@ class Ranks:
 
     def add(self, sums: torch.Tensor) -> None:
         """Add up ``sums`` over the ranks, in place. Raises RankFailed if a rank has failed."""
-        # Checked first, because a rank that failed does not know the shape of ``sums``.
+        # Failures are exchanged first, because a failed rank may have no tensor of this shape to add.
         self.agree()
         if self._group is not None:
             dist.all_reduce(sums, group=self._group)

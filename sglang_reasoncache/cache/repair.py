@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recomputes some tokens of moved documents at their new positions, in slots that the request owns.
 
-SGLang sees an ordinary prefill behind a prefix that is shorter by the number of these tokens. Before the
-forward, the first tokens of that prefill get the ids, positions and row entries of these tokens. Each token
-reads the entries up to its own position. Before SGLang frees the row, their slots are written back to the
-entries where SGLang put them. If anything here fails on any rank, SGLang recomputes the last tokens of the
-prefix instead.
+SGLang sees an ordinary prefill behind a prefix that is shorter by the number of recomputed tokens. Before the
+forward, the first tokens of that prefill get the ids, positions and row entries of the recomputed tokens. Each
+token reads the row's entries up to its own position. Before SGLang frees the row, the slots of the recomputed
+tokens are written back to the entries where SGLang put them. If anything here fails on any rank, SGLang
+recomputes the last tokens of the prefix instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
 
-#: Most prompts, and most tokens of all of them, whose scores are kept. A prompt whose scores were dropped is
-#: served without its repair.
+#: Scores are kept for at most this number of prompts, and this number of tokens of all prompts together. A
+#: prompt whose scores were dropped is served without its repair.
 _MOST_PROMPTS, _MOST_TOKENS = 1024, 1 << 24
 
 
@@ -39,10 +39,10 @@ class Repaired(NamedTuple):
     Attributes:
         number: Index of the request in the batch.
         token: Index in the batch of the request's first new token. The request has ``new`` new tokens.
-        positions: Positions of its first new tokens, int64 ``[n]``. Its other tokens follow the row's prefix.
+        positions: Positions of its first new tokens, int64 ``[n]``. The other new tokens follow the prefix.
         least: The row has at least this many positions.
         received: fp32 ``[length]`` on the device. Attention adds here how much the tokens attend to each
-            position. None: the request is not scored.
+            position. None if the request is not scored.
     """
 
     number: int
@@ -64,8 +64,8 @@ class RepairedRow:
     def placed(
         self, row: torch.Tensor, start: int, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entries of the row once ``positions``, int64 ``[n]``, name the slots that SGLang put into
-        ``row``, int32 ``[width]``, from ``start`` on; and these slots. Nothing is written yet."""
+        """Let ``positions``, int64 ``[n]``, name the slots that SGLang put into ``row``, int32 ``[width]``,
+        from ``start`` on. Returns the row's new entries, and these slots. Nothing is written yet."""
         own = row[start : start + len(positions)].to(torch.int64)
         slots = self._slots.clone()
         slots[upload(positions, row.device)] = own
@@ -85,14 +85,14 @@ class RepairedRow:
 
 
 def heads_of(ends: Sequence[int], count: int) -> np.ndarray:
-    """The first ``count`` positions of each document except the first one, int64 ``[n]``. ``ends``: for each
-    document, the position behind it."""
+    """The first ``count`` positions of each document except the first document, int64 ``[n]``. ``ends``: the
+    position behind each document."""
     heads = (range(a, min(a + count, b)) for a, b in pairwise(ends))
     return np.fromiter(chain.from_iterable(heads), dtype=np.int64)
 
 
 def highest_of(scores: torch.Tensor, count: int) -> np.ndarray:
-    """Indexes of the ``count`` highest ``scores``, fp32 ``[n]`` in host memory, or of all: int64, ascending."""
+    """Indexes of at most ``count`` highest ``scores``, fp32 ``[n]`` in host memory: int64, ascending."""
     return np.sort(scores.topk(min(count, len(scores))).indices.numpy())
 
 
@@ -100,22 +100,22 @@ class Repairs:
     """The repairs of a scheduler process."""
 
     def __init__(self) -> None:
-        # By request id: what the newest prefill recomputes and scores.
+        # Request id -> what the newest prefill recomputes and scores.
         self._prepared: dict[str, Repaired] = {}
-        # Row index in ``req_to_token`` -> the row, and where SGLang expects its recomputed entries.
+        # Row index in ``req_to_token`` -> the row, and the first position where SGLang put recomputed slots.
         self._rows: dict[int, tuple[RepairedRow, int]] = {}
-        # The scores of a request that only scores.
+        # A request that only scores (``max_new_tokens`` is 0) -> its scores.
         self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
-        # By what the attention to a prompt depends on: the scores of prompts that were prefilled whole.
+        # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        # Kept because a waiting request is matched again at every step: for which length, and the positions.
+        # Request -> length of its composed prefix, and chosen positions. A waiting request is matched often.
         self._chosen: WeakKeyDictionary[Request, tuple[int, np.ndarray]] = WeakKeyDictionary()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
         """The positions to compute again, int64 ``[n]`` ascending. A repair by attention (``share``) chooses
-        none until a request that only scores has been prefilled."""
+        none until a request that only scores (``max_new_tokens`` is 0) has been prefilled."""
         documents, end, repair = prefix.documents, prefix.length, prefix.documents.repair
         if self._failed:
             return NO_POSITIONS
@@ -129,7 +129,7 @@ class Repairs:
         scores = self._scores.get(_key(req, prefix))
         if scores is None or len(scores) < end:
             return NO_POSITIONS
-        # The forward that wrote the scores ended before its request was answered.
+        # The scores are complete if the client waited for the answer of the request that only scores.
         first = documents.ends[0]
         seen = scores[first:end].cpu()
         try:
@@ -142,12 +142,12 @@ class Repairs:
 
     @staticmethod
     def concerns(batch: ScheduleBatch) -> bool:
-        """Whether a prefill needs :meth:`prepare`. Ranks agree."""
+        """Whether a prefill needs :meth:`prepare`. The result is the same on all ranks."""
         return any(isinstance(req.last_node, Composition) for req in batch.reqs)
 
     def prepare(self, batch: ScheduleBatch, ranks: Ranks) -> None:
         """Before a prefill, place the tokens to recompute, and choose the requests whose attention is scored.
-        All ranks do this or none, because all must compute the same tokens."""
+        Either all ranks do this or none does, because all must compute the same tokens."""
         self._prepared, token = {}, 0
         if self._failed:
             return
@@ -172,8 +172,8 @@ class Repairs:
         self._prepared, self._failed = prepared, False
 
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
-        """What the prefill of the requests ``rids`` does, for those that were prepared with the same number of
-        new tokens (``counts``). SGLang may pad ``counts``."""
+        """The entries of those of the requests ``rids`` that were prepared at the same index of the batch with
+        the same number of new tokens (``counts``). SGLang may pad ``counts``."""
         found = (self._prepared.get(rid) for rid in rids)
         return [
             each
@@ -217,11 +217,11 @@ class Repairs:
             del self._rows[index]
 
     def _scores_of(self, req: Request, prefix: Composition, device: Any) -> torch.Tensor | None:
-        """fp32 ``[length]`` to which a request's attention is added. None: the request is not scored."""
+        """fp32 ``[length]`` to which a request's attention is added. None if the request is not scored."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
         if req.prefix_len == prefix.length or req not in self._scoring:
-            # The first chunk of its prompt, perhaps once more after a retraction.
+            # This is the first chunk of the prompt, perhaps computed again after a retraction.
             self._scoring[req] = torch.zeros(prefix.length, device=device)
         return self._scoring[req]
 
@@ -247,6 +247,6 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """Everything that the attention to a prompt depends on. The tokens by their digest, which is shorter."""
+    """Everything that the attention to a prompt depends on. A digest stands for the tokens to save memory."""
     tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
     return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents

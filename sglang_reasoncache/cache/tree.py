@@ -45,8 +45,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         super().reset()
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish the row of ``req`` up to ``up_to`` or less, see :meth:`_publishable`; nothing if computing
-        that fails. All our code that may fail runs before the tree changes.
+        """Publish the row of ``req`` up to ``up_to`` or less, see :meth:`_publishable`. If that method fails,
+        nothing is published. All our code that may fail runs before the tree changes.
 
         A running request publishes its prompt only: positions that the tree owns cannot be redirected.
         If a policy may evict positions of the prompt, a running request publishes nothing.
@@ -64,7 +64,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             end = once_more(self._publishable, req, up_to, running)
         passed = compat.freed_of_window(req.kv, self.page_size)[1]
         if self.is_swa_enabled and end < up_to and end <= passed:
-            # SGLang matches a prefix only where the window before its end is cached.
+            # Nothing is published: SGLang matches a prefix only if the window before its end is cached.
             end = 0
         elif self.is_mamba_enabled and end < up_to:
             # State layers have the state after all ``up_to`` positions, which does not fit a shorter prefix.
@@ -82,7 +82,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         finally:
             self._row = _NOTHING_SHARED
         if self.is_swa_enabled and not self.disable and running and end < up_to:
-            # As SGLang does for what it publishes: admission counts on it.
+            # SGLang does this for a prompt that it publishes in full, and admission relies on it.
             self.evict_sliding_windows(req, up_to - 1)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
@@ -135,8 +135,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         0 if the entry shares nothing. ``start``: position of the first entry.
 
         While a row is inserted, the tree frees slots of tokens that the tree already holds. These are
-        views of the inserted tensor, so their address tells the position (``tests/contract``). Others are of
-        a node whose slots the row's replace, and share nothing."""
+        views of the inserted tensor, so their address tells the position (``tests/contract``). With a window
+        pool the tree may also free slots of a node, replacing them by the row's; these share nothing."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             if not 0 <= start <= len(self._inserted) - len(slots):

@@ -117,7 +117,7 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
     "votes": _COMPONENTS + "dp_attn.MLPSyncBatchInfo.all_gather",
 }
 
-#: The step of SGLang's resolution of flags that takes a default attention backend.
+#: The step of SGLang's resolution of flags that chooses a default attention backend.
 ATTENTION_STEP = "handle_attention_backend_compatibility"
 
 #: ``--radix-cache-backend`` name of our tree.
@@ -129,7 +129,7 @@ CPU_BACKEND = "reasoncache_cpu"
 #: Fields of SGLang's record that name an attention backend.
 ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
-#: SGLang's CUDA backends in front of which we put ours, which reads shifted slots.
+#: SGLang's CUDA backends that our backend wraps. Our backend reads shifted slots.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
 #: Names of attention backends under which keys can be corrected and policies run.
@@ -150,13 +150,13 @@ def __getattr__(name: str) -> Any:
 
 
 def layer_ids(pool: Any) -> Iterable[int]:
-    """The model's numbers of the attention layers that ``pool`` holds. A hybrid model has other layers too."""
+    """Layer ids of the attention layers that ``pool`` holds. A hybrid model has layers of other kinds too."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
 def window_layers(pool: Any) -> set[int]:
-    """The layers of ``pool`` whose KV lies in a window pool: SGLang frees it as the window moves on."""
+    """Ids of layers of ``pool`` with their KV in a window pool, which SGLang frees as the window moves on."""
     if type(pool) is not resolve("SWAKVPool"):
         return set()
     return {layer for layer, (_, windowed) in pool.layers_mapping.items() if windowed}
@@ -168,25 +168,25 @@ def shared_layers(pool: Any) -> list[int]:
 
 
 def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
-    """First and last position, excluded, of a row whose slots in a window pool were freed."""
+    """The positions of a row whose slots in a window pool were freed: the first, and one past the last."""
     return kv.swa_dead_lo(page), kv.get_evicted_seqlen(resolve("ComponentType").SWA)
 
 
 def latent_rank(pool: Any) -> int:
-    """Dims of the latent with which a cached row of MLA begins; rotated dims follow. 0 if ``pool`` has keys and
-    values instead."""
+    """Number of latent dims at the start of a cached row of MLA; rotated dims follow. 0 if ``pool`` has keys
+    and values instead."""
     return int(getattr(pool, "kv_lora_rank", 0))
 
 
 def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
-    """Keys and values of a layer, ``[slots, heads, head_dim]`` each. For latent rows: the rotated dims, and the
-    latent."""
+    """Keys and values of a layer, ``[slots, heads, head_dim]`` each. With MLA the rotated dims are the keys and
+    the latent dims are the values."""
     keys, rank = pool.get_key_buffer(layer), latent_rank(pool)
     return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
 
 
 def check_version(allow_untested: bool) -> None:
-    """Raises ValueError on an SGLang version that was not tested, unless allowed."""
+    """Raises ValueError on an SGLang version that was not tested, unless ``allow_untested`` is True."""
     found = version("sglang")
     if found not in SUPPORTED_SGLANG and not allow_untested:
         raise ValueError(
@@ -196,7 +196,7 @@ def check_version(allow_untested: bool) -> None:
 
 
 def apply_hooks(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
-    """Install ``hooks`` (path of SGLang's function -> our hook and its ``HookType``) that are not there yet."""
+    """Install the missing hooks. ``hooks``: path of SGLang's function -> our hook and its ``HookType``."""
     registry = resolve("HookRegistry")
     for target, (function, kind) in hooks.items():
         if target not in registry._patched:

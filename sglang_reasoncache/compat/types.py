@@ -165,7 +165,7 @@ class ForwardBatch(Protocol):
     out_cache_loc: torch.Tensor
     positions: torch.Tensor
     mrope_positions: torch.Tensor | None
-    #: A ``GraphVote`` once groups of DP attention have voted.
+    #: A ``GraphVote`` after the groups of DP attention have voted.
     can_run_decode_cuda_graph: bool
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Giving up positions of a request: policies decide, the controller applies."""
+"""Evicts positions of a running request: policies choose them, the controller frees their slots."""

@@ -81,8 +81,8 @@ class EvictionController:
         Args:
             req: A request that holds its row.
             state: The request's state, which is updated with what is evicted.
-            written: Positions whose KV is written; None: :func:`written_positions`.
-            decide: False: do not ask the policies.
+            written: Positions whose KV is written; None means :func:`written_positions`.
+            decide: Whether to ask the policies.
         """
         if written is None:
             written = written_positions(req)
@@ -110,7 +110,7 @@ class EvictionController:
         at most ``slack`` slots above the budget. A policy that could not give what it was asked for is not
         asked again before ``slack`` new positions were written. So a lasting shortage costs one scoring for
         ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight and for the
-        scores; computing a retracted request again would take far longer.
+        scores, but computing a retracted request again would take far longer.
         """
         written = written_positions(req)
         for name, policy in self._evictors:
@@ -136,8 +136,8 @@ class EvictionController:
     ) -> Decision | None:
         """A decision to free the request's slots above the budget, but no more than ``most``.
 
-        None: the slack is not used up, or fewer than ``slack`` positions were written since the policy was
-        asked last, or no position may be evicted although the budget is exceeded.
+        Returns None if the slack is not used up, or if fewer than ``slack`` positions were written since the
+        policy was last asked, or if no position may be evicted although the budget is exceeded.
         """
         row = self._row(req)
         slots = written - row.evicted - row.saved

@@ -26,9 +26,9 @@ class KeySource(NamedTuple):
     pool: Any  # SGLang's ``MHATokenToKVPool``
     rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
     cached_at: CachedPositions
-    #: Rotation of each layer. None: cached positions are not recorded.
+    #: Rotation of each layer. None if cached positions are not recorded.
     rotations: Mapping[int, KeyRotation] | None = None
-    queries: RecentQueries | None = None  # None: no policy reads any
+    queries: RecentQueries | None = None  # None if no policy reads queries
     stream: Any = None  # the CUDA stream of SGLang's forwards; None on a CPU
 
     def layers(self, row: int, held: np.ndarray, written: int, *, shifted: bool) -> list[HeldLayer]:
@@ -37,10 +37,10 @@ class KeySource(NamedTuple):
         Args:
             row: Index in ``req_to_token``.
             held: Positions below ``written`` that are not evicted: int64 ``[held]``.
-            shifted: A slot may be used away from its cached position.
+            shifted: Whether a slot may be used at a position other than its cached position.
         """
         if self.stream is not None:
-            # The forward in flight may still write positions of a chunk.
+            # Reads are queued behind the forward in flight, which may still write positions of a chunk.
             torch.cuda.current_stream().wait_stream(self.stream)
         positions = upload(held, self.rows.device)
         slots = self.rows[row, positions].long()
@@ -96,7 +96,7 @@ class HeldLayer:
                 logits = shape.logit_cap * torch.tanh(logits / shape.logit_cap)
             hidden = self._positions > positions[:, None]
             weights = logits.masked_fill(hidden[:, None], -torch.inf).softmax(dim=-1)
-            # A query counts nothing if it was not kept, or if no held position comes before it.
+            # A query adds no weight if it was not kept, or if all held positions come after it.
             weights = torch.where(kept[:, None, None], weights, 0.0).nan_to_num(0.0)
             total += weights.sum(dim=0)
         return total

@@ -19,7 +19,7 @@ class LayerShape(NamedTuple):
     heads: int
     dim: int
     scale: float  # factor of the logits
-    logit_cap: float  # cap of the logits (a tanh); 0: none
+    logit_cap: float  # cap of the logits (a tanh); 0 if there is none
 
 
 class RecentQueries:
@@ -29,16 +29,16 @@ class RecentQueries:
     attention. The buffer has one entry more than the window, for the forward in flight.
 
     Args:
-        layers: Number -> shape of this rank's attention layers.
+        layers: Layer id -> shape, for this rank's attention layers.
         generations: SGLang's ``req_generation``: int64 ``[rows]`` in host memory. Counts the requests
             that each row of ``req_to_token`` was given to.
         window: Newest queries of a request that policies read.
-        dtype, device: Of the queries.
+        dtype, device: Those of the queries.
 
     Attributes:
         size: Entries of a row, ``window + 1``.
         nbytes: Bytes of all queries.
-        positions: int64 ``[rows, size]``: position whose query the entry holds; -1: none.
+        positions: int64 ``[rows, size]``: position whose query the entry holds, or -1 if it holds none.
 
     Raises:
         MemoryError: Memory for the buffer is missing. The message names its size.
@@ -126,8 +126,8 @@ class RecentQueries:
         self, layer: int, row: int, first: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of positions ``[first, end)`` of a row, as far as the buffer reaches. Returns the same three
-        tensors as ``policies.contract.Layer.queries``. The current stream must come after the forwards that
-        wrote these queries."""
+        tensors as ``policies.contract.Layer.queries``. The caller has made the current stream wait for the
+        forwards that wrote these queries."""
         at = np.arange(max(first, end - self.size, 0), end)
         positions = upload(at, self._device)
         entries = positions % self.size

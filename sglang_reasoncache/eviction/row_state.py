@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eviction's state of one request, with the choices that policies are making, and its counts. The request's row
-knows which positions are evicted."""
+"""What eviction stores about one request, decisions of policies, and eviction's counters. Which positions are
+evicted is stored in the request's :class:`HostRow`."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ def written_positions(req: Request) -> int:
 
 
 def counter(text: str) -> Any:
-    """A field that counts from 0, and is a Prometheus counter with the help ``text`` too."""
+    """A field that counts from 0. It is also a Prometheus counter with the help ``text``."""
     return field(default=0, metadata={"help": text})
 
 
@@ -43,7 +43,7 @@ class Decision(Download):
         view: The view of the request for which ``scores`` were computed.
         candidates: Positions that may be evicted: int64 ``[n]``, ascending, at least one.
         scores: This rank's scores: float ``[held]`` on the device where they were computed.
-        count: Slots, above 0.
+        count: Number of slots to free, above 0.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block pairs, the interface of all ways of finding them, and the simplest way: at random."""
+"""Block pairs, the interface of all matchers that find them, and the simplest matcher: random pairs."""
 
 import random
 from collections.abc import Sequence
@@ -11,16 +11,16 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 
 class BlockPair(NamedTuple):
-    """A block that may read the slots of another one: positions of their first tokens in prompt plus
-    output."""
+    """The block that begins at ``dst_start`` may read the slots of the block that begins at ``src_start``.
+    Both are positions in prompt plus output."""
 
     dst_start: int
     src_start: int
 
 
 class AcrossPair(NamedTuple):
-    """A block that may read the slots of a block of the request ``source``, which may be the same
-    request. ``source`` is an id from :meth:`FilterProcess.open`."""
+    """As :class:`BlockPair`, but the block at ``src_start`` belongs to the request ``source``, which may be
+    the same request. ``source`` is an id from :meth:`FilterProcess.open`."""
 
     dst_start: int
     src_start: int
@@ -67,7 +67,7 @@ class Matcher:
         return []
 
     def join(self, member: int, group: Any) -> None:
-        """Join ``group`` under the id ``member``. ``group`` None: leave the group."""
+        """Join ``group`` under the id ``member``. If ``group`` is None, leave the current group."""
 
 
 class RandomPairs(Matcher):

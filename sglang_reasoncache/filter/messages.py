@@ -17,7 +17,7 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 LENGTH = struct.Struct("!I")
 
-#: Tokens that open reasoning, tokens that close it; None: all output counts as reasoning.
+#: Tokens that open reasoning, and tokens that close it. None if all output counts as reasoning.
 Markers = tuple[frozenset[int], frozenset[int]] | None
 
 
@@ -35,7 +35,7 @@ class Feed(NamedTuple):
 
     Attributes:
         steps_taken: Results that the scheduler has taken so far.
-        opened: New requests: id, position of the first token to come, whether reasoning is open.
+        opened: New requests: id, position of the first output token, whether reasoning is open there.
         joined: Requests that joined a group, or left theirs: id, number of the group or -1.
         closed: Ids of requests to forget.
         requests: Ids of the requests with new tokens.
@@ -74,5 +74,5 @@ class StepResult(NamedTuple):
     across: tuple[AcrossPair, ...] = ()
 
 
-#: How many of the steps that a feed finished were shed, and the results of the other steps.
+#: How many of the steps that a feed finished were shed (not compared), and the results of the other steps.
 Reply = tuple[int, list[StepResult]]

@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 START_SECONDS = 180.0
-#: The process counts as hung after polls of this many seconds without a reply to an outstanding feed.
+#: The process counts as hung if it was polled for this many seconds without a reply to an outstanding feed.
 SILENT_SECONDS = 30.0
 #: Bytes of feeds that may wait to be sent.
 _MAX_UNSENT = 8 << 20
-# A pause between two polls counts for at most this many seconds: the scheduler may have stood still.
+# A pause between two polls counts for at most this many seconds, because the scheduler may have paused.
 _LONGEST_PAUSE = 1.0
 _RECEIVE_BYTES = 1 << 18
 
@@ -42,18 +42,18 @@ class FilterProcess:
     """Sends the tokens of all requests to the filter process and returns block pairs. The scheduler
     never waits for results.
 
-    Every :meth:`feed` gets one reply, with the steps that it finished. Which replies are outstanding,
-    taken or shed depends on the calls made, not on time, so tensor-parallel ranks agree.
+    Every :meth:`feed` gets one reply, with the steps that it finished. Which replies are outstanding or
+    taken, and which steps are shed, depends on the calls made, not on time, so tensor-parallel ranks agree.
 
     Args:
-        markers: Tokens that open reasoning, tokens that close it; None: all output counts as reasoning.
+        markers: Tokens that open reasoning, and tokens that close it. None if all output is reasoning.
         max_pending: New steps are shed (not compared) while this many results of steps were not taken.
 
     Attributes:
         outstanding: Number of feeds whose replies were not taken yet.
-        steps_shed: Number of shed steps, as told by the replies that were taken.
-        restarts: Times that the process failed and was restarted.
-        given_up: The process failed too often or was shut down; nothing is compared any more.
+        steps_shed: Number of shed steps, according to the replies that were taken.
+        restarts: How often the process failed and was restarted.
+        given_up: Whether the process failed too often or was shut down, so that nothing is compared any more.
 
     Raises:
         RuntimeError: The process does not start.
@@ -93,7 +93,7 @@ class FilterProcess:
         self.outstanding = self._steps_taken = 0
 
     def open(self, start_position: int, inside: bool) -> int:
-        """Follow a new request. Returns the id by which this class knows it.
+        """Follow a new request. Returns its id for the other methods.
 
         ``start_position``: position of its first output token; ``inside``: whether reasoning is open there.
         """
@@ -104,7 +104,7 @@ class FilterProcess:
 
     def join(self, request: int, group: int) -> None:
         """Make an open request a member of ``group``: from the next tokens on, members may read each
-        other's blocks. -1: the request leaves its group."""
+        other's blocks. If ``group`` is -1, the request leaves its group."""
         self._joined.append((request, group))
 
     def close(self, request: int) -> None:
@@ -176,14 +176,14 @@ class FilterProcess:
 
     @property
     def pid(self) -> int:
-        """Id of the process; 0: there is none."""
+        """Id of the process, or 0 if there is none."""
         return 0 if self._child is None else self._child.pid
 
     def _start(self) -> None:
         # -P: import no modules from the current folder. Our package comes last on the path.
         package = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-P", "-c", _PROGRAM, package]
-        # Small arrays gain nothing from more threads.
+        # A single BLAS thread is enough, because the arrays are small.
         env = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
         try:
             self._socket, theirs = socket.socketpair()

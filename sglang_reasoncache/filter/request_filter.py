@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter of one request: tokens in, proposed block pairs out, each once it is old enough."""
+"""The filter of one request takes its tokens and proposes block pairs, each once the pair is old enough."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -39,8 +39,8 @@ class RequestFilter:
         classes: Token classes of ``vocabulary``.
         vocabulary: Gives the text of steps.
         start_position: Position, in prompt plus output, of the first token to come.
-        span: Tells which tokens are reasoning; a new object, used by this filter only. None: all tokens are
-            reasoning. A token that is not ends the open step and advances the position.
+        span: Tells which tokens are reasoning; a new object, used by this filter only. None if all tokens are
+            reasoning. A token that is not reasoning ends the open step and advances the position.
 
     Attributes:
         position: Position of the next token.
@@ -122,7 +122,7 @@ class AgeRule:
     def __init__(self, config: FilterConfig) -> None:
         self._block, self._min_age = config.block, config.min_age
         self._newest = config.direction == "newest"
-        # Start of a block that will read, or reads -> start of the block that it reads.
+        # Start of a block -> start of the block that it will read (waiting) or may read (released).
         self._waiting: dict[int, int] = {}
         self._released: dict[int, int] = {}
         self._order: list[int] = []

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks whose tokens occur earlier in the response, or in another response to the same prompt, wherever
-steps begin."""
+"""Finds blocks whose tokens occur earlier in the response, or in another response to the same prompt. It does
+not matter where steps begin."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
 #: Most runs remembered for one request, and for one group (15 MB). When there are more, all are forgotten and
 #: collecting begins anew.
 _MAX_RUNS = 1 << 17
-#: The fate of a token: its block reads another block, or another block reads its block.
+#: State of a token: its block reads another block, or another block reads its block.
 _READS, _IS_READ = 1, 2
 
 
 class RunGroup:
-    """Responses to the same prompt, with one copy of each run of their tokens that is ``min_age`` old.
+    """Responses to the same prompt, and for each run that is ``min_age`` old a *copy* that other blocks read.
 
-    A block reads a copy or is a copy, never both, so a copy always lies in its own member's slots.
+    A block reads a copy or is a copy, never both, so a copy is always in slots of its own response.
     """
 
     def __init__(self) -> None:
@@ -45,14 +45,14 @@ class RunMatcher(Matcher):
         self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
-        # By offset: the token (-1: it takes no part), and the hash of all tokens before it.
+        # For each offset: the token, or -1 if it takes no part; and the hash of all tokens before it.
         self._tokens, self._hashes = array("q"), array("q", [0])
         # Number of tokens of a window before its block.
         self._lead = max(0, config.min_run - self._block)
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
         # Hash of a window -> offset of its first block (direction oldest) or newest block.
         self._runs: dict[int, int] = {}
-        # Offset of a block -> offset of the later block that it reads. By offset: the fate of the token, or 0.
+        # Offset of a block -> offset of the later block that it reads. For each offset: the token's state or 0.
         self._reads: dict[int, int] = {}
         self._fate = bytearray()
         self._begin(0)
@@ -64,8 +64,8 @@ class RunMatcher(Matcher):
         self._followed = -1, 0
 
     def join(self, member: int, group: RunGroup | None) -> None:
-        """Join ``group`` under the id ``member``. None: leave the group, so that no other member finds
-        this response's blocks any more."""
+        """Join ``group`` under the id ``member``. If ``group`` is None, leave the current group, so that no
+        other member finds this response's blocks any more."""
         if self._group is not None:
             del self._group.members[self._member]
         self._member, self._group = member, group
@@ -97,8 +97,8 @@ class RunMatcher(Matcher):
 
     def _take(self, earlier: int) -> bool:
         """Mark the block that reads: in direction oldest the block at ``_at``; in direction newest the last
-        block of the chain of reads that begins at ``earlier``, see :class:`AgeRule`. False, if that last block
-        overlaps another block that reads or is read."""
+        block of the chain of reads that begins at ``earlier``, see :class:`AgeRule`. Returns False if that last
+        block overlaps another block that reads or is read."""
         if self._keeps_first:
             self._mark(self._at, _READS)
             return True

@@ -185,9 +185,9 @@ class ReasoningMarkers(NamedTuple):
     def inside_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the response to a prompt begins inside reasoning.
 
-        The last marker of the prompt decides; without a marker, ``force``. The last marker may come from the
-        chat template, or end the reasoning of an earlier turn. In the second case a response whose reasoning
-        starts without a marker shares nothing.
+        The last marker of the prompt decides; without a marker, ``force`` decides. The last marker may come
+        from the chat template, or end the reasoning of an earlier message. In the second case a response whose
+        reasoning starts without a marker shares nothing.
         """
         # Vectorised, because a prompt may have 100 000 tokens and the scheduler waits for this.
         prompt = np.asarray(prompt_ids, dtype=np.int64)

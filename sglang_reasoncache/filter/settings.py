@@ -21,7 +21,7 @@ _PAPER: dict[str, object] = dict(
     warmup=128,
     when="always",
 )
-# MemShare: cosine above a constant, no structure check, k-th block with k-th block.
+# MemShare compares the cosine with a constant, does not check structure, and pairs blocks by index.
 _MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": "index"}
 # The distance does not decide, so no warm-up is needed.
 _ALL = {**_PAPER, "percentile": 100.0, "warmup": 0}
@@ -33,7 +33,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "reasoncache": _PAPER,
     "memshare": {**_MEMSHARE, "fixed_tau": 0.8},
     "memshare-0.9": {**_MEMSHARE, "fixed_tau": 0.9},
-    # Stage by stage: lexical similarity alone; with structure; `reasoncache` is all three.
+    # The stages one by one: lexical similarity alone, then with structure; `reasoncache` adds the distance.
     "cosine": {**_ALL, "use_structure": False},
     "cosine-structure": _ALL,
     "p20": {**_PAPER, "percentile": 20.0},
@@ -43,7 +43,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     # ReasonCache with a constant in place of the dynamic lexical threshold.
     "fixed-0.8": {**_PAPER, "fixed_tau": 0.8},
     "fixed-0.9": {**_PAPER, "fixed_tau": 0.9},
-    # No stage at all, to show what careless sharing costs.
+    # Random pairs pass without any check, to show what careless sharing costs.
     "random": {**_ALL, "use_structure": False, "random_ratio": 0.3},
 }
 

@@ -69,7 +69,7 @@ class StepMatcher(Matcher):
             tau = dynamic_threshold(sims, config.strict, config.soft)
         above = np.flatnonzero(sims > tau)
         self.counters.candidates = len(above)
-        # Reversed before the stable sort, so that the latest of equal similarities comes first.
+        # Reversed before the stable sort, so that the latest of equally similar steps comes first.
         order = above[::-1]
         order = order[np.argsort(-sims[order], kind="stable")]
         found: list[int] = order[: config.max_structure_checks].tolist()
@@ -138,7 +138,7 @@ def align_blocks(
         mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. If several blocks of
             ``src`` are equal, the one that continues the last pair is taken (for the first pair: the
             one at the same offset), else the nearest later one, else the first one. A ``src`` block may
-            be paired twice. Linear, except for a binary search among equal blocks.
+            be paired twice. This takes linear time, except for a binary search among equal blocks.
             ``index`` pairs the k-th blocks of both steps, whatever their tokens, as the papers do.
         covered: One byte per token of ``dst``, 0 or 1; blocks with a 1 are left out.
     """
@@ -150,7 +150,7 @@ def align_blocks(
             if covered.find(1, i - dst.start, i - dst.start + block) < 0
         ]
     first = -src.start % page_size
-    # Offsets of every block of the source by its tokens, ascending.
+    # Tokens of a block of ``src`` -> offsets of all its blocks with these tokens, ascending.
     sources: dict[tuple[int, ...], list[int]] = {}
     for j in range(first, len(src) - block + 1, page_size):
         sources.setdefault(src.token_ids[j : j + block], []).append(j)
@@ -161,7 +161,7 @@ def align_blocks(
         taken = covered.rfind(1, i, i + block)
         found = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
         if found is None:
-            # Go on at the next place of the page grid that is behind the covered tokens.
+            # Continue at the next page boundary behind the covered tokens.
             i += -(-max(1, taken + 1 - i) // page_size) * page_size
             continue
         at = bisect_left(found, i + diagonal)
@@ -234,7 +234,7 @@ class LexicalIndex:
         """Similarity of ``step`` to every remembered step, oldest first: float64 ``[len(self)]``."""
         dots = np.zeros(len(self))
         hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
-        # In parts, so that the memory of a part stays in the processor's cache.
+        # Computed in parts, so that the memory of a part stays in the processor's cache.
         for at in range(0, len(hits), _TOKENS_AT_ONCE):
             counts, postings = zip(*hits[at : at + _TOKENS_AT_ONCE], strict=True)
             joined = np.frombuffer(b"".join(postings), dtype=_POSTING_DTYPE)

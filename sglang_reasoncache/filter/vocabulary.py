@@ -61,7 +61,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     except Exception as error:
         # The code of a custom tokenizer may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
-    # For each way: numbers of texts and of sequences that differ; its name; its vocabulary.
+    # For each way of reading: numbers of texts and of sequences that differ; its name; its vocabulary.
     found: list[tuple[tuple[int, int], str, Vocabulary]] = []
     for route in (_by_bytes, _by_context):
         try:

@@ -30,7 +30,7 @@ class Worker:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         if setup.config.match == "steps" and setup.config.use_structure:
-            # Imports SymPy: better now than while a step waits.
+            # This imports SymPy now, so that no step waits for the import.
             signature("")
         self._vocabulary = Vocabulary(setup.pieces)
         self._classes = TokenClasses(self._vocabulary)
@@ -60,7 +60,7 @@ class Worker:
             began = time.thread_time()
             try:
                 for step in self._filters[request].steps(tokens):
-                    # Depends on the calls made, not on time, so every rank sheds the same steps.
+                    # This depends on the calls made, not on time, so every rank sheds the same steps.
                     if self._num_compared - feed.steps_taken >= self._setup.max_pending:
                         num_shed += 1
                         continue
@@ -70,10 +70,10 @@ class Worker:
                     results.append(StepResult(request, pairs, counters, now - began, across))
                     began = now
             except MemoryError:
-                # Other ranks may have enough memory: this process ends, and all ranks restart theirs.
+                # Other ranks may have enough memory, so this process ends and all ranks restart theirs.
                 raise
             except Exception:
-                # The same exception comes on all ranks: this request shares nothing more, others go on.
+                # All ranks get the same exception, so only this request stops sharing.
                 traceback.print_exc()
                 self._forget(request)
         return num_shed, results

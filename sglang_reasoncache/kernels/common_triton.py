@@ -36,12 +36,12 @@ def as_read(buffer: Tensor) -> Tensor:
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``device`` current: Triton launches on the current device, wherever the tensors are."""
+    """Makes ``device`` current, because Triton launches on the current device wherever the tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def rotary_constants(rotation: KeyRotation | None) -> dict[str, Any]:
-    """Compile-time arguments of kernels that rotate; None: they do not."""
+    """Compile-time arguments for rotation. If ``rotation`` is None, the kernel does not rotate."""
     if rotation is None:
         return dict(HALF=0, NEOX=False)
     return dict(HALF=rotation.rotary_dim // 2, NEOX=rotation.is_neox)
@@ -68,15 +68,15 @@ def piece_of(count, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def span_of(begin, end, row, total):
-    """First entry of a query and how many it has, cut to the plan's ``total``."""
+    """First entry of a query and its number of entries, both cut to the plan's ``total``."""
     first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
     return first, tl.minimum(tl.maximum(tl.load(end + row), first), total) - first
 
 
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
-    """The part of a request's row that is read, the newest ``reach`` positions: its address, its length (0 for
-    a request without a row), and its first position, from which the other functions count positions."""
+    """The newest ``reach`` positions of a request's row, which are read: their address, their number (0 for a
+    request without a row), and the first of them. The other functions count positions from the first."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
@@ -99,7 +99,7 @@ def look(rows, cached_at, position, length, first, num_slots):
 
 @triton.jit
 def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
-    """Where a program writes its first entry, by the ``counts`` of all pieces."""
+    """Where a program writes its first entry: behind the ``counts`` of all earlier pieces."""
     pieces = tl.arange(0, PIECES)
     earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
     return tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
@@ -107,7 +107,7 @@ def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
 
 @triton.jit
 def targets(kept, to, capacity):
-    """Where the kept elements of a tile go one by one, which of them fit, and where the next go."""
+    """Where each kept element of a tile is written, which elements fit, and where the next tile's begin."""
     one = kept.to(tl.int32)
     at = to + tl.cumsum(one, axis=0) - one
     return at, kept & (at < capacity), to + tl.sum(one, axis=0)
@@ -115,7 +115,7 @@ def targets(kept, to, capacity):
 
 @triton.jit
 def fp8_to_fp16(raw, ELEMENT: tl.constexpr):
-    """Bytes of either fp8 as fp16, without rounding."""
+    """Convert bytes of either fp8 type to fp16, without rounding."""
     bits = raw.to(tl.uint16)
     if cuda_capability_geq(8, 9):
         kind: tl.constexpr = tl.float8e5 if ELEMENT == "e5m2" else tl.float8e4nv
@@ -144,7 +144,7 @@ def load_fp32(pointer, mask, ELEMENT: tl.constexpr):
 
 @triton.jit
 def load_slots(kv_indices, entry, inside, num_slots):
-    """int64 slots of a tile of entries (0: not to be read), and which of them may be read."""
+    """int64 slots of a tile of entries, and which of them may be read; the others are 0."""
     slot = tl.load(kv_indices + entry, mask=inside, other=-1)
     ok = (slot >= 0) & (slot < num_slots)
     return tl.where(ok, slot, 0).to(tl.int64), ok

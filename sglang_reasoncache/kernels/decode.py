@@ -33,14 +33,14 @@ def decode_attention(
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take weight and have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
-            queries may read the same entries. None if the plan has rotations.
+            queries may read the same entries. Must be None if the plan has rotations.
 
     Returns:
-        ``[batch, heads, v_dim]`` of the query's dtype; zeros where there are no entries.
+        ``[batch, heads, v_dim]`` of the query's dtype; zeros for a query without entries.
 
     Raises:
-        ValueError: wrong dtype, shape or device; shifted entries without a rotation; by "native", a
-            slot, span or shift out of range, which "triton" skips.
+        ValueError: wrong dtype, shape or device; shifted entries without a rotation; with the backend
+            "native" a slot, span or shift out of range. "triton" skips such an entry.
     """
     kv.check(plan.shift, query.dtype)
     if plan.rotations is not None:

@@ -27,7 +27,7 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 SPLITS, QUERIES, ELEMENTS = 32, 128, 2**21
 #: Entries of a chunk are a multiple of this, which every tile divides.
 CHUNK = 256
-#: Enough to copy the next tile's slots, K and V while a tile is read.
+#: Pipeline stages: enough to copy the next tile's slots, K and V while a tile is read.
 NUM_STAGES = 5
 
 
@@ -50,14 +50,14 @@ def chunk_kernel(
     part_lse,  # fp32 [rows, heads, SPLITS]: base 2
     total, num_slots, q_row_stride, q_head_stride, k_slot_stride, k_head_stride,
     v_slot_stride, v_head_stride, scale, logit_cap, ELEMENT: tl.constexpr,
-    EXACT: tl.constexpr,  # the query is of the operands' type
+    EXACT: tl.constexpr,  # the query has the type in which products are computed
     CAPPED: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is rotated
     NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a KV head
     HEADS: tl.constexpr,  # lines of a program's products, at least 16
-    USES: tl.constexpr,  # rotations that share a product; unless ROTATES 1
+    USES: tl.constexpr,  # rotations that share a product; 1 unless ROTATES
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ROTATES: tl.constexpr,
     ENTRIES: tl.constexpr,
     LATENT: tl.constexpr,  # queries are multiplied with values too
@@ -101,7 +101,7 @@ def chunk_kernel(
             offset = tl.arange(0, TILE)
             entry = at + offset
             slot, ok = common.load_slots(kv_indices, first + entry, entry < stop, num_slots)
-            # Keys as rows, like values: addresses of both are computed for the same threads.
+            # Keys are loaded as rows, like values, so that the same threads compute both addresses.
             k_at = keys + (slot * k_slot_stride)[:, None] + k_column[None, :]
             k_mask = ok[:, None] & (k_column < K_DIM)[None, :]
             k = tl.load(k_at, mask=k_mask, other=0).T
@@ -186,7 +186,7 @@ def chunk_kernel(
 
 @triton.jit(do_not_specialize=["total"])
 def merge_kernel(
-    parts,  # as the chunk kernel left them
+    parts,  # written by the chunk kernel
     part_lse, begin, end,
     sinks,  # fp32 [heads], unused unless SINKS
     out,  # [rows, heads, V_DIM]
@@ -220,7 +220,7 @@ def merge_kernel(
 
 
 def compiler_options(constants: dict[str, Any]) -> dict[str, int]:
-    """Compiler's options of :func:`chunk_kernel`: enough warps to hold what a program keeps."""
+    """Triton's options for :func:`chunk_kernel`: enough warps to hold a program's data in registers."""
     element, lines = constants["ELEMENT"], constants["HEADS"]
     by_hand = element in ("e4m3", "e5m2") and not cuda_capability_geq(8, 9)
     columns = max(constants["K_COLS"], constants["V_COLS"])
@@ -240,7 +240,7 @@ def constants(
     rotates: bool = False,
     latent: bool = False,
 ) -> dict[str, Any]:
-    """Compile-time arguments of :func:`chunk_kernel`; ``rotation`` only if entries are shifted."""
+    """Compile-time arguments of :func:`chunk_kernel`. ``rotation``: None if no entry is shifted."""
     group = query.shape[1] // keys.shape[1]
     k_cols, v_cols = (tiles.columns(side.shape[2]) for side in (keys, values))
     lines = tiles.lines(group, max(k_cols, v_cols))

@@ -2,8 +2,8 @@
 """KV distance of block pairs (ReasonCache, arXiv 2507.21433v3, stage 2).
 
 ``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` over flattened fp32
-tensors, N layers, d tokens a block, h KV heads. Elements are subtracted before they are squared,
-because norms computed once for each block would cancel.
+tensors, N layers, d tokens a block, h KV heads. Elements are subtracted before they are squared, because
+distances computed from the norms of each block would lose their digits to cancellation.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ class DistanceKernel:
         backend: str | None = None,
     ) -> None:
         """``layers``: keys and values of every layer, see ``PagedKv``; all layers have one layout.
-        ``rotation``: of keys; None: all are compared as cached. ``backend``: None takes C++ in host memory,
-        Triton on a CUDA device, and PyTorch where neither can be had. Raises ValueError for layers of
+        ``rotation``: how to rotate keys; None compares all keys as cached. ``backend``: None takes C++ in host
+        memory, Triton on a CUDA device, and PyTorch if neither is available. Raises ValueError for layers of
         several layouts, and NativeUnavailable if "native" is asked for and cannot be compiled."""
         keys = layers[0][0]
         layouts = {tuple((x.dtype, x.shape, x.stride()) for x in layer) for layer in layers}
@@ -74,8 +74,8 @@ class DistanceKernel:
             not. Additive over tensor-parallel ranks.
 
         Raises:
-            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; by "native", a slot
-                or shift out of range (by "triton" such a pair is NaN).
+            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; with the backend
+                "native" a slot or shift out of range. With "triton" such a pair is NaN.
         """
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:

@@ -67,7 +67,7 @@ def _squares(
             )
             x0, x1 = _pairs(x_at, ok, ELEMENT, HALF, NEOX, COLS, ROWS)
             y0, y1 = _pairs(y_at, ok, ELEMENT, HALF, NEOX, COLS, ROWS)
-            # An entry without a shift stays as it is: inf * 0 would be NaN.
+            # An entry without a shift is not rotated, because inf * 0 would be NaN.
             still = (by == 0)[:, None]
             first = x0 - tl.where(still, y0, y0 * cosine - y1 * sine)
             total += first * first
@@ -136,7 +136,7 @@ def distance_kernel(
 def constants(
     keys: Tensor, values: Tensor, rotation: KeyRotation | None, aligned: bool
 ) -> dict[str, Any]:
-    """Compile-time arguments of :func:`distance_kernel`; ``rotation`` only if keys are rotated."""
+    """Compile-time arguments of :func:`distance_kernel`. ``rotation``: None if no key is rotated."""
     rotary = common.rotary_constants(rotation)
     half = rotary["HALF"]
     rest = keys.shape[2] - 2 * half
@@ -170,8 +170,8 @@ def squares(
     src: Tensor,
     shift: Tensor | None,
 ) -> Tensor:
-    """``DistanceKernel.squares`` of contiguous arguments on a device: one launch, and no wait. A pair
-    with a slot or shift out of range is NaN."""
+    """``DistanceKernel.squares`` for contiguous arguments on a device, with one launch and without waiting.
+    A pair with a slot or shift out of range is NaN."""
     (pairs, block), (bases, aligned) = dst.shape, addresses
     keys, values = layers[0]
     out = dst.new_empty((pairs, len(layers), 2), dtype=torch.float64)

@@ -24,7 +24,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
-#: Up to this many new tokens a request is read token by token.
+#: A request with at most this many new tokens is read token by token.
 MOST_SINGLE = 4
 #: Queries masked at once over a prefix, and the largest mask kept for the next layer.
 _BLOCK = 1024
@@ -39,14 +39,14 @@ def gather_kv(
 
     Args:
         kv_indices: int32 ``[count]``, slots.
-        shift: int32 ``[count]``, positions by which to rotate each key; None: none.
-        dtype: Of the result, fp32, bf16 or fp16; keys are rotated in fp32 and rounded once.
+        shift: int32 ``[count]``, positions by which to rotate each key. None rotates no key.
+        dtype: That of the result: fp32, bf16 or fp16. Keys are rotated in fp32 and rounded once.
 
     Returns:
         ``[heads, count, query_dim]`` and ``[heads, count, v_dim]``, contiguous.
 
     Raises:
-        ValueError: as :func:`decode_attention`; "triton" gives zeros for what is out of range.
+        ValueError: as :func:`decode_attention`; "triton" gives zeros for entries out of range.
     """
     kv.check(shift, dtype)
     kv_indices = kv_indices.contiguous()
@@ -65,16 +65,16 @@ def gather_kv(
 
 
 class ExtendPlan:
-    """What one forward's new tokens read; every layer uses the same.
+    """What one forward's new tokens read; every layer uses the same plan.
 
     Args:
         plan: Rows up to and including the new tokens.
         new: New tokens of each request, the last entries of its row.
-        dtype: Of the queries.
-        singly: Read every token by itself, as in decode (for soft caps and sinks).
-        entries: Number of entries of each row. None: read from ``plan``, which waits for the device.
-        placed: Number of a request -> the entries, int64 ``[n]``, at which its first ``n`` new tokens lie in
-            its row. Its other new tokens are the last entries. Each token reads the entries up to its own.
+        dtype: That of the queries.
+        singly: Whether to read every token by itself, as in decode (for soft caps and sinks).
+        entries: Number of entries of each row. None reads them from ``plan``, which waits for the device.
+        placed: Index of a request -> the entries of its row, int64 ``[n]``, for its first ``n`` new tokens. Its
+            other new tokens are the last entries. Each token reads the entries up to its own.
 
     Raises:
         ValueError: more new tokens than a row has entries.
@@ -92,7 +92,7 @@ class ExtendPlan:
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        #: Of each gathered request: its tokens, the entries they read, and their own entries (None: the last).
+        #: For each gathered request: its tokens, the entries they read, and their own entries (None: the last).
         self.pieces: list[tuple[slice, slice, Tensor | None]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
@@ -135,9 +135,9 @@ class ExtendPlan:
     def mask(
         self, new: int, total: int, reach: int, places: Tensor | None = None, first: int = -1
     ) -> Tensor:
-        """Additive mask ``[new, total]`` of the last ``new`` entries: each sees the ``reach`` entries up to and
-        with itself (0: all of them). ``places``: other entries instead, int64 ``[new]``; ``first``: number in
-        the batch of the first of their tokens. A mask that is not too large is kept for the next layer."""
+        """Additive mask ``[new, total]`` for tokens in the last ``new`` entries. Each sees the last ``reach``
+        entries up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries if these are not the
+        last; ``first``: then the first token's index in the batch. A small mask is kept for the next layer."""
         key = new, total, reach, first
         found = self._masks.get(key)
         if found is None:
@@ -160,12 +160,12 @@ def extend_attention(
     sinks: Tensor | None = None,
     reach: int = 0,
 ) -> Tensor:
-    """Causal attention of every new token over its request's entries up to itself, the last ``reach`` of
-    them; 0: all.
+    """Causal attention of every new token over its request's entries up to its own. A token reads the last
+    ``reach`` of these entries, or all if ``reach`` is 0.
 
-    ``query`` is ``[tokens, heads, query_dim]``, requests one after the other; the result
-    ``[tokens, heads, v_dim]``. Otherwise see :func:`decode_attention`; soft caps and sinks need a
-    plan made with ``singly``.
+    ``query`` is ``[tokens, heads, query_dim]``, requests one after the other; the result is
+    ``[tokens, heads, v_dim]``. The other arguments are those of :func:`decode_attention`. Soft caps and
+    sinks need a plan made with ``singly``.
     """
     if query.shape[0] != plan.num_tokens:
         raise ValueError(f"query must have {plan.num_tokens} tokens, got {query.shape[0]}")
@@ -195,15 +195,15 @@ def add_attention(
     """Add to ``received``, fp32 ``[n]``, the weights that the new tokens of a request give to the first ``n``
     entries of its row, summed over tokens and heads.
 
-    ``query`` is ``[tokens, heads, query_dim]``, ``number`` that of the request in the batch; ``reach`` as for
-    :func:`extend_attention`.
+    ``query``: ``[tokens, heads, query_dim]``, only those of the request. ``number``: index of the request in
+    the batch. ``reach``: as in :func:`extend_attention`.
     """
     entries = slice(plan.bounds[number], plan.bounds[number + 1])
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     keys = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)[0].float()
     new, total = len(query), keys.shape[1]
     last = torch.arange(total - new, total, device=keys.device)
-    # In steps, because all weights at once may be gigabytes.
+    # Weights are computed in steps, because all at once may take gigabytes.
     step = max(1, _MASK_ELEMENTS * len(keys) // (query.shape[1] * total))
     added = torch.zeros_like(received)
     for begin in range(0, new, step):
@@ -234,12 +234,12 @@ def _extend_piece(
     places: Tensor | None,
     first_token: int,
 ) -> None:
-    """Attention of one request's new tokens over its entries, gathered. ``first_token``: number of the first
-    new token in the batch."""
+    """Attention of one request's new tokens over its gathered entries. ``first_token``: index in the batch of
+    the first new token."""
     if reach >= entries.stop - entries.start:
         reach = 0
     elif reach and places is None:
-        # No later token sees an entry that the first new token does not see.
+        # Entries before the first new token's window are left out, because later windows begin later.
         entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
@@ -252,7 +252,7 @@ def _extend_piece(
     plain = on_cuda and not reach and places is None
     flash = plain and can_use_flash_attention(SDPAParams(*sides))
     if grouped and on_cuda and not flash:
-        # PyTorch's other fused kernel wants a KV head for every query head.
+        # PyTorch's other fused kernel needs a KV head for every query head.
         group = query.shape[1] // kv.num_heads
         keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         grouped = False

@@ -14,18 +14,18 @@ QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PagedKv:
-    """A layer's pool, in the layout FlashInfer calls NHD.
+    """A layer's pool, in the layout that FlashInfer calls NHD.
 
     The buffers must be the pool's own memory, not copies, because their addresses are kept.
 
     Args:
-        keys: ``[num_slots, kv_heads, k_dim]``, fp32, bf16, fp16, fp8 e4m3fn or e5m2. Elements of a head
-            lie side by side.
+        keys: ``[num_slots, kv_heads, k_dim]``, fp32, bf16, fp16, fp8 e4m3fn or e5m2. The last dimension is
+            contiguous.
         values: ``[num_slots, kv_heads, v_dim]``, like ``keys``.
-        rotation: The model's rotation of keys; None where no entry is ever shifted.
-        latent: A position has one latent row (MLA): ``values`` is its part that is never rotated, ``keys`` its
-            rotated part. A query is multiplied with both, value first.
-        backend: "native" (C++) or "triton"; None: by the device.
+        rotation: The model's rotation of keys; None if no entry is ever shifted.
+        latent: Whether a position has a single latent row (MLA). Its part that is never rotated is ``values``,
+            its rotated part is ``keys``. A query has dims for both, those for ``values`` first.
+        backend: "native" (C++) or "triton". None chooses by the device.
 
     Raises:
         ValueError: a device without kernels.
@@ -65,7 +65,7 @@ class PagedKv:
 def read_rows(buffer: Tensor, slots: Tensor) -> Tensor:
     """fp32 ``[*slots.shape, heads, head_dim]``."""
     if buffer.dtype.itemsize == 1:
-        # Not every PyTorch operator knows fp8; its bytes can always be gathered.
+        # fp8 is gathered as bytes, because not every PyTorch operator supports fp8.
         return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()
     return buffer[slots].float()
 
@@ -77,5 +77,5 @@ def read_keys(
     found = read_rows(keys, slots)
     if shift is None or rotation is None:
         return found
-    # What is not shifted stays as it is, even if it is not finite: inf * 0 is NaN.
+    # A key without a shift is not rotated, because inf * 0 would be NaN.
     return torch.where((shift != 0)[..., None, None], rotation.rotate(found, shift), found)

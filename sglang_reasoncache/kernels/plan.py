@@ -15,7 +15,7 @@ TILE = 64
 
 
 class Rotations(NamedTuple):
-    """The rotations of a plan, in a list for each tile that uses a key at another position than its cached one.
+    """The rotations of a plan: a list for each tile that uses a key away from the key's cached position.
 
     Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each of
     its keys once, as cached. The first rotation of a list is by 0; its bits are the keys that are used as
@@ -23,24 +23,24 @@ class Rotations(NamedTuple):
     """
 
     tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's list begins
-    by: torch.Tensor  # int32 [count]: positions from the cached one
-    bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile is used rotated by this
+    by: torch.Tensor  # int32 [count]: by how many positions keys are rotated
+    bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile is used with this rotation
 
 
 class RowPlan(NamedTuple):
-    """Which slots the queries of a forward read; every layer uses the same.
+    """Which slots the queries of a forward read; every layer uses the same plan.
 
-    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their
-    positions, single tokens whatever the page size of the pool. In a merged plan a position has no
-    entry if the row also names its slot at the slot's cached position, and there is no ``shift``.
+    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An
+    entry is a single token, whatever the page size. In a merged plan a position has no entry if the row
+    also names its slot at the slot's cached position, and there is no ``shift``.
     """
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [total], slots
     #: int32 ``[total]``, positions by which to rotate each key (where it is used minus where it
-    #: was cached); None: all are 0, or ``rotations`` tells.
+    #: was cached); None if all are 0, or if ``rotations`` has them.
     shift: torch.Tensor | None
-    rotations: Rotations | None = None  # None: every key is used as ``shift`` says
+    rotations: Rotations | None = None  # None if every key is used once, as ``shift`` says
 
 
 def plan_rows(
@@ -56,15 +56,15 @@ def plan_rows(
     """Flatten the rows of a batch in host memory, by C++. ``plan_triton.plan_into`` does so on a GPU.
 
     Args:
-        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. Below 0:
-            the position was evicted, has no entry, and later positions keep their numbers.
+        rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. A value below 0 means
+            that the position was evicted. It gets no entry, and later positions keep their numbers.
         requests: int ``[batch]``, index of each request's row.
         lengths: int ``[batch]``, positions in use, at most ``width``.
-        cached_at: int32 ``[num_slots]``, position each slot's key was rotated for; None: its own.
+        cached_at: int32 ``[num_slots]``, position each slot's key was rotated for. None means no shifts.
         num_slots: Slots of the pool, the bound of every entry.
-        reach: Only so many of each row's newest positions are read; 0: all.
-        merge: Read each slot once: a position has no entry if what is read also names the slot at
-            the slot's cached position. The plan has rotations in place of shifts. Needs ``cached_at``.
+        reach: Only this number of each row's newest positions is read; 0 reads all.
+        merge: Whether to read each slot only once. Then a position has no entry if the slot's cached position
+            is read too and names the slot. The plan has rotations in place of shifts. Needs ``cached_at``.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.

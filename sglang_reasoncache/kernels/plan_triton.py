@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row planner on a GPU: no wait for the device, so it can run inside a CUDA graph.
+"""The row planner on a GPU. It never waits for the device, so it can run inside a CUDA graph.
 
 Grids depend on the batch alone. Each row is cut into ``PIECES``: a launch counts the entries of every
-piece, PyTorch adds the counts up, and a second launch writes. Merged plans also count and write runs,
-of which ``rotations_triton`` makes the rotations of their tiles.
+piece, PyTorch adds the counts up, and a second launch writes the entries. For merged plans the launches also
+count and write runs, from which ``rotations_triton`` makes the rotations of the plan's tiles.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sglang_reasoncache.kernels.plan import TILE as ENTRIES
 from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotations_triton import MergeBuffers
 
-#: Programs of a row.
+#: Number of programs for each row.
 PIECES = 16
 #: Positions a program reads at once.
 TILE = 512
@@ -39,7 +39,7 @@ def plan_kernel(
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
-    positions,  # int32 [capacity], written if MERGE: entries' positions, from the first one read
+    positions,  # int32 [capacity], written if MERGE: entries' positions, minus the first that is read
     num_rows, width, row_stride, reach, num_slots, stride, capacity, SHIFTS: tl.constexpr,
     MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,
@@ -105,10 +105,10 @@ class PlanBuffers:
     """Memory for plans of up to ``batch`` requests and ``capacity`` entries, used again for every plan."""
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
-    kv_indices: torch.Tensor  # int32 [capacity]; anything beyond the last entry
-    counts: torch.Tensor  # int32 [2 with merge, else 1, batch, PIECES], of the kernels' own use
-    shift: torch.Tensor | None  # int32 [capacity], as kv_indices; None with ``merge``
-    merge: MergeBuffers | None = None  # None: every position is an entry
+    kv_indices: torch.Tensor  # int32 [capacity]; undefined beyond the last entry
+    counts: torch.Tensor  # int32 [2 with merge, else 1, batch, PIECES], used by the kernels only
+    shift: torch.Tensor | None  # int32 [capacity], like kv_indices; None with ``merge``
+    merge: MergeBuffers | None = None  # None if every held position has an entry
 
     @classmethod
     def of(
@@ -159,9 +159,9 @@ def plan_into(
 ) -> RowPlan:
     """Flatten the rows of a batch into ``buffers``, without a wait. Returns ``buffers.plan_of(batch)``.
 
-    Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`, int32 and int64 alike.
-    The host reads no values. A request that is not a row has no entries, a length beyond the row is
-    cut to it, an entry that is no slot is skipped, and so are entries past the capacity. Without
+    Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`. ``requests`` and ``lengths`` may
+    be int32 or int64. The host reads no values: a request that is no row has no entries, a length beyond the
+    row is cut, an entry that is no slot is skipped, and so are entries past the capacity. Without
     ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``, and get rotations.
 
     Raises:

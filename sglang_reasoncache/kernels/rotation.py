@@ -13,13 +13,13 @@ import torch
 class KeyRotation:
     """Rotation of the first ``rotary_dim`` dims of a head by whole positions.
 
-    A shift ``n`` turns by the table's row ``|n|``, divided by row 0, because a cached key already has the
-    attention-scaling factor (YaRN).
+    A shift by ``n`` uses row ``|n|`` of the table, divided by the scale in row 0, because a cached key already
+    has the attention-scaling factor (YaRN).
     """
 
     def __init__(self, table: torch.Tensor, rotary_dim: int, is_neox: bool) -> None:
-        """``table``: ``[max_positions, rotary_dim]``, cosines then sines, used in fp32; ``is_neox``
-        pairs halves instead of neighbours (GPT-J)."""
+        """``table``: ``[max_positions, rotary_dim]``, cosines then sines, used in fp32. ``is_neox``: whether
+        to pair the two halves of the dims instead of neighbouring dims (GPT-J)."""
         table = table.float()
         scale = table[0, 0]
         half = rotary_dim // 2

@@ -3,7 +3,7 @@
 
 A run belongs to the tiles whose entries it uses. Many programs count the rotations of every tile, PyTorch adds
 the counts up, and then one program per request writes run after run, so that the order of lists is fixed.
-Nothing is proportional to tiles times runs.
+No step takes time proportional to tiles times runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.plan import TILE as ENTRIES
 from sglang_reasoncache.kernels.plan import Rotations
 
-#: Programs that count the rotations of a request, and runs (or tiles) that one takes at once.
+#: Programs that count the rotations of a request, and runs (or tiles) that a program takes at once.
 PIECES, RUNS = 16, 64
 
 
@@ -27,11 +27,11 @@ PIECES, RUNS = 16, 64
 def _used_by(
     rows, cached_at, positions, first, last, inside, length, begin, num_slots, entries,
 ):  # fmt: skip
-    """For runs, given by their first and last positions: the first and last entry that a run uses, by how
-    many positions these are rotated, the kind of the run, and whether it has such entries."""
+    """For runs, given by their first and last positions: the first and last entry that the run uses, by how
+    many positions these entries are rotated, the kind of the run, and whether the run uses any entries."""
     _slot, home, kind = common.look(rows, cached_at, first, length, begin, num_slots)
     wanted = tl.where(kind == common.ALIAS, home, first)
-    # Entries lie in the order of their positions.
+    # Binary search: entries are in the order of their positions.
     at = tl.zeros_like(first)
     size = entries
     while size > 1:
@@ -48,17 +48,17 @@ def _used_by(
 def rotation_kernel(
     rows, requests, lengths, cached_at,  # as plan_kernel reads them
     kv_indptr,  # int32 [batch + 1]
-    positions,  # int32 [run_capacity], of the entries
+    positions,  # int32 [run_capacity]: positions of the entries
     runs,  # int32 [2, run_capacity]: first and last position
     run_indptr,  # int32 [batch + 1]
     tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
-    following,  # int32, sized as tile_ptr: a tile's rotation count; if WRITE its next one's place
+    following,  # int32, sized as tile_ptr: a tile's number of rotations; if WRITE, where its next goes
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
     num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
     ENTRIES: tl.constexpr, RUNS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (PIECES, batch). Counts the rotations of every tile; writes them, in one piece."""
+    """Grid (PIECES, batch). Counts the rotations of every tile, or writes them (PIECES is then 1)."""
     request = tl.program_id(1)
     rows, length, from_ = common.row_of(
         rows, requests, lengths, request, num_rows, width, row_stride, reach
@@ -94,7 +94,7 @@ def rotation_kernel(
             on = tile <= most
             if not WRITE:
                 had = tl.atomic_add(following + tile, 1, mask=on)
-                # A tile with rotations also lists its keys' own positions.
+                # The first rotation of a tile also counts the list's rotation by 0.
                 tl.atomic_add(following + tile, 1, mask=on & (had == 0))
             else:
                 low = tl.maximum(at - tile * ENTRIES, 0).to(tl.int64)
@@ -120,7 +120,7 @@ class MergeBuffers(NamedTuple):
 
     rotations: Rotations  # over the whole capacity
     following: torch.Tensor  # int32, of the size of tile_ptr
-    positions: torch.Tensor  # int32 [capacity], of the entries in their rows
+    positions: torch.Tensor  # int32 [capacity]: positions of the entries in their rows
     runs: torch.Tensor  # int32 [2, capacity]
     run_indptr: torch.Tensor  # int32 [batch + 1]
 
@@ -128,7 +128,7 @@ class MergeBuffers(NamedTuple):
     def of(cls, batch: int, capacity: int, device: torch.device | str) -> MergeBuffers:
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         tiles = capacity // ENTRIES + batch
-        # No two rotations are for the same position, and each tile may have one more: the one by 0.
+        # Each position has at most one rotation, and each tile may have one more, the rotation by 0.
         most = capacity + tiles
         bits = torch.zeros(most, dtype=torch.int64, device=device)
         rotations = Rotations(made(tiles + 1), made(most), bits)
@@ -145,7 +145,7 @@ def rotate(
 ) -> None:
     """Write the rotations of a plan whose entries and runs are written; waits for nothing.
 
-    ``read``: rows, requests, lengths and cached positions. ``sizes``: of the rows, their stride, how
+    ``read``: rows, requests, lengths and cached positions. ``sizes``: shape and stride of the rows, how
     many positions are read, and the number of slots.
     """
     (tile_ptr, by, bits), following, positions, runs, run_indptr = merge

@@ -8,8 +8,8 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
 
-#: Least and most lines (rows) of a program's products. A tensor core multiplies at least 16. More
-#: than 32 do not fit the registers, nor do more than 16 with more than 128 columns.
+#: Least and most lines (rows) of a program's products. A tensor core multiplies at least 16 lines. More
+#: than 32 lines do not fit the registers, nor do more than 16 lines of more than 128 columns.
 LINES = 16, 32
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies the codes of bf16 instead of their values.
@@ -18,7 +18,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def operand(raw, ELEMENT: tl.constexpr):
-    """Elements of a pool as a tensor core multiplies them, without rounding."""
+    """Elements of a pool in the type that tensor cores multiply, without rounding."""
     if ELEMENT == "e4m3" or ELEMENT == "e5m2":
         return common.fp8_to_fp16(raw, ELEMENT)
     else:
@@ -34,8 +34,8 @@ def dot(x, y, sums):
 
 @triton.jit
 def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
-    """``sums + x y`` for fp32 ``x``. If tensor cores multiply a narrower dtype, ``x`` is split into a sum of
-    two numbers of it, which keeps at least 16 bits of ``x``. EXACT: one such number holds ``x``."""
+    """``sums + x y`` for fp32 ``x``. If tensor cores multiply a narrower dtype, ``x`` is split into two numbers
+    of that dtype, whose sum keeps at least 16 bits of ``x``. EXACT: a single such number holds ``x``."""
     y = operand(y, ELEMENT)
     if ELEMENT == "fp32":
         sums = dot(x, y, sums)
@@ -53,7 +53,7 @@ def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def next_shift(shifts):
-    """One of ``shifts`` that is not 0; 0 if all are."""
+    """A shift that is not 0 from ``shifts``, or 0 if all of them are 0."""
     most = tl.max(shifts, axis=0)
     return tl.where(most != 0, most, tl.min(shifts, axis=0))
 
@@ -67,7 +67,7 @@ def turned(
     ``[HEADS, 1]``."""
     rotated, other, earlier, angle = common.pairing(column[None, :], HALF, NEOX)
     cosine, sine = common.load_factors(cosines, sines, -by, rotated, earlier, angle, True, HALF)
-    # Loaded again, because a query that is kept takes registers from every tile.
+    # The query is loaded for every rotation, because keeping it would take registers from every tile.
     q = tl.load(q_at + column[None, :], mask=q_mask, other=0.0)
     there = tl.load(q_at + other, mask=q_mask, other=0.0)
     back = q.to(tl.float32) * cosine + there.to(tl.float32) * sine
@@ -77,7 +77,7 @@ def turned(
 @triton.jit
 def rotations(by, bits, which, last, bit, ok, table_rows):
     """Load rotations ``which`` of a tile: by how many positions, and bool ``[which, entries]``, whether a
-    rotation uses an entry. Rotations from ``last`` on, and beyond the rotary table, use none."""
+    rotation uses an entry. Rotations from ``last`` on, and beyond the rotary table, use no entry."""
     back = tl.load(by + which, mask=which < last, other=0)
     sound = (back > -table_rows) & (back < table_rows)
     word = tl.load(bits + which, mask=(which < last) & sound, other=0)
@@ -97,12 +97,12 @@ def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def finite(most):
-    """The largest logit so far, to subtract from logits; 0 if there is none, as -inf - -inf is NaN."""
+    """The largest logit so far, which is subtracted from logits. 0 if it is -inf: -inf - -inf is NaN."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 
 def columns(dim: int) -> int:
-    """Columns of a tile that holds heads of ``dim`` elements; tensor cores want 16."""
+    """Columns of a tile that holds heads of ``dim`` elements; at least 16 for tensor cores."""
     return max(16, triton.next_power_of_2(dim))
 
 

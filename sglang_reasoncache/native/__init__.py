@@ -37,7 +37,7 @@ class NativeUnavailable(RuntimeError):
     """The library cannot be built or loaded here; the message says why."""
 
 
-# What the first call found; a failure is not tried again.
+# Result of the first call. After a failure the library is not built again.
 _found: ctypes.CDLL | NativeUnavailable | None = None
 
 
@@ -103,8 +103,8 @@ def _compiler() -> list[str]:
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of all that the library depends on. Computed without a compiler, so a finished build is found even
-    without one."""
+    """Hash of all that the library depends on. It needs no compiler, so a finished build is found even on a
+    machine without a compiler."""
     digest = hashlib.sha256("\0".join((os.environ.get("CXX", ""), *flags, _cpu())).encode())
     for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.relative_to(root)}\0".encode())
@@ -113,7 +113,7 @@ def _key(root: Path, flags: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """The CPU's features, on which ``-march=native`` depends: different machines may share a home."""
+    """The CPU's features, because ``-march=native`` depends on them and machines may share a home folder."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         for line in info:
             if line.startswith(("flags", "Features")):
@@ -122,8 +122,8 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The folder of the results. None unless it belongs to this user or root and nobody else can write
-    it: what lies there gets executed."""
+    """The folder of the results. None unless it belongs to this user or root and nobody else can write to
+    it, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():
@@ -146,7 +146,7 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
-    """Compile in a scratch folder, then move the result in place: nobody loads half a file."""
+    """Compile in a scratch folder, then move the result in place, so that no process loads half a file."""
     sources = map(str, sorted(root.rglob("*.cpp")))
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         output = f"{scratch}/{_NAME}"

@@ -62,9 +62,9 @@ class _Pool(ctypes.Structure):
 class NativePool:
     """Layers of one layout, described once for many calls.
 
-    Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`,
-    elements of a head side by side; ``rotation`` is a ``KeyRotation`` in host memory, or None: keys are read as
-    cached. ``latent``: see ``PagedKv``. Raises NativeUnavailable without a library.
+    Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`, with a
+    contiguous last dimension. ``rotation`` is a ``KeyRotation`` in host memory; None reads keys as cached.
+    ``latent``: see ``PagedKv``. Raises NativeUnavailable without a library.
     """
 
     def __init__(
@@ -122,5 +122,5 @@ def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
 
 def cpu_threads() -> int:
-    """As many threads as PyTorch uses, but no more than cores on which this process may run."""
+    """The number of threads that PyTorch uses, at most the number of cores this process may run on."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))

@@ -6,7 +6,7 @@ import os
 
 def register() -> None:
     """Entry point ``sglang.srt.plugins``, called in every SGLang process. SGLang swallows exceptions from here,
-    so it is the flag hook and the cache factory that refuse settings."""
+    so settings are refused later, in the flag hook and the cache factory."""
     from sglang_reasoncache.plugin import cpu_attention, flags, hooks
 
     flags.install()

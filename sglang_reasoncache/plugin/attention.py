@@ -31,17 +31,17 @@ _DECODE_VOTE = 2
 class AttentionParts:
     """What a server's attention backend can do."""
 
-    #: Layer -> rotation of its keys; None: keys cannot be corrected.
+    #: Layer id -> rotation of the layer's keys. None if keys cannot be corrected.
     rotations: Mapping[int, KeyRotation] | None = None
-    queries: RecentQueries | None = None  # None: no policy reads recent queries
+    queries: RecentQueries | None = None  # None if no policy reads recent queries
     serves_policies: bool = False
     uncorrected: str = ""  # why keys cannot be corrected, if our backend was tried
 
 
 def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Before SGLang chooses its default backend, declare one of ``compat.CUDA_BACKENDS``: on an NVIDIA GPU, if
-    ``config`` needs our kernels, SGLang's default is none of these, and neither the operator nor SGLang's rules
-    for the model name a backend. ``server_args``: the raw record, being resolved."""
+    """Before SGLang chooses its default backend, declare one of ``compat.CUDA_BACKENDS`` if ``config`` needs
+    our kernels on an NVIDIA GPU. Nothing is declared if SGLang's default is one of these, or if the operator or
+    SGLang's rules for the model name a backend. ``server_args``: the raw record, while it is resolved."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
     corrects = config.shares and config.positions != "as-cached"
     if not (corrects or config.policies.evictors):
@@ -161,7 +161,7 @@ def _why_not(model_runner: ModelRunner) -> str:
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
-    """Our backend, or None to use SGLang's; and why keys cannot be corrected, empty if that was not tried."""
+    """Our backend, or None to use SGLang's; and why ours cannot correct keys, empty if that was not tried."""
     reason = ""
     if model_runner.is_draft_worker:
         return None, reason
@@ -174,12 +174,12 @@ def _own_backend(
             reason = str(error)
             if error.__cause__ is not None:  # a failure, not a refusal
                 logger.warning("reasoncache: %s", reason, exc_info=error)
-        # SGLang's backend needs the memory that our half-made one had.
+        # SGLang's backend needs the memory that our unfinished backend held.
         gc.collect()
         torch.cuda.empty_cache()
     one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
     if name in compat.CUDA_BACKENDS and one and config.policies.evictors:
-        # Our kernels run what a policy needs; check_policies refuses two backends by their names.
+        # Policies need our kernels. With two different backends, check_policies refuses the policy.
         requested_by = f"{flag_of('policy')} {config.policy}"
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason
     return None, reason
@@ -190,7 +190,7 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
-        # A slot's position is recorded by the backend that writes the slot; another one does not know it.
+        # A slot's position is recorded by our backend when it writes the slot; SGLang's records nothing.
         one = "needs one attention backend for prefill and decode"
         raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
     if name == compat.CPU_BACKEND:
@@ -227,7 +227,7 @@ def make_cuda(
         if backend.paged.backend != "triton":
             raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
         paged_cuda.compile_attention(backend.paged)
-        # Last, because hooks cannot be removed after a failure.
+        # Hooks are installed last, because they cannot be removed after a failure.
         _install_hooks(backend)
     except ValueError:
         raise
@@ -264,15 +264,15 @@ def _install_hooks(backend: Any) -> None:
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
-    """Mark a new batch. Batches without our tree (SGLang's own trial runs) stay unmarked, and so do batches of
-    a draft worker, whose backend is SGLang's."""
+    """Mark whether a new batch needs our kernels. Batches without our tree (SGLang's own trial runs) are not
+    marked, nor are batches of a draft worker, whose backend is SGLang's."""
     tree: Any = getattr(batch, "tree_cache", None)
     backend: Any = getattr(model_runner, "attn_backend", None)
-    # A hybrid model has two backends; take that of its attention layers.
+    # A hybrid model has two backends; take the backend of its attention layers.
     backend = getattr(backend, "full_attn_backend", backend)
     if not isinstance(backend, paged_cuda.SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
-    # SGLang builds a batch on the stream that its forward runs on.
+    # This runs on the stream of the batch's forward, on which SGLang builds the batch.
     with tree.controller.containment:
         tree.controller.holds = False
         result.rids = _marked(backend, batch, result.rids)
@@ -286,8 +286,8 @@ def _marked(backend: Any, batch: Any, rids: list[str]) -> paged_cuda.MarkedRids:
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:
-    """Whether a scheduled batch (None: the group has none) needs our kernels. Also stops polls, so that no row
-    changes and the groups' agreement stays true, until SGLang builds the forward."""
+    """Whether a scheduled batch needs our kernels; ``batch`` is None if the group has none. Also stops polls
+    until SGLang builds the forward, so that no row changes and the groups' agreement stays true."""
     if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
         return False
     controller = batch.tree_cache.controller
@@ -308,20 +308,20 @@ def _after_decode_vote(
 
 
 def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
-    """Veto a prefill graph for all groups if this one cannot run it, as ``can_run_prefill_cuda_graph`` says
-    later. Decode steps are asked about too: SGLang may run them as prefills beside another group's prefill."""
+    """Veto a prefill graph for all groups if this group's ``can_run_prefill_cuda_graph`` will refuse it. Decode
+    steps vote too, because SGLang may run them as prefills while another group prefills."""
     if not result or local_batch is None or local_batch.forward_mode.is_idle():
         return None
     if backend.never_in_prefill_graphs or _needs_ours(backend, local_batch):
         return False
     controller = getattr(local_batch.tree_cache, "controller", None)
-    # Between vote and forward a prompt may lose positions.
+    # Veto if policies may evict positions of a prompt between vote and forward.
     return None if controller is None or not controller.eviction.evicts_prompts else False
 
 
 def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
-    """Read the smallest vote from ``info.tp0_info_cpu`` ``[groups, columns]`` again, because SGLang has turned
-    it into a bool. The batch takes it to ``SharedSlotReads.choose_graph``."""
+    """Read the smallest vote from ``info.tp0_info_cpu`` ``[groups, columns]`` again, because SGLang has made it
+    a bool. The batch carries the vote to ``SharedSlotReads.choose_graph``."""
     votes = info.tp0_info_cpu[:, _DECODE_VOTE]
     info.can_run_decode_cuda_graph = paged_cuda.GraphVote(int(votes.min()))
 

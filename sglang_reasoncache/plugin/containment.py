@@ -19,9 +19,9 @@ _LONGEST = 300
 class Containment:
     """A context manager around all code of the plugin that SGLang calls at run time.
 
-    It suppresses exceptions. The first one is logged, and ``disable`` is called once with the reason: at
-    once on a single rank; under tensor parallelism on all ranks at the next reduction. Until then the
-    rank that failed goes on sharing.
+    It suppresses exceptions. The first exception is logged, and ``disable`` is called a single time with the
+    reason: immediately on a single rank, under tensor parallelism on all ranks at the next reduction. Until
+    then the rank that failed continues to share.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
@@ -68,7 +68,7 @@ class Containment:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise
             self._failed(error)
-        # After the except block, where the traceback no longer holds tensors.
+        # Memory is freed only here, because inside the except block the traceback holds tensors.
         gc.collect()
         torch.cuda.empty_cache()
         return work(*arguments, **named)

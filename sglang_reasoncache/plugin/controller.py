@@ -59,7 +59,7 @@ class Controller:
             self.report.publish()
 
     def _disable(self, reason: str) -> None:
-        """Stop sharing and evicting. Shared blocks stay shared, evicted positions evicted."""
+        """Stop sharing and evicting. Shared blocks stay shared, and evicted positions stay evicted."""
         self.report.disabled = reason
         # Admission must count on no further sharing.
         self.forecast = SharingForecast(0.0)
@@ -73,8 +73,8 @@ class Controller:
         return self.eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
-        """Evict what policies give up after a chunk of a prompt that is kept out of the prefix tree was
-        computed. ``written``: how many positions of the prompt have their KV written."""
+        """Let policies evict after a chunk of a prompt was computed, if the prompt is kept out of the prefix
+        tree. ``written``: how many positions of the prompt have their KV written."""
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
@@ -84,7 +84,7 @@ class Controller:
             self._on_release(req, state_of(req), row)
 
     def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
-        # ``forget`` first, before anything can fail: SGLang's count of its slots relies on it.
+        # ``forget`` comes first, before anything can fail: SGLang's count of its slots depends on it.
         expected, evicted = 0.0, self.eviction.forget(row)
         try:
             if state is not None:
@@ -141,7 +141,7 @@ class Controller:
     def after_decode(self, reqs: Sequence[Request]) -> int:
         """Called after a decode step. Every ``interval``-th call polls: it shares and evicts what is ready.
 
-        Returns by how many slots the saved slots and the slots that the ledger can give grew, in sum.
+        Returns by how many slots this sum grew: slots saved, plus slots that the ledger can give.
         """
         if self.holds:
             return 0
@@ -235,8 +235,8 @@ class Controller:
                 self._evict(req, self.tracker.follow(req), self.eviction.poll, None, ask)
 
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
-        """Evict what policies give up after prompts, or chunks of prompts, were computed. ``written``: for each
-        of ``reqs``, how many positions have their KV written. Returns how many slots were freed."""
+        """Let policies evict after prompts, or chunks of prompts, were computed. ``written``: for each of
+        ``reqs``, how many positions have their KV written. Returns how many slots were freed."""
         before = self.report.slots_saved
         if self.eviction.evicts_prompts and self.report.disabled is None:
             self.containment.together(self._poll_prompts, reqs, written)

@@ -50,18 +50,18 @@ def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
     """Make the backend of a scheduler process. If ``cached`` is None, keys are read as cached.
 
-    Raises ValueError for what is not supported, RuntimeError where SGLang could not apply a hook.
+    Raises ValueError for what is not supported, and RuntimeError if SGLang could not apply a hook.
     """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
-    # At page sizes above 1 SGLang launches Triton for backends it does not know.
+    # Without this hook SGLang launches Triton at page sizes above 1 for backends that it does not know.
     target = compat.CPU_HOOK_TARGETS["last_loc"]
     compat.apply_hooks({target: (_around_last_loc, compat.HookType.AROUND)})
     try:
         ours = functools.partial(PagedCpuBackend, cached=cached)
         return _absorbing(compat.CPU_BACKEND, ours, model_runner)
     except (ValueError, native.NativeUnavailable) as error:
-        # Our backend is the default, so the operator may not know that another can be named.
+        # Our backend is the default, so the operator may not know that there is another backend.
         raise ValueError(f"{error}; SGLang's own is --attention-backend torch_native") from error
 
 

@@ -15,7 +15,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache import custom_params as marks
 from sglang_reasoncache.config import config_of
 
-#: Documents of a request that are prefilled at once, at most.
+#: Most documents of a request that are prefilled at once.
 _TOGETHER = 16
 #: Sampling parameters that hold a grammar.
 _GRAMMARS = "json_schema", "regex", "ebnf", "structural_tag"
@@ -53,11 +53,11 @@ async def _behind_documents(
     config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
     custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
-    # SGLang reads ``is_single`` if the client leaves before SGLang has prepared the request.
+    # Set here, because SGLang reads it if the client leaves before SGLang has prepared the request.
     obj.is_single = True
     ranks = manager.server_args.dp_size
     if obj.routed_dp_rank is None:
-        # The name that SGLang gave up still comes from clients.
+        # Clients may still send the deprecated name of this field.
         obj.routed_dp_rank = obj.data_parallel_rank
     if obj.routed_dp_rank is None and ranks > 1:
         # Each replica has a cache of its own.
@@ -80,7 +80,7 @@ async def _behind_documents(
             sent = (anext(original(manager, each, request)) for each in group)
             for answer in await asyncio.gather(*sent):
                 if (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort":
-                    # Whoever aborted all requests aborted this one too.
+                    # What aborted a document, such as an abort of all requests, aborts ``obj`` too.
                     yield answer
                     return
     async for response in original(manager, obj, request):
@@ -88,8 +88,8 @@ async def _behind_documents(
 
 
 def _verified_length(manager: Any, obj: Any) -> int:
-    """Tokens of the prompt, of which SGLang may be set to drop some if they are too many. Raises ValueError
-    for a request that SGLang would refuse, before any of its documents is prefilled."""
+    """Number of tokens of the prompt, after SGLang has cut a prompt that is too long if it is set to. Raises
+    ValueError for a request that SGLang would refuse, before any of its documents is prefilled."""
     asked = {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
     sampling = manager.sampling_params_class(**asked)
     sampling.normalize(manager.tokenizer)
@@ -116,7 +116,7 @@ async def _composes(manager: Any) -> bool:
 
 def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | None = None) -> Any:
     """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, keys and replica).
-    With the grammar of ``obj``, so that SGLang refuses a wrong one before it computes anything."""
+    It has the grammar of ``obj``, so that SGLang refuses a wrong grammar before it computes anything."""
     sampling = {name: obj.sampling_params.get(name) for name in _GRAMMARS}
     sampling |= {"max_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
@@ -151,8 +151,8 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
         raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")
     for number in asked:
         start = end
-        # First the message right behind the base, as it will be prefilled. If the template needs
-        # the messages before it, the message behind all of them.
+        # Try the message directly behind the base, as it will be prefilled. If that gives other tokens,
+        # try it behind all messages before it, because the template may need them.
         for before, count in ((messages[: asked[0]], len(base)), (messages[:number], start)):
             with contextlib.suppress(Exception):
                 marks.check_before(count, len(asked))

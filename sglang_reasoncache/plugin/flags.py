@@ -38,11 +38,11 @@ def install() -> None:
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
-    """Hook after ``ServerArgs.add_cli_args``: adds our flags. Defaults are None: a preset fills them in."""
+    """Hook after ``ServerArgs.add_cli_args``: adds our flags. Defaults are None, and a preset fills them in."""
     group = parser.add_argument_group("ReasonCache: repeated reasoning shares KV memory")
     text = (
-        "Let blocks that repeat in a response share KV slots: once the earlier one is old enough "
-        "it reads the newest one's."
+        "Let blocks that repeat in a response share KV slots: once an earlier block is old enough, "
+        "it reads the slots of the newest equal block."
     )
     group.add_argument("--enable-reasoncache", action="store_true", help=text)
     for name in FLAGS:
@@ -105,7 +105,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     compat.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
     refusals.check_policies(config, refusals.other_attention(server_args))
-    # Imported here, to spare processes without the flag.
+    # Imported here, so that processes without the flag need not import torch.
     import torch
 
     from sglang_reasoncache.plugin import hooks

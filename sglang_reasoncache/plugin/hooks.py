@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
 
-#: HTTP paths: totals as JSON, one entry per scheduler; the same with details of single requests; a page that
-#: shows both; one response. A question to a scheduler has the path as its request id.
+#: HTTP paths: totals as JSON, one entry per scheduler; totals with details of single requests; a page that
+#: shows both; a single response. A call to the schedulers has the path as its request id.
 _ROUTE = "/reasoncache"
 _DETAILS = "/reasoncache/details"
 _PAGE = "/reasoncache/ui"
 _RESPONSE = "/reasoncache/response"
-#: Request id of the question for details without blocks.
+#: Request id of a call for details without blocks.
 _BRIEF = _DETAILS + "?blocks=false"
 #: The plugin's parts in a scheduler process; None in other processes.
 _server: ServerParts | None = None
@@ -87,7 +87,7 @@ async def _details(blocks: bool = True) -> dict[str, Any]:
 
 
 async def _response(rid: str) -> dict[str, Any]:
-    """A finished request with ``parts`` (``page.parts_of``); ``parts`` is null if it is not kept."""
+    """A finished request with ``parts`` (``page.parts_of``); ``parts`` is null if the request is not kept."""
     from sglang_reasoncache.plugin import page
 
     found = next(filter(None, await _schedulers(f"{_RESPONSE}/{rid}")), None)
@@ -96,8 +96,8 @@ async def _response(rid: str) -> dict[str, Any]:
 
 
 async def _schedulers(rid: str) -> list[Any]:
-    """Our part of each scheduler's internal state, asked for as ``/server_info`` does. ``rid`` says what is
-    asked for."""
+    """Our part of each scheduler's internal state, requested as ``/server_info`` does. ``rid``: a path above,
+    which says what is requested."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)
@@ -122,7 +122,7 @@ def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> A
 
     global _server
     config = config_of(compat.get_server_args())
-    # None: this server runs without the plugin; an earlier server in this process left its hooks.
+    # None if this server runs without the plugin, with hooks that an earlier server in this process left.
     _server = None if config is None else ServerParts(config, result)
     return None if _server is None else _server.allocator
 
@@ -179,7 +179,7 @@ def _after_prefill(
     """Report a prefill batch. Under ``--enable-mixed-chunk`` its last requests decode."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    # A lazy map: evaluated by the controller, at a place where a failure is told to other ranks.
+    # A lazy map: the controller evaluates it where a failure is reported to the other ranks.
     written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
-#: A part is decoded with so many tokens before it, so that blanks and characters at its start come out right.
+#: A part is decoded with this many tokens before it, so that blanks and characters at its start are right.
 _BEFORE = 4
 
 
@@ -35,10 +35,10 @@ def _page() -> HTMLResponse:
 
 
 async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
-    """Cut a response (``found``, of ``Report.response``) into runs of tokens. Each has ``text``; ``start`` and
-    ``end``, positions in prompt and output; ``source``, the position whose slot the run's first token reads,
-    null if the run has its own slots; ``rid``, the request of the source, null if it is this one. Runs are also
-    cut where the source of another run begins or ends."""
+    """Cut a response (``found``, from ``Report.response``) into runs of tokens. Each has ``text``; ``start``
+    and ``end``, positions in prompt and output; ``source``, the position whose slot the run's first token
+    reads, null if the run has its own slots; ``rid``, the request of the source, null for this request. Runs
+    are also cut where the source of another run begins or ends."""
     ids, first = found["output_ids"], found["prompt_tokens"]
     source = {
         dst + at: (src + at, *rid)
@@ -52,7 +52,7 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
         if here and before and here == (before[0] + 1, *before[1:]):
             continue
         cuts |= {at} if here or before else set()
-        # Where the source begins or ends, if it is in this response.
+        # Cut where the source begins or ends, if the source is in this response.
         cuts |= {here[0]} if here and not here[1:] else set()
         cuts |= {before[0] + 1} if before and not before[1:] else set()
     bounds = sorted(cut for cut in cuts if first <= cut <= end)

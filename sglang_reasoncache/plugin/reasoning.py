@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | None:
-    """Start and end tokens of the parser's format; None: the whole response is reasoning.
+    """Start and end tokens of the parser's format; None if the whole response is reasoning.
 
     A tool call that SGLang's detector takes for the end of reasoning is an end marker too.
     Formats whose markers are not single tokens are ignored, with a warning.
@@ -29,7 +29,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
             both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
             raise ValueError(f"{both} are not single tokens here")
     except Exception as error:
-        # Any error: detectors have code of their own. SGLang itself refuses parsers that it cannot use.
+        # Detectors' own code may raise anything. SGLang itself refuses parsers that it cannot use.
         why = f"--reasoning-parser {parser} cannot be followed ({error})"
         logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None

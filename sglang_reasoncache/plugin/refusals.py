@@ -116,7 +116,7 @@ def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
 
 
 def check_page_size(page_size: int) -> None:
-    """Raises ValueError where SGLang's allocator debugging would take a shared page for an error."""
+    """Raises ValueError if SGLang's allocator debugging would take a shared page for an error."""
     variable = "SGLANG_DEBUG_MEMORY_POOL"
     if page_size > 1 and _is_set(variable):
         reason = f"at page size {page_size} (it counts a shared page as freed twice)"

@@ -30,15 +30,15 @@ _PREFIX = "sglang:reasoncache_"
 #: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
 _COUNTERS = {field.name: field.metadata["help"] for field in fields(SharingStats) if field.metadata}
 _GAUGES = {
-    "slots_saved_now": "Slots the running requests do without.",
-    "slots_shareable_now": "Slots the running requests can give when SGLang is short.",
-    "slots_saved_across_now": "Slots the running requests do without by sharing with each other.",
+    "slots_saved_now": "Slots that sharing and evicting save the running requests.",
+    "slots_shareable_now": "Slots that the running requests can free when SGLang is short.",
+    "slots_saved_across_now": "Slots that running requests save by sharing with each other.",
     "positions_evicted_now": "Evicted positions of the running requests.",
     "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
     "filter_given_up": "1 when the process that compares steps failed too often or was ended: no "
     "further blocks are shared.",
     "disabled": "1 once something failed: no further blocks are shared, no positions evicted.",
-    "uncorrected": "1 where nothing is shared from the start on: keys cannot be corrected.",
+    "uncorrected": "1 if keys cannot be corrected, so that nothing is shared from the start on.",
 }
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -74,7 +74,7 @@ class SharingMetrics:
     def update(
         self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
     ) -> None:
-        """Set all series. ``latency``: seconds of a poll that judged blocks; None: no such poll."""
+        """Set all series. ``latency``: seconds of a poll that judged blocks, or None if there was none."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for reason, total in stats.refusals.items():
@@ -98,9 +98,9 @@ class Report:
 
     Attributes:
         metrics: Prometheus series; None without ``--enable-metrics``.
-        uncorrected: Why nothing is shared from the start on; None: blocks can share.
-        documents_off: Why prompts are not composed of documents; None: they are.
-        disabled: The failure that ended sharing and evicting (``containment.py``); None: there was none.
+        uncorrected: Why nothing is shared from the start on; None if blocks can share.
+        documents_off: Why prompts are not composed of documents; None if they are.
+        disabled: The failure that ended sharing and evicting (``containment.py``); None if nothing failed.
         recent: The last finished requests, oldest first.
         kept: The newest ``keep_responses`` finished requests, each with the token ids of its output.
         dp_rank: Number of the scheduler's replica, or of its group under DP attention.
@@ -194,7 +194,7 @@ class Report:
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
-        ``details``: add ``recent``. ``blocks``: also list their blocks, up to 197,000 numbers."""
+        ``details``: add ``recent``. ``blocks``: list the blocks of these requests, up to 197,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]

@@ -65,7 +65,7 @@ class ServerParts:
         return backend
 
     def _read_as_cached(self, model_runner: ModelRunner) -> None:
-        """Choose as-cached if the model's keys have no positions, so that no rotation is needed."""
+        """Choose as-cached if the model's keys have no positions, because such keys need no rotation."""
         if served.is_without_positions(model_runner.model):
             self.config = dataclasses.replace(self.config, positions="as-cached")
 
@@ -102,7 +102,7 @@ class ServerParts:
         return tree
 
     def _documents_off(self, tree: SharedRadixCache) -> str | None:
-        """Why prompts are not composed of documents; None: they are."""
+        """Why prompts are not composed of documents; None if they are."""
         pool = self.allocator.get_kvcache()
         reasons = {
             "keys are read as cached": self.config.positions != "corrected",
@@ -179,8 +179,8 @@ class ServerParts:
 
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:
-    """Raise ValueError if this tensor-parallel rank corrects shared keys and another rank cannot. All
-    ranks of all attention groups call this together: their graphs must be alike."""
+    """Raise ValueError if this tensor-parallel rank corrects shared keys and another rank cannot. All ranks
+    of all attention groups call this together, because all need the same CUDA graphs."""
     if ranks.least(corrects) < corrects:
         told = "a tensor-parallel rank cannot correct shared keys and others can"
         raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From proposed block pairs to redirected rows: measure, accept, redirect, count."""
+"""Measures proposed block pairs, accepts some, redirects rows to shared slots, and counts."""

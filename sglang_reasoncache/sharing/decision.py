@@ -44,7 +44,7 @@ class BlockProposal:
     Attributes:
         length: Tokens.
         row: The row of ``req`` when the block was proposed. If ``req`` no longer has it, the block is refused.
-        lender: The request whose slots are read, ``req`` itself or another one.
+        lender: The request whose slots are read, ``req`` itself or another request.
         lender_row: The row of ``lender`` when the block was proposed. If ``lender`` no longer has it, the block
             is refused.
     """

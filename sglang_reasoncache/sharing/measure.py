@@ -52,11 +52,11 @@ class BlockMeter:
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        rotations: By layer: rotates a source key, before it is compared, to the position that would read it.
-            None: keys are compared as cached.
+        rotations: Layer id -> rotation of its keys. Before a source key is compared, it is rotated to the
+            position that would read it. None compares keys as cached.
         num_heads: KV heads of all ranks together; 1 for latent rows.
-        ranks: Ranks whose sums are added; all measure the same blocks in the same order. Every rank holds
-            latent rows whole; their sums are added too, so that ranks get the same bits.
+        ranks: Ranks whose sums are added; all measure the same blocks in the same order. Sums of latent rows
+            are added too, although every rank holds these rows whole, so that ranks get the same bits.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BlockMeter:
     def _squares(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
     ) -> torch.Tensor:
-        """Sums of squares over all layers. Layers with the same rotation are side by side."""
+        """Sums of squares over all layers. Layers with the same rotation follow one another."""
         sides = dst_slots, src_slots, shift
         first, *others = (kernel.squares(*sides) for kernel in self._kernels)
         return torch.cat((first, *others), dim=1) if others else first
@@ -115,15 +115,15 @@ class BlockMeter:
 
 class AdaptiveThreshold:
     """The adaptive threshold on KV distances (ReasonCache, stage 2): the p-th percentile of the distances seen,
-    kept as a histogram of constant size. A pair may share if its distance is at most that.
+    kept as a histogram of constant size. A pair may share if its distance is at most this percentile.
 
     For distances that are 0 or in [1e-7, 1e3] the value is at least the exact percentile (numpy's
     default, linear interpolation between order statistics) and at most 0.91% above it. After 2**21
     distances the older ones count less. Not thread safe.
 
     Args:
-        percentile: p, 0 to 100. 0 accepts nothing, 100 every finite distance after the warm-up.
-        warmup: Distances seen before the first one is accepted.
+        percentile: p, 0 to 100. 0 accepts nothing, 100 accepts every finite distance after the warm-up.
+        warmup: Distances seen before the first distance is accepted.
 
     Attributes:
         num_observed: Distances seen since the start or the last :meth:`reset`.
@@ -152,7 +152,7 @@ class AdaptiveThreshold:
 
     @property
     def value(self) -> float:
-        """The largest distance accepted now. Negative: none is accepted; infinite: all are."""
+        """The largest distance accepted now; negative if no distance is accepted, infinite if all are."""
         if self._percentile <= 0 or not self.is_warm:
             return -1.0
         return math.inf if self._percentile >= 100 else self._value()
@@ -188,7 +188,7 @@ class AdaptiveThreshold:
             return -1.0
         rank = max(0.0, (cumulated[-1] - 1.0) * self._percentile / 100.0)
         lower = math.floor(rank)
-        # After a halving the counts are fractions, and the last ones may add up to less than 1.
+        # ``last`` bounds the indexes, because ``lower + 1`` finds no bin after a single distance.
         last = np.searchsorted(cumulated, cumulated[-1])
         at = np.minimum(np.searchsorted(cumulated, [lower, lower + 1], side="right"), last)
         low, high = _EDGES[at].tolist()

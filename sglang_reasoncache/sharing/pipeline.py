@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a block pair from proposal to row: ask the rules, measure the distance, judge it, enter the
-block in the ledger, and redirect it at once or when SGLang is short of slots.
+"""Takes a block pair from proposal to row: check the rules, measure the distance, judge it, enter the
+block in the ledger, and redirect it immediately or when SGLang is short of slots.
 
 Nothing here waits for the filter process or for the device.
 """
@@ -41,7 +41,7 @@ class BlockPipeline:
     A batch is judged once its distances are in host memory on all ranks.
 
     Args:
-        at_once: Blocks share when they are accepted; False: when :meth:`reclaim` is called.
+        at_once: Whether blocks share when they are accepted. Otherwise they share in :meth:`reclaim`.
         use: Returns the share of the pool in use, 0 to 1, the same on all ranks.
 
     Attributes:
@@ -88,7 +88,7 @@ class BlockPipeline:
         measured. All ranks call this together."""
         unmeasured = len(self._unjudged) + sum(len(state.pending) for state in running)
         if self.tracker.in_groups:
-            # Ranks may differ in which sources of pending blocks still exist.
+            # The least number counts: ranks may differ in which sources of pending blocks still exist.
             unmeasured = self._ranks.least(unmeasured)
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
@@ -117,7 +117,7 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # No block of the steps was left to measure. Looking took some time too, so it counts.
+                # The rules allowed none of the blocks. Checking them took time too, so it counts.
                 done += 1
         if self.at_once:
             self._share(math.inf)
@@ -142,8 +142,8 @@ class BlockPipeline:
         waiting, state.pending = state.pending, []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # Without its source the block is lost, but it stays in ``candidates``: ranks may differ in
-            # whether a request that only disappeared still exists.
+            # Without its source the block cannot share. It stays in ``candidates``, because ranks may
+            # differ in whether a request that SGLang dropped still exists.
             if source is None or source.finished():
                 continue
             if has_row(source):
@@ -193,7 +193,7 @@ class BlockPipeline:
             if req is None:
                 self._stats.refusals[Refusal.LATE.value] += len(result.pairs) + len(result.across)
                 continue
-            # The rules are asked here and again later: ranks may differ in which requests still exist,
+            # The rules are checked here and again later: ranks may differ in which requests still exist,
             # but must make the same batches.
             for block in self._blocks(req, result):
                 if not self._allows(block):

@@ -105,7 +105,7 @@ class Redirector:
         refusal = refusal_of(block, self._min_age, self.page)
         if refusal is None and self._allocator.has_window_pool:
             start, end = compat.freed_of_window(block.req.kv, self.page)
-            # Else layers with a window pool would read the source's peer, and free it too early.
+            # Other blocks would read their sources' peers in the window pool, and free them too early.
             if not start <= block.dst_start < block.dst_end <= end:
                 return Refusal.IN_WINDOW
         return refusal
@@ -127,7 +127,7 @@ class Redirector:
     def prepare(self, done: Sequence[Redirected]) -> Callable[[], None]:
         """Do all work of the change that can fail. The returned function then writes the rows and moves the
         references."""
-        # A position may move twice: ``new`` has its last slot; ``old`` its first, for use after a failure.
+        # A position may move twice. ``new`` has its slot after all moves, ``old`` its slot before them.
         new: dict[tuple[int, int], int] = {}
         old: dict[tuple[int, int], int] = {}
         lost, gained = list[int](), list[int]()

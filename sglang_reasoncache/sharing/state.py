@@ -18,15 +18,15 @@ Key = tuple[int, int]
 
 @dataclass(eq=False)
 class Candidate:
-    """A block of a response that reads another block's slots, or may come to. It outlives rows.
+    """A block of a response that reads another block's slots, or may do so later. It outlives the row.
 
     Attributes:
         dst_start, src_start: First positions of the block and of its source.
-        source: The request whose block is the source; None: the same request.
-        source_rid: SGLang's id of that request.
-        accepted: The epoch of the threshold that accepted the distance, which is not judged again after a
-            retraction; -1: none has accepted it.
-        shared_at: Written positions of the request when the block last began to share; 0: it never did.
+        source: The request whose block is the source; None if it is the same request.
+        source_rid: SGLang's id of ``source``.
+        accepted: The threshold's epoch when the distance was accepted, or -1 if it was not. In that epoch the
+            distance is not judged again after a retraction.
+        shared_at: Written positions of the request when the block last began to share; 0 if it never did.
     """
 
     dst_start: int
@@ -38,7 +38,7 @@ class Candidate:
 
 
 class Merges:
-    """Disjoint sets of positions. A set holds the positions that will name one slot.
+    """Disjoint sets of positions. A set holds the positions that will name the same slot.
 
     An accepted block joins the set of each of its positions with the set of the position it will read.
     A block is refused if two such sets are the same already. So every accepted block frees one slot per
@@ -55,7 +55,7 @@ class Merges:
         return self._sets.get(number, {}).get(position, {key})
 
     def _label(self, key: Key) -> Hashable:
-        """The same for all positions of a set, and different from other sets."""
+        """A label that is the same for all positions of a set, and differs from those of other sets."""
         number, position = key
         found = self._sets.get(number, {}).get(position)
         return key if found is None else id(found)
@@ -70,7 +70,7 @@ class Merges:
 
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> bool:
         """Join the sets of ``dst[i]`` and ``src[i]`` for every ``i``. Returns False and changes nothing if the
-        two positions of any pair will name one slot anyway."""
+        two positions of any pair will name the same slot anyway."""
         joined: dict[Hashable, Hashable] = {}
         pairs = list(zip(dst, src, strict=True))
         for one, other in pairs:
@@ -96,7 +96,7 @@ class Merges:
 
 
 class PromptGroup:
-    """Requests with the same prompt. Lives as long as one of them. ``number``: unique in this process."""
+    """Requests with the same prompt. It lives as long as any of them. ``number``: unique in this process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -108,9 +108,9 @@ class Followed:
 
     While its row is complete, the request is a member of ``group``, if that is not None.
 
-    SGLang drops a request that is aborted while it waits to be scheduled again, and tells nobody. When such a
-    request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The thread that
-    feeds the filter then closes it.
+    SGLang drops a request that is aborted while it waits to be scheduled again, without calling our code. When
+    such a request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The
+    thread that feeds the filter then has the filter forget it.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Followed:
         self.join(True)
 
     def join(self, yes: bool) -> None:
-        """True: join the group, because the row is complete. False: leave it, because the row is gone."""
+        """If ``yes``, join the group, because the row is complete. Else leave it, because the row is gone."""
         if self.group is not None and self._dropped.alive:
             self._process.join(self.id, self.group.number if yes else -1)
 
@@ -138,7 +138,7 @@ class Followed:
             self._process.close(self.id)
 
     def abandon(self) -> None:
-        """Do not close the request any more: the filter process that knew it has ended."""
+        """Do not close the request any more, because the filter process that followed it has ended."""
         self._dropped.detach()
 
 
@@ -147,16 +147,16 @@ class RequestState(RowState):
     """What sharing and eviction store about one request.
 
     Attributes:
-        followed: The filter's handle of the request. None: the filter does not follow it, because it
+        followed: The filter's handle of the request. None if the filter does not follow it, because it
             opted out, nothing is shared, or the filter process was restarted.
-        takes_part: False: the row is never touched, because the request opted out or is of a kind that
+        takes_part: False if the row is never touched, because the request opted out or is of a kind that
             cannot share (:func:`takes_part`).
         fed: Output tokens handed to the filter.
         row: The row, once a poll has seen that all of it was computed. None before that, and from a retraction
             until the next such poll.
         candidates: Blocks that may share, or do, by ``dst_start``. They outlive a retraction.
         pending: Candidates that wait to be measured, because the row or the source's row is missing, or because
-            SGLang has slots enough.
+            SGLang has enough slots.
         redirected: Candidates that share in this row, in the order in which they began.
         merges: Sets of the positions of the group's rows, or of the request's row if it has no group.
     """
@@ -188,7 +188,7 @@ class RequestState(RowState):
 
 
 def state_of(req: Request) -> RequestState | None:
-    """The state attached to SGLang's request. None: no poll has seen the request yet."""
+    """The state attached to SGLang's request. None if no poll has seen the request yet."""
     return getattr(req, _ATTRIBUTE, None)
 
 

@@ -13,7 +13,7 @@ class SharingStats(EvictionStats):
     """Totals since the start or the last flush: requests, steps, blocks, slots or positions.
 
     Attributes:
-        filter_restarts: Since the start; a flush does not reset it.
+        filter_restarts: Restarts since the start; a flush does not reset it.
         filter_given_up: 0 or 1; a flush does not reset it.
         filter_seconds: CPU seconds of the filter process.
         scheduler_seconds: Seconds of the scheduler's thread spent on sharing and evicting.
@@ -29,28 +29,28 @@ class SharingStats(EvictionStats):
     structure_refusals: int = counter("Candidates refused because their formal content differs.")
     over_bound_steps: int = 0
     steps_shed: int = counter("Finished steps not compared, because too many were waiting.")
-    filter_restarts: int = counter("Times the process that compares steps was started anew.")
+    filter_restarts: int = counter("Times the process that compares steps was restarted.")
     filter_given_up: int = 0
     blocks_compared: int = counter("Block pairs judged by their KV distance.")
-    blocks_shared: int = counter("Blocks redirected to the slots of equal ones.")
+    blocks_shared: int = counter("Blocks redirected to the slots of their source blocks.")
     slots_saved_total: int = counter("Slots returned to the allocator by sharing.")
     shortages: int = counter("Times SGLang was short of slots with nothing left to evict.")
     blocks_missed: int = counter("Blocks that were counted as shareable and could not share.")
     blocks_shared_across: int = counter("Blocks that read another response to the same prompt.")
-    slots_saved_across_total: int = counter("Slots returned to the allocator by such blocks.")
+    slots_saved_across_total: int = counter("Slots saved by reading another response's slots.")
     filter_seconds: float = 0.0
     scheduler_seconds: float = 0.0
     requests_seen: int = 0
-    requests_opted_out: int = counter("Requests that opted out: neither shared nor evicted.")
+    requests_opted_out: int = counter("Requests served without sharing or eviction.")
     requests_finished: int = 0
     finished_positions: int = 0
     finished_redirected: int = 0
     finished_evicted: int = 0
     blocks_reapplied: int = 0
-    prompts_composed: int = counter("Prompts made of cached documents, again after a retraction.")
-    documents_composed: int = counter("Cached documents that they read at another place.")
-    tokens_composed: int = counter("Tokens of these prompts that were not computed, base included.")
-    tokens_repaired: int = counter("Tokens of these documents that were computed again.")
+    prompts_composed: int = counter("Prompts composed of documents; a retraction counts one again.")
+    documents_composed: int = counter("Cached documents in composed prompts.")
+    tokens_composed: int = counter("Tokens of composed prompts read from cache, base included.")
+    tokens_repaired: int = counter("Tokens of composed documents that were computed again.")
     repairs_missed: int = counter("Prompts composed without the repair that they asked for.")
     decode_steps: int = 0
     polls: int = 0

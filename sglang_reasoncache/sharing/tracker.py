@@ -37,9 +37,9 @@ class RequestTracker:
     """Hands tokens to the filter and takes its results. One per scheduler; the same on all ranks.
 
     Args:
-        process: The scheduler's side of the filter. None: nothing is shared and no request is followed.
+        process: The scheduler's side of the filter. None if nothing is shared; then no request is followed.
         ranks: All ranks take the same results at the same poll.
-        markers: Tokens around the reasoning part. None: all output may share.
+        markers: Tokens around the reasoning part. None if all output may share.
         groups: Whether requests with the same prompt share with each other.
 
     Attributes:
@@ -171,7 +171,7 @@ class RequestTracker:
     def _lose(self, process: FilterProcess) -> None:
         """The filter process of some rank failed: all ranks restart theirs, or give up, at this poll.
 
-        The new process does not know the running requests, so they are not followed any more.
+        The new process lacks the tokens of running requests, so these are not followed any more.
         """
         for req in list(self._requests.values()):
             state = state_of(req)

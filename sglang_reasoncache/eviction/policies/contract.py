@@ -22,7 +22,7 @@ class Layer(Protocol):
 
     @property
     def rotation(self) -> KeyRotation | None:
-        """The model's rotary embedding; None where cached positions are not recorded."""
+        """The model's rotary embedding; None if cached positions are not recorded."""
 
     def stored(self) -> torch.Tensor:
         """fp32 ``[held, kv_heads, head_dim]``: keys as cached, rotated for their cached positions."""
@@ -35,15 +35,15 @@ class Layer(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of the positions from ``first`` on, as far as they were kept.
 
-        ``end``: the position behind the last one read. None: read all, with the forward in flight's query.
+        ``end``: the position behind the last query to read. None reads all, also the forward in flight's query.
 
         Returns fp32 ``[queries, heads, head_dim]`` after rotary embedding, their positions, int64
-        ``[queries]``, and bool ``[queries]``: False where nothing was kept for that position.
+        ``[queries]``, and bool ``[queries]``: False if no query was kept for that position.
         """
 
     def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         """fp32 ``[heads, held]``: softmax weight of each held position, summed over the queries that
-        :meth:`queries` returns. A query gives nothing to later positions."""
+        :meth:`queries` returns. A query gives no weight to later positions."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class View:
         seed: A number that is the same for the same prompt.
         layers: All attention layers of this rank.
         earlier: fp32 ``[held]``: the last scores of an accumulating policy, 0 for positions written
-            since. None: it has not scored yet.
+            since. None if the policy has not scored yet.
         seen: The queries of positions ``[0, seen)`` are counted in ``earlier``.
     """
 

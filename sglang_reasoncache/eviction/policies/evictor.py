@@ -42,11 +42,11 @@ class Evictor:
     Attributes:
         budget: Slots that a request may take, prompt included. Positions that share a slot count once.
         share: The budget as a share of the request's positions so far.
-        slack: Slots above the budget before the policy acts; it then evicts down to the budget.
-        recent: Newest positions that stay, even if the request then exceeds its budget: the prompt
-            alone may exceed it, and a response without its newest words is noise.
-        prompt: Positions of the prompt may be evicted, chunk by chunk while it is computed. The
-            request is then published only when it finishes, up to the first evicted position.
+        slack: The policy acts once the budget is exceeded by more slots than this, and then evicts down to it.
+        recent: Newest positions that stay, even if the request then exceeds its budget. The prompt
+            alone may exceed the budget, and a response without its newest words is noise.
+        prompt: Whether positions of the prompt may be evicted, chunk by chunk while it is computed. If so, the
+            request is published only when it finishes, up to the first evicted position.
         when: ``always``: at every poll; ``short``: only when SGLang would retract a request.
 
     Raises OptionError for a value out of bounds.
@@ -59,14 +59,14 @@ class Evictor:
     prompt: bool = False
     when: str = ALWAYS
 
-    #: Scores are running totals. They are also computed whenever the window of recent queries is full.
+    #: Whether scores are running totals. Totals are also computed when the window of recent queries is full.
     accumulates: ClassVar[bool] = False
-    #: The policy reads keys or queries before rotary embedding.
+    #: Whether the policy reads keys or queries before rotary embedding.
     unrotates: ClassVar[bool] = False
 
     @property
     def queries(self) -> int:
-        """Newest queries of a request that the policy reads; 0: none."""
+        """Number of newest queries of a request that the policy reads; 0 if it reads none."""
         return 0
 
     def __post_init__(self) -> None:
@@ -108,8 +108,8 @@ def lowest(scores: np.ndarray, slots: np.ndarray, page: int, count: int) -> np.n
 
     Args:
         scores: float ``[positions]``. A page's score is the mean of its positions.
-        slots: int ``[positions]``, equal for positions that share a slot. These are evicted together,
-            with the highest of their scores.
+        slots: int ``[positions]``, equal for positions that share a slot. Such positions are evicted
+            together, and the highest of their scores counts.
         page: Positions of a page.
         count: Slots that must become free, rounded up to whole pages.
     """

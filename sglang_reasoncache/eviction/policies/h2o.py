@@ -10,7 +10,7 @@ import torch
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
-#: Queries kept. The totals are updated about once for this number of new queries.
+#: Number of queries kept. The totals are updated about once for this number of new queries.
 _WINDOW = 32
 
 

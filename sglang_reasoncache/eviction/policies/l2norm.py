@@ -20,7 +20,7 @@ def relative_norms(keys: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class L2Norm(Evictor):
-    """Key norms (Devoto et al., arXiv 2406.11430): evicts the largest keys. Rotation changes no norm."""
+    """L2 norm (Devoto et al., arXiv 2406.11430) evicts the keys of highest norm. Rotation changes no norm."""
 
     def scores(self, view: View) -> torch.Tensor:
         return -view.mean(lambda layer: relative_norms(layer.stored()))

@@ -7,9 +7,9 @@ from torch.nn import functional
 
 def pooled(weights: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
     """``max`` or ``avg`` of the ``kernel`` weights around each position, so that neighbours stay together.
-    Zeros lie beyond the ends; an even ``kernel`` reaches one position further back than ahead.
+    Weights beyond both ends count as 0. An even ``kernel`` reaches one position further back than ahead.
 
-    ``weights``: fp32 ``[held]``, none below 0, neighbours in the cache side by side.
+    ``weights``: fp32 ``[held]``, none below 0, in the order of the held positions.
     """
     if not len(weights):
         return weights

@@ -13,7 +13,7 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 @dataclass(frozen=True)
 class RandomAttention(Evictor):
     """Random Attention (arXiv 2609.03430) evicts reasoning tokens uniformly at random; the prompt stays (unless
-    ``prompt=true``). The paper draws in each head; here a slot holds all heads.
+    ``prompt=true``). The paper draws for each head; here the draw is for all heads, which share a slot.
 
     Each slot draws a number once, from ``seed`` and the prompt, and the lowest numbers are evicted first. So
     the positions that stay are a uniform sample of all that could be evicted, however often the policy acted,

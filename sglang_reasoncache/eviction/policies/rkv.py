@@ -18,8 +18,8 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
     """The paper's R, ``[held, heads, head_dim]`` to ``[heads, held]``: a softmax over positions of each key's
     mean cosine with the other keys.
 
-    For each key, the newest similar key (cosine above ``threshold``, among the newest ``reach`` keys) does not
-    count this cosine, so that one of several similar keys stays.
+    For each key, the newest similar key (cosine above ``threshold``, among the newest ``reach`` keys) leaves
+    this cosine out of its own mean, so that one of several similar keys stays.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
@@ -51,7 +51,7 @@ class RKV(Evictor):
         mix: The paper's lambda.
         alpha: Queries that count.
         kernel: Held positions whose weights are pooled.
-        threshold: Cosine from which two keys count as similar.
+        threshold: Cosine above which two keys count as similar.
         reach: How many of the newest held positions are searched for a similar key; unbounded in the paper,
             which holds no more than its budget.
     """

@@ -13,11 +13,11 @@ from sglang_reasoncache.eviction.policies.pooling import pooled
 
 @dataclass(frozen=True)
 class SnapKV(Evictor):
-    """SnapKV (Li et al., arXiv 2404.14469): brings the prompt down to the budget once it has been
+    """SnapKV (Li et al., arXiv 2404.14469) brings the prompt down to the budget once the prompt has been
     computed; the response stays.
 
-    The prompt's last ``window`` positions stay, and those with the highest attention weight by the newest
-    ``window`` queries, averaged over neighbours. A chunked prompt is brought down after each chunk.
+    The prompt's last ``window`` positions stay. So do the positions with the highest attention weight by the
+    newest ``window`` queries, averaged over neighbours. A chunked prompt is brought down after each chunk.
 
     Attributes:
         window: Positions at the end of the prompt that stay, and queries that count.

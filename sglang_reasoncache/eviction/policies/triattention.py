@@ -12,8 +12,8 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
 @dataclass(frozen=True)
 class TriAttention(Evictor):
-    """TriAttention (Mao et al., arXiv 2604.04921): before rotary embedding queries lie close to a
-    centre, so the logits that a key will get from later queries follow from its position.
+    """TriAttention (Mao et al., arXiv 2604.04921): before rotary embedding, queries are close to a
+    centre, so the logits that a key will get from later queries follow from the key's position.
 
     For frequency f of a head, the mean query q and the key k, both complex and before rotation, and a distance
     D between them, the paper's score is the trigonometric series ``sum |q| |k| cos(w_f D + arg(q / k))``,
@@ -22,7 +22,7 @@ class TriAttention(Evictor):
     scores are brought to mean 0 and deviation 1.
 
     The authors measure centres beforehand on other texts; here a centre is the mean of the request's newest
-    ``window`` queries. They take the highest score of any head; here the heads' scores are averaged.
+    ``window`` queries. The authors take the highest score of any head; here the heads' scores are averaged.
 
     Attributes:
         window: How many of the newest queries make up the centre.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The formal content of a step as SymPy expressions, and whether that of two steps is equal (ReasonCache, stage
-1). Text is never evaluated, and parsing is bounded.
+"""Parses the formal content of a step into SymPy expressions, and tells whether two steps have equal content
+(ReasonCache, stage 1). Text is never evaluated, and parsing is bounded.
 
 SymPy and zss are imported on first use, because they take half a second to load and only the filter process
 needs them.
@@ -60,7 +60,7 @@ def signature(text: str, limits: Limits = LIMITS, *, in_code: bool = False) -> S
 def same_structure(a: Signature, b: Signature, tolerance: int = 0, limits: Limits = LIMITS) -> bool:
     """Whether two steps pass the structure check (ReasonCache, stage 1, item 4).
 
-    A step over a bound passes with no step. Prose passes with every other step.
+    A step over a bound passes with no other step. Otherwise prose passes with every step.
 
     ``tolerance``: largest tree edit distance allowed (Zhang and Shasha, unit costs) between trees within
     ``limits.max_edit_nodes``. Larger trees must be equal.
@@ -69,7 +69,7 @@ def same_structure(a: Signature, b: Signature, tolerance: int = 0, limits: Limit
         return False
     if a.content is None or b.content is None:
         return True
-    # Hashes first, which is fast: SymPy keeps them, and different content usually has different hashes.
+    # Hashes are compared first, because SymPy stores them and different content usually has different hashes.
     if hash(a.content) == hash(b.content) and a.content == b.content:
         return True
     return tolerance > 0 and _is_near(a.content, b.content, tolerance, limits.max_edit_nodes)
@@ -80,7 +80,7 @@ def _is_near(a: Basic, b: Basic, tolerance: int, max_nodes: int) -> bool:
     from sympy import preorder_traversal
 
     first, second = (Counter(map(_label, preorder_traversal(tree))) for tree in (a, b))
-    # An operation changes at most one label.
+    # Each edit operation changes at most one label, so at least this number of operations is needed.
     least = max((first - second).total(), (second - first).total())
     if least > tolerance or max(first.total(), second.total()) > max_nodes:
         return False

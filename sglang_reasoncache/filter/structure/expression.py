@@ -22,7 +22,7 @@ _OPERAND_STARTS = frozenset({"leaf", "open", "root", "fraction"})
 class Written(Expr):  # type: ignore[misc]
     """An expression without a class in SymPy: a Symbol that names its kind, then its parts."""
 
-    is_commutative = False  # told here, or SymPy would ask all parts
+    is_commutative = False  # set here, because SymPy would otherwise compute it from all parts
 
 
 def written(label: str, *parts: Basic) -> Basic:
@@ -68,7 +68,7 @@ class Parser:
         return found
 
     def _level_ahead(self) -> int:
-        """Binding strength of the next operator; 0: the expression ends."""
+        """Binding strength of the next operator, or 0 if the expression ends."""
         kind, label = self._left[-1]
         return LEVELS[label] if kind == "operator" else _PRODUCT_LEVEL * (kind in _OPERAND_STARTS)
 
@@ -86,7 +86,7 @@ class Parser:
         return left
 
     def _operand(self, scripted: bool = True) -> Basic:
-        """An atom with its signs, and with its scripts if ``scripted``; an empty Symbol if there is none."""
+        """An atom with its signs, and with its scripts if ``scripted``; an empty Symbol if no atom follows."""
         self._max_depth -= 1
         if self._max_depth < 0:
             raise OverBound("max_depth")
@@ -99,7 +99,7 @@ class Parser:
             scripts: dict[str, list[Basic]] = {"_": [], "^": []}
             while scripted and self._left[-1][0] == "script":
                 scripts[self._left.pop()[1]].append(self._argument())
-            # Indices first, so that x_1^2 equals x^2_1.
+            # Subscripts are applied first, so that x_1^2 equals x^2_1.
             if scripts["_"]:
                 node = written("_", node, *scripts["_"])
             if scripts["^"]:
@@ -130,8 +130,8 @@ class Parser:
 
 
 def _join(operators: list[str], operands: list[Basic]) -> Basic:
-    """Join operands by operators of one binding strength, or one operand with its sign: with SymPy's
-    class if there is one, else as written."""
+    """Join operands by operators of one binding strength, or a single operand with its sign. The result is
+    of SymPy's class for these operators if there is one, else :class:`Written`."""
     signed = [*zip(["", *operators][-len(operands) :], operands, strict=True)]
     if {*operators} <= {"*", "/"}:
         powers = (Pow(x, S.NegativeOne, evaluate=False) if sign == "/" else x for sign, x in signed)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF001 - mathematical signs look alike on purpose
-"""Extracts what is formal in a step as tokens. All spellings of a sign get the same label.
+"""Extracts the formal content of a step as tokens. All spellings of a sign get the same label.
 
 Most models write mathematics without mark-up ("so x + 1 = 2"), so this module decides for every word of
 plain text whether it is formal. In doubt a word counts as formal: at worst, a block is not shared.
 
-* Numbers, scripts, LaTeX commands, mathematical signs and *names* count. Names: single letters, up
-  to six capitals, functions, words that touch a digit, script or bracket (3rd, h_1, f(x)).
+* Numbers, scripts, LaTeX commands, mathematical signs and *names* count. Names are single letters, up
+  to six capitals, functions, and words that touch a digit, script or bracket (3rd, h_1, f(x)).
 * ``a``, ``A`` and ``I`` count next to a number, an operator or a single letter, or where no article
   can stand. Other words count beside an operator: Area = 3.
 * A hyphen counts beside a number, name or bracket, but not as a list bullet; Markdown does not
@@ -25,7 +25,7 @@ Token = tuple[str, str]
 
 _SEPARATOR: Token = ("separator", ",")
 
-# Rows of a label and its other spellings, from the loosest binding to the tightest.
+# Each string has the operators of one binding strength, the loosest first: labels and their other spellings.
 _OPERATORS = (
     r"-> → \to \rightarrow; => ==> ⇒ ⟹ \Rightarrow \implies; <=> ⇔ ⟺ \iff",
     r"= ==; != ≠ \ne \neq; < \lt; <= ≤ \le \leq; > \gt; >= ≥ \ge \geq; ≈ \approx; ≡ \equiv; ~ ∼ \sim;"
@@ -50,7 +50,7 @@ _ROWS = [(kind, row.split()) for kind, rows in _KINDS.items() for row in rows.sp
 _WRITTEN: dict[str, Token] = {sign: (kind, row[0]) for kind, row in _ROWS for sign in row}
 _WRITTEN[";"] = _SEPARATOR
 _SIGNS = [re.escape(sign) for sign in _WRITTEN if sign[0] not in "\\:*_,;.?&()[]{}⌊⌋⌈⌉⟨⟩"]
-# Asterisks and underscores are Markdown where they touch a word or bracket on one side only.
+# Asterisks and underscores are Markdown if they touch a word or bracket on one side only.
 _UNMARKED = (
     r"(?<=[^\W_]|[)\]}])(?:\*\*?+|__?+)(?=[^\W_]|[(\[{\\])"
     r"|(?<![^\W_])(?<![)\]}*_])(?:\*\*?+|__?+)(?![^\W_]|[*_(\[{\\])"
@@ -74,7 +74,7 @@ _SCANNER = re.compile(
     r"|(?P<symbol>[∑∏∫∞°%∠△∅|∪∩⊕∖∘⊗∧∨¬∂∇∀∃∴∵∝∉∋⊂⊆⊃⊇⊥∥∣∤≪≫≺≻↦↔≅∓]"
     rf"|(?<=[\d)\]])(?:!|['′’]+)|(?<=\b{_LETTER})(?:!|['′’]+))"
     r"|(?P<open>[(\[{⌊⌈⟨])|(?P<close>[)\]}⌋⌉⟩])"
-    # Size, spacing and style say nothing about structure.
+    # Commands for size, spacing and style are skipped, because they say nothing about structure.
     r"|(?P<skip>\\(?:[ ,;:!>.-]|(?:left|right|middle|[bB]igg?[lr]?|q?quad|displaystyle|textstyle"
     r"|limits|hline)(?![A-Za-z])))"
     r"|(?P<command>\\(?:(?:text|math|mbox|operatorname|begin|end|tag)[a-z]*\*?\{[^{}]*\}"
@@ -109,7 +109,7 @@ def regions(text: str) -> Iterator[tuple[str, str]]:
 
 def parser_tokens(text: str, latex: bool) -> list[Token]:
     """Tokens of plain text, where prose becomes separators, or of a LaTeX formula, where all is formal.
-    Brackets come in pairs: a pair that holds nothing, and a bracket without its match, are separators."""
+    Brackets come in pairs. An empty pair, or a bracket without its match, becomes a separator."""
     tokens: list[Token] = []
     opened: list[int] = []
     for token in _read(_scan(text) if latex else _formal(_scan(_BULLET.sub("\n", text)))):
