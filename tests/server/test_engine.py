@@ -26,7 +26,7 @@ COMMON = dict(
 )
 SHARING = dict(
     enable_reasoncache=True, reasoncache_when="always", reasoncache_percentile=100.0,
-    reasoncache_min_age=32,
+    reasoncache_min_age=32, reasoncache_positions="as-cached",
 )
 
 

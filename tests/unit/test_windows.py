@@ -23,8 +23,7 @@ from sglang_reasoncache.sharing.state import state_of
 from tests.property.world import ENDS, LAYERS, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
-WINDOW, CHUNK, BLOCK = 8, 16, 4
-SLOTS = 300
+WINDOW, CHUNK, BLOCK, SLOTS = 8, 16, 4, 300
 #: All requests write this text, so that the tree has prefixes of each other's rows.
 TEXT = list(range(1, 130))
 
@@ -86,8 +85,7 @@ class Windows(World):
             window += len(row) - max(req.kv.get_evicted_seqlen(ComponentType.SWA), owned)
             first = max(len(row) - WINDOW, 0)
             for buffer in self.both.get_kv_buffer(LAYERS):
-                seen = buffer[self.peers(row[first:]), 0, 0].tolist()
-                assert seen == TEXT[first : len(row)]
+                assert buffer[self.peers(row[first:]), 0, 0].tolist() == TEXT[first : len(row)]
         assert (full - self.controller.pipeline.saved, window) == (SLOTS, SLOTS)
 
 
@@ -120,8 +118,7 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
             if state and req.kv.kv_allocated_len > 2 * BLOCK and dice.random() < 0.4:
                 pair = Pair(*dice.sample(range(req.kv.kv_allocated_len - BLOCK), 2))
                 world.engine.waiting[state.followed.id].append(pair)
-        if live:
-            world.controller.after_decode(live)
+        world.controller.after_decode(live)
         assert world.controller.report.disabled is None
         world.check(live)
     assert world.controller.stats.blocks_shared > 5
