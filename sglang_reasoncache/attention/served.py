@@ -24,7 +24,6 @@ _CORRECTED = "--reasoncache-positions corrected"
 
 #: Attention -> why it is refused.
 REFUSED = {
-    "latent beside states": "no such model was tried",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
     "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not; "
     "--disable-hybrid-swa-memory makes it keep them",
@@ -91,7 +90,10 @@ ROTARY_KINDS = (
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 #: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
 #: know positions from their state layers.
-WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
+WITHOUT_POSITIONS = (
+    *("NemotronHAttention", "GraniteMoeHybridAttention"),
+    "DeepseekV2AttentionMLA",
+)
 #: Attention modules of models with sliding windows whose rotation is known: that of their own rotary
 #: embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
@@ -108,14 +110,11 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
     ``requested_by``: the flag that needs such buffers, the beginning of the message.
     """
-    hybrid = type(pool) is compat.HybridLinearKVPool
-    if hybrid:
+    if type(pool) is compat.HybridLinearKVPool:
         pool = pool.full_kv_pool  # Of the attention layers; state layers have none.
     kind = _POOLS.get(type(pool).__name__)
-    if type(pool) is compat.MLATokenToKVPool:
-        if not hybrid and pool.qk_rope_head_dim:
-            return
-        kind = "latent beside states"
+    if type(pool) is compat.MLATokenToKVPool and pool.qk_rope_head_dim:
+        return
     if kind is not None:
         raise ValueError(f"{requested_by} does not support {kind} attention: {REFUSED[kind]}")
     layout = getattr(pool, "kv_cache_layout", "own layout")

@@ -155,7 +155,7 @@ def layer_ids(pool: Any) -> Iterable[int]:
 def latent_rank(pool: Any) -> int:
     """Dims of the latent with which a cached row of MLA begins; rotated dims follow. 0 if ``pool`` has keys and
     values instead."""
-    return int(getattr(pool, "kv_lora_rank", 0))
+    return int(getattr(getattr(pool, "full_kv_pool", pool), "kv_lora_rank", 0))
 
 
 def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:

@@ -166,7 +166,7 @@ LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 STATELESS = {**LATENT, **WINDOWS}
 #: Models of ``tiny_models.py`` whose keys are not rotated.
-WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid")
+WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid", "kimi_linear")
 
 
 def _beside(model: str, *plugins: str) -> dict[str, str]:
@@ -189,7 +189,7 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
-    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", **_beside(model)}
+    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1", **_beside(model)}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
 

@@ -38,19 +38,21 @@ _EXPERTS: dict[str, Any] = dict(
 _MAMBA: dict[str, Any] = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
 )
-_MAMBA_2: dict[str, Any] = {
-    f"mamba_{key}": value
-    for key, value in dict(n_heads=4, d_head=32, d_state=16, n_groups=1, chunk_size=64).items()
-}
-#: YaRN, as on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
-_LATENT: dict[str, Any] = dict(
-    num_hidden_layers=3,
+_MAMBA_2: dict[str, Any] = dict(
+    mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=64
+)
+_LATENT_DIMS: dict[str, Any] = dict(
     num_key_value_heads=4,
     q_lora_rank=None,
     kv_lora_rank=32,
     qk_rope_head_dim=16,
     qk_nope_head_dim=16,
     v_head_dim=16,
+)
+#: YaRN, as on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
+_LATENT: dict[str, Any] = dict(
+    **_LATENT_DIMS,
+    num_hidden_layers=3,
     first_k_dense_replace=1,
     n_routed_experts=4,
     n_shared_experts=1,
@@ -83,7 +85,10 @@ _OUTPUTS = tuple(
     f"{name}.weight" for name in ("o_proj", "out_proj", "down_proj", "w2", "output_linear")
 )
 _NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-_LESS = {"deepseek_v2": 0.06, "deepseek_v3": 0.06, "granitemoehybrid": 0.06, "falcon_h1": 0.03}
+_LESS = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "granitemoehybrid", "kimi_linear"), 0.06),
+    "falcon_h1": 0.03,
+}
 _LESS_OF_OTHERS, _LESS_OF_GEMMA = 0.12, 0.6
 _LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> configuration class of Hugging Face's library, and arguments of the class.
@@ -154,6 +159,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **_MAMBA_2,
         ),
     ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        dict(
+            **_LATENT_DIMS,
+            num_hidden_layers=4,
+            layer_types=[_LINEAR, _FULL] * 2,
+            mlp_layer_types=["sparse"] * 4,
+            linear_head_dim=16,
+            linear_num_heads=4,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            routed_scaling_factor=1.0,
+        ),
+    ),
     "falcon_h1": (
         "FalconH1Config",
         dict(num_hidden_layers=2, head_dim=16, mamba_d_ssm=128, key_multiplier=0.5, **_MAMBA_2),
@@ -198,7 +218,10 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
         del described["mtp_layers_block_type"]
     described.pop("time_step_limit", None)
-    if latent:
+    if name == "kimi_linear":
+        layers = dict(kda_layers=[1, 3], full_attn_layers=[2, 4], short_conv_kernel_size=4)
+        described["linear_attn_config"] = dict(layers, head_dim=16, num_heads=4)
+    elif latent:
         v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}
         described.setdefault("scoring_func", "softmax")
