@@ -56,9 +56,13 @@ FAMILIES = (
     Family("Qwen3-Next, Qwen3.5 without images", "full, gated delta net", "tiny ones: CPU"),
     Family("LFM2", "full, short convolution", "tiny: CPU"),
     Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
-    Family("Granite-H, Falcon-H1", "full, Mamba 2", "not tried"),
-    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2 and V3: CPU"),
-    Family("Kimi-Linear, Ring", "latent beside states", ""),
+    Family("Granite-H, Falcon-H1", "full, Mamba 2", "tiny ones: CPU"),
+    Family(
+        "DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash",
+        "latent",
+        "tiny V2, and V3 on one and two ranks: CPU",
+    ),
+    Family("Kimi-Linear", "latent without positions, Kimi delta", "tiny: CPU"),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
     Family("gpt-oss with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
@@ -88,12 +92,9 @@ ROTARY_KINDS = (
 #: Attention module -> its attribute which, if true, makes it scale each dim of a key by a learned weight after
 #: the rotation.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules that give keys no position at all, if they have no rotary embedding. Their models
-#: know positions from their state layers.
-WITHOUT_POSITIONS = (
-    *("NemotronHAttention", "GraniteMoeHybridAttention"),
-    "DeepseekV2AttentionMLA",
-)
+#: Attention modules that give keys no position at all, if they have no rotary embedding (the last one in
+#: Kimi-Linear). Their models know positions from their state layers.
+WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention", "DeepseekV2AttentionMLA")
 #: Attention modules of models with sliding windows whose rotation is known: that of their own rotary
 #: embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
