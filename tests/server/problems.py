@@ -78,7 +78,7 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
                 "tokens": [token for _, token, _ in outputs],
                 "inputs": [logprob for logprob, _, _ in meta["input_token_logprobs"][1:]],
                 "cached": meta["cached_tokens"],
-                "from_host": (meta.get("cached_tokens_details") or {}).get("host", 0),
+                "cached_from": meta.get("cached_tokens_details") or {},
                 "prompt_tokens": meta["prompt_tokens"],
                 # The endpoint lists no request that opted out or saved nothing.
                 **recent.get(meta["id"], {}),

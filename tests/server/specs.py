@@ -245,6 +245,16 @@ HOST_TIER = SHARED.having(
         "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
     },
 )
+#: Prefixes go to the host only when they are evicted; or from the host on to files.
+WRITE_BACK = HOST_TIER.having(
+    "write-back", CROWDED, "--hicache-write-policy write_back"
+).for_long_runs()
+ON_DISK = HOST_TIER.having(
+    "disk",
+    CROWDED,
+    "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete",
+    '--hicache-storage-backend-extra-config {"prefetch_threshold":16}',
+).for_long_runs()
 
 #: Caches KV in eight bits.
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's hierarchical cache beside sharing: prefixes go to the host and come back to other slots."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,13 +11,15 @@ from tests.server.harness import ServerPool, assert_whole
 from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
 
 
-@pytest.mark.parametrize("spec", [specs.HOST_TIER])
+@pytest.mark.parametrize("spec", [specs.HOST_TIER, specs.WRITE_BACK, specs.ON_DISK])
 def test_a_prefix_that_was_on_the_host_is_read_as_before(
-    servers: ServerPool, spec: specs.ServerSpec
+    servers: ServerPool, spec: specs.ServerSpec, tmp_path: Path
 ) -> None:
     """Loading a prefix must record the cached positions of its new slots: a response that shares reads keys
     by them."""
-    server = servers.get(spec)
+    on_disk = spec is specs.ON_DISK
+    server = servers.get(spec.having("", f"--file-storage-path {tmp_path}") if on_disk else spec)
+    log = server.log_size()
     server.post("/flush_cache")
     todo = prompts(4, seed=21, each=2)
     # 601 tokens make a whole number of polls, so that a response shares alike both times.
@@ -23,12 +27,19 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
     for text in prompts(3, seed=22, each=24):
         # Long prompts evict all prefixes, and give the slots other positions.
         respond(server, [text], 5, sampling_params=OPT_OUT)
+    if on_disk:
+        assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200
     again = [respond(server, [text], 601, **TO_THE_END)[0] for text in reversed(todo)]
     for one, other in zip(first, reversed(again), strict=True):
-        assert other["from_host"] >= one["prompt_tokens"] - 8
+        came = other["cached_from"]
+        assert came.get("storage" if on_disk else "host", 0) >= one["prompt_tokens"] - 8, came
         assert one["blocks"] == other["blocks"] and one["blocks"]
         assert one["tokens"] == other["tokens"]
         off = torch.tensor(one["logprobs"]) - torch.tensor(other["logprobs"])
         assert float(off.abs().max()) < 1e-3
+    if spec.long:
+        respond(server, prompts(16, seed=23), 601)
+        print(report(server)["totals"])
+        assert "#retracted_reqs" in server.log_text(log)
     assert report(server)["totals"]["blocks_missed"] == 0
-    assert_whole(server)
+    assert_whole(server, log)
