@@ -189,6 +189,7 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
+    # PyTorch's compiler would ask a forked process for its GPU.
     env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1", **_beside(model)}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 

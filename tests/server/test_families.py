@@ -32,13 +32,8 @@ def _prompts(count: int, first: int = 0) -> list[str]:
 def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
     """For each response what ``told`` returns, with log-probabilities as a tensor and default fields."""
     return [
-        {
-            "blocks": [],
-            "retractions": 0,
-            **found,
-            "logprobs": torch.tensor(found["logprobs"]),
-            "prompt": found["prompt_tokens"],
-        }
+        {"blocks": [], "retractions": 0, **found, "prompt": found["prompt_tokens"]}
+        | {"logprobs": torch.tensor(found["logprobs"])}
         for found in told(server, bodies)
     ]
 
