@@ -29,7 +29,6 @@ BESIDE_WINDOWS = (
 )
 #: Attention -> why it is refused.
 REFUSED = {
-    "latent beside states": "no such model was tried",
     "window pool on CUDA": "nothing shared: our kernels there read one pool",
     "other windows": "nothing shared: rotations unknown",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
@@ -61,8 +60,12 @@ FAMILIES = (
     Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
     Family("Granite-H", "full without positions, Mamba 2", "tiny: CPU"),
     Family("Falcon-H1", "full, Mamba 2", "tiny: CPU"),
-    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2 and V3: CPU"),
-    Family("Kimi-Linear, Ring", "latent beside states", ""),
+    Family(
+        "DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash",
+        "latent",
+        "tiny V2, and V3 on one and two ranks: CPU",
+    ),
+    Family("Kimi-Linear", "latent without positions, Kimi delta", "tiny: CPU"),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
     Family("Mellum 2 on a CPU", "full, windows in their own pool", "tiny"),
@@ -94,9 +97,9 @@ ROTARY_KINDS = (
 #: Attention module -> its attribute which, if true, makes it scale each dim of a key by a learned weight after
 #: the rotation.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules that give keys no position at all, if they have no rotary embedding. In their models only
-#: the state layers depend on positions.
-WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention")
+#: Attention modules that give keys no position at all, if they have no rotary embedding (the last one in
+#: Kimi-Linear). In their models only the state layers depend on positions.
+WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention", "DeepseekV2AttentionMLA")
 #: Attention modules of models with sliding windows whose rotation is known: that of their own rotary
 #: embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
@@ -118,14 +121,11 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
             raise ValueError(f"{requested_by} does not support page sizes above 1 {BESIDE_WINDOWS}")
         check_pool(pool.swa_kv_pool, requested_by)
         pool = pool.full_kv_pool
-    hybrid = type(pool) is compat.HybridLinearKVPool
-    if hybrid:
+    if type(pool) is compat.HybridLinearKVPool:
         pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
     kind = _POOLS.get(type(pool).__name__)
-    if type(pool) is compat.MLATokenToKVPool:
-        if not hybrid and pool.qk_rope_head_dim:
-            return
-        kind = "latent beside states"
+    if type(pool) is compat.MLATokenToKVPool and pool.qk_rope_head_dim:
+        return
     if kind is not None:
         raise ValueError(f"{requested_by} does not support {kind} attention: {REFUSED[kind]}")
     layout = getattr(pool, "kv_cache_layout", "own layout")

@@ -175,7 +175,7 @@ def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
 def latent_rank(pool: Any) -> int:
     """Number of latent dims at the start of a cached row of MLA; rotated dims follow. 0 if ``pool`` has keys
     and values instead."""
-    return int(getattr(pool, "kv_lora_rank", 0))
+    return int(getattr(getattr(pool, "full_kv_pool", pool), "kv_lora_rank", 0))
 
 
 def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:

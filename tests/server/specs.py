@@ -168,7 +168,7 @@ WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 WINDOW_POOL = {"mellum": "mellum"}
 STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
 #: Models of ``tiny_models.py`` whose keys are not rotated.
-WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid")
+WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid", "kimi_linear")
 
 
 def _beside(model: str, *plugins: str) -> dict[str, str]:
@@ -193,7 +193,8 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
-    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", **_beside(model)}
+    # PyTorch's compiler would ask a forked process for its GPU.
+    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1", **_beside(model)}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
 

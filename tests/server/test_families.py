@@ -32,13 +32,8 @@ def _prompts(count: int, first: int = 0) -> list[str]:
 def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
     """For each response what ``told`` returns, with log-probabilities as a tensor and default fields."""
     return [
-        {
-            "blocks": [],
-            "retractions": 0,
-            **found,
-            "logprobs": torch.tensor(found["logprobs"]),
-            "prompt": found["prompt_tokens"],
-        }
+        {"blocks": [], "retractions": 0, **found, "prompt": found["prompt_tokens"]}
+        | {"logprobs": torch.tensor(found["logprobs"])}
         for found in told(server, bodies)
     ]
 
@@ -155,15 +150,13 @@ class Loop:
 
 
 TRIED = ("qwen3_5_text", "deepseek_v3", "gemma3_text", "mellum")
-OTHERS = (
-    *("qwen3_next", "lfm2", "nemotron_h", "granitemoehybrid", "falcon_h1"),
-    *("deepseek_v2", "olmo3"),
-)
+OTHERS = ("qwen3_next", "lfm2", "nemotron_h", "deepseek_v2", "olmo3")
+WITH_STATES = ("granitemoehybrid", "falcon_h1", "kimi_linear")
 AT_ONCE = [specs.at_once(name) for name in TRIED]
 SHORT = [specs.short(name) for name in TRIED if name != "gemma3_text"]
 SHORT += [specs.short("gemma3_text").for_long_runs()]
-AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS]
-SHORT += [specs.short(name).for_long_runs() for name in ("granitemoehybrid", "falcon_h1")]
+AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS + WITH_STATES]
+SHORT += [specs.short(name).for_long_runs() for name in WITH_STATES]
 #: At once, and short of slots.
 ON_TWO_RANKS = [
     pytest.param(specs.on_two_ranks(make("deepseek_v3")), marks=specs.FEW_CORES)

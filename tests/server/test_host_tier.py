@@ -39,7 +39,6 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
         assert float(off.abs().max()) < 1e-3
     if spec.long:
         respond(server, prompts(16, seed=23), 601)
-        print(report(server)["totals"])
         assert "#retracted_reqs" in server.log_text(log)
     assert report(server)["totals"]["blocks_missed"] == 0
     assert_whole(server, log)

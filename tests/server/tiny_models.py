@@ -7,95 +7,54 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+_LINEAR, _FULL = "linear_attention", "full_attention"
+Fields = dict[str, Any]
 #: Sizes that all models have in common; the embedded reasoner's vocabulary has 192 tokens.
-_COMMON: dict[str, Any] = dict(
-    vocab_size=192,
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    pad_token_id=0,
-    eos_token_id=1,
-    bos_token_id=None,
-    tie_word_embeddings=False,
-)
-#: 3 value heads per key head: with 1, 2 or 4 SGLang would split projections by Triton, on a GPU.
-_GATED_DELTA: dict[str, Any] = dict(
-    head_dim=32,
-    full_attention_interval=2,
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    linear_num_key_heads=1,
-    linear_num_value_heads=3,
-)
-_EXPERTS: dict[str, Any] = dict(
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    shared_expert_intermediate_size=16,
-)
-_MAMBA: dict[str, Any] = dict(
+_COMMON: Fields = dict(vocab_size=192, hidden_size=64, intermediate_size=128, num_attention_heads=4)
+_COMMON |= dict(num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False)
+_COMMON |= dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
+_HYBRID: Fields = dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2)
+#: 3 values a key: with 1, 2 or 4 SGLang would split projections in Triton, which needs a GPU.
+_GATED_DELTA: Fields = dict(head_dim=32, full_attention_interval=2, linear_num_value_heads=3)
+_GATED_DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=1)
+_EXPERTS: Fields = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+_MAMBA: Fields = dict(
     head_dim=32, mamba_num_heads=4, mamba_head_dim=32, ssm_state_size=16, n_groups=2, chunk_size=64
 )
-_MAMBA_2: dict[str, Any] = {
-    f"mamba_{key}": value
-    for key, value in dict(n_heads=4, d_head=32, d_state=16, n_groups=1, chunk_size=64).items()
-}
+_MAMBA_2: Fields = dict(
+    mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16, mamba_n_groups=1, mamba_chunk_size=64
+)
+_LATENT: Fields = dict(num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=32)
+_LATENT |= dict(qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16)
 #: YaRN, because on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
-_LATENT: dict[str, Any] = dict(
-    num_hidden_layers=3,
-    num_key_value_heads=4,
-    q_lora_rank=None,
-    kv_lora_rank=32,
-    qk_rope_head_dim=16,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    first_k_dense_replace=1,
-    n_routed_experts=4,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    moe_intermediate_size=16,
-    routed_scaling_factor=1.0,
-    n_group=1,
-    topk_group=1,
-    rope_parameters=dict(
-        rope_type="yarn",
-        rope_theta=10000.0,
-        factor=2.0,
-        original_max_position_embeddings=2048,
-        beta_fast=32,
-        beta_slow=1,
-        mscale=1.0,
-        mscale_all_dim=0.5,
-    ),
+_YARN: Fields = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, mscale=1.0, mscale_all_dim=0.5)
+_YARN |= dict(original_max_position_embeddings=2048, beta_fast=32, beta_slow=1)
+_DEEPSEEK: Fields = dict(
+    _LATENT, num_hidden_layers=3, rope_parameters=_YARN, first_k_dense_replace=1
 )
+_DEEPSEEK |= dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1)
+_DEEPSEEK |= dict(moe_intermediate_size=16, routed_scaling_factor=1.0, topk_group=1)
 #: Every second layer sees all positions, the others ``sliding_window``. OLMo 3 has its checkpoints' fields.
-_WINDOW: dict[str, Any] = dict(
-    num_hidden_layers=4,
-    head_dim=16,
-    sliding_window=48,
-    layer_types=["sliding_attention", "full_attention"] * 2,
-)
+_WINDOW: Fields = dict(num_hidden_layers=4, head_dim=16, sliding_window=48)
+_WINDOW |= dict(layer_types=["sliding_attention", _FULL] * 2)
 #: Weights of what a layer adds to its input, and factors that shrink them so that responses repeat
 #: themselves; in models of ``_LESS`` those of experts are shrunk too.
 _OUTPUTS = tuple(
     f"{name}.weight" for name in ("o_proj", "out_proj", "down_proj", "w2", "output_linear")
 )
 _NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
-_LESS = {"deepseek_v2": 0.06, "deepseek_v3": 0.06, "granitemoehybrid": 0.06, "falcon_h1": 0.03}
+_LESS = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "granitemoehybrid", "kimi_linear"), 0.06),
+    "falcon_h1": 0.03,
+}
 _LESS_OF_OTHERS, _LESS_OF_GEMMA = 0.12, 0.6
-_LINEAR, _FULL = "linear_attention", "full_attention"
 #: Name -> configuration class of Hugging Face's library, and arguments of the class.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS: dict[str, tuple[str, Fields]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
-        dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2, **_GATED_DELTA, **_EXPERTS),
+        dict(**_HYBRID, **_GATED_DELTA, **_EXPERTS, shared_expert_intermediate_size=16),
     ),
-    "qwen3_5_text": (
-        "Qwen3_5TextConfig",
-        dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2, **_GATED_DELTA),
-    ),
+    "qwen3_5_text": ("Qwen3_5TextConfig", dict(**_HYBRID, **_GATED_DELTA)),
     "lfm2": (
         "Lfm2Config",
         dict(num_hidden_layers=4, block_auto_adjust_ff_dim=False, layer_types=["conv", _FULL] * 2),
@@ -131,22 +90,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
-    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "topk_method": "greedy", "head_dim": 16}),
+    "deepseek_v2": ("DeepseekV2Config", {**_DEEPSEEK, "topk_method": "greedy", "head_dim": 16}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        {**_LATENT, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
+        {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
     ),
+    # On a CPU SGLang needs at least one KV head for each rank over all groups.
     "qwen3_moe": (
         "Qwen3MoeConfig",
         dict(
-            num_hidden_layers=4,
-            # On a CPU SGLang needs at least one KV head for each rank over all groups.
-            num_key_value_heads=4,
-            head_dim=32,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            norm_topk_prob=True,
+            **_EXPERTS, num_hidden_layers=4, num_key_value_heads=4, head_dim=32, norm_topk_prob=True
         ),
     ),
     "nemotron_h": (
@@ -155,19 +108,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",
-        dict(
-            num_hidden_layers=4,
-            layer_types=[_LINEAR, _FULL] * 2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=16,
-            attention_multiplier=0.25,
-            **_MAMBA_2,
-        ),
+        _HYBRID
+        | dict(num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=16)
+        | dict(attention_multiplier=0.25, **_MAMBA_2),
     ),
     "falcon_h1": (
         "FalconH1Config",
         dict(num_hidden_layers=2, head_dim=16, mamba_d_ssm=128, key_multiplier=0.5, **_MAMBA_2),
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {**_HYBRID, **_LATENT}
+        | dict(linear_head_dim=16, linear_num_heads=4, mlp_layer_types=["sparse"] * 4)
+        | dict(num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        | dict(routed_scaling_factor=1.0),
     ),
 }
 
@@ -209,7 +163,10 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}
         del described["mtp_layers_block_type"]
     described.pop("time_step_limit", None)
-    if latent:
+    if name == "kimi_linear":
+        layers = dict(kda_layers=[1, 3], full_attn_layers=[2, 4], short_conv_kernel_size=4)
+        described["linear_attn_config"] = dict(layers, head_dim=16, num_heads=4)
+    elif latent:
         v3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
         described |= {"moe_layer_freq": 1, **(v3 if name == "deepseek_v3" else {})}
         described.setdefault("scoring_func", "softmax")

@@ -21,6 +21,8 @@ def register() -> None:
 def _replace(*_: object, **__: object) -> None:
     pools: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
     pools.transfer_kv_direct = copy
+    # Pinned memory needs a GPU.
+    pools.MHATokenToKVPoolHost.pin_memory = property(lambda _: False, lambda *_: None)
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_: None
     # SGLang would keep ten gigabytes of host memory free; the pool here takes 50 megabytes.

@@ -33,6 +33,8 @@ def _replace(*_: object) -> None:
         lfm2.causal_conv1d_fn, lfm2.causal_conv1d_update = convolve, convolve_one
     gdn: Any = importlib.import_module("sglang.srt.layers.attention.linear.gdn_backend")
     gdn.GDNAttnBackend.forward_decode = gdn.GDNAttnBackend.forward_extend = gated_delta_rule
+    kda: Any = importlib.import_module("sglang.srt.layers.attention.linear.kda_backend")
+    kda.KDAAttnBackend.forward_decode = kda.KDAAttnBackend.forward_extend = gated_delta_rule
     norm: Any = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = gated_norm
     norm = importlib.import_module("sglang.kernels.ops.attention.fla.layernorm_gated")
@@ -121,23 +123,24 @@ def gated_delta_rule(
     self: Any, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a: torch.Tensor,
     b: torch.Tensor, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``GDNAttnBackend.forward_decode`` and ``forward_extend``; returns ``[1, tokens, heads, dim]``."""
+    """``forward_decode`` and ``forward_extend`` of ``GDNAttnBackend`` and, with a decay for each dim of keys,
+    of ``KDAAttnBackend``; returns ``[1, tokens, heads, dim]``."""
     pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     meta, tokens = self.forward_metadata, len(mixed_qkv)
     slots, weight = meta.mamba_cache_indices, layer.conv_weights
     weight = weight.view(len(weight), -1)
-    decodes = forward_batch.forward_mode.is_decode()
+    conv, decodes = pool.conv[0], forward_batch.forward_mode.is_decode()
+    if conv.shape[2] == len(weight):  # KDA's pool has the width of the convolution first
+        conv = conv.transpose(1, 2)
     if decodes:
-        mixed = convolve_one(
-            mixed_qkv, pool.conv[0], weight, layer.bias, "silu", conv_state_indices=slots
-        )
+        mixed = convolve_one(mixed_qkv, conv, weight, layer.bias, "silu", conv_state_indices=slots)
         fresh, ends = [False] * tokens, [*range(tokens + 1)]
     else:
         fresh = [before == 0 for before in forward_batch.extend_prefix_lens_cpu]
         ends = meta.query_start_loc.tolist()
         mixed = convolve(
             mixed_qkv.T, weight, layer.bias, query_start_loc=meta.query_start_loc,
-            cache_indices=slots, has_initial_state=~torch.tensor(fresh), conv_states=pool.conv[0],
+            cache_indices=slots, has_initial_state=~torch.tensor(fresh), conv_states=conv,
         ).T  # fmt: skip
     q, k, v = (part.float() for part in mixed.split([layer.q_dim, layer.k_dim, layer.v_dim], -1))
     times = layer.num_v_heads // layer.num_k_heads
@@ -147,15 +150,16 @@ def gated_delta_rule(
     ]
     q, k = (part.repeat_interleave(times, dim=1) for part in unit)
     q, v = q * layer.head_k_dim**-0.5, v.view(tokens, layer.num_v_heads, -1)
-    a, b = a.reshape(tokens, -1).float(), b.reshape(tokens, -1).float()
-    decay = (-layer.A_log.float().exp() * F.softplus(a + layer.dt_bias.float())).exp()
+    heads, b = layer.num_v_heads, b.reshape(tokens, -1).float()
+    forget = a.reshape(tokens, heads, -1).float() + layer.dt_bias.float().view(heads, -1)
+    decay = (-layer.A_log.float().exp().view(heads, 1) * F.softplus(forget)).exp()
     states = pool.temporal[slots.long()].float()
     states[torch.tensor(fresh)] = 0.0
     steps = [slice(None)] if decodes else _tokens(ends)
     out = torch.empty_like(v)
     for step in steps:
         of = torch.arange(tokens) if decodes else torch.tensor([_request(ends, step.start)])
-        state = states[of] * decay[step][..., None, None]
+        state = states[of] * decay[step][:, :, None]
         told = v[step] - (state * k[step][:, :, None]).sum(dim=-1)
         state = state + (b[step].sigmoid()[..., None] * told)[..., None] * k[step][:, :, None]
         out[step] = (state * q[step][:, :, None]).sum(dim=-1)
@@ -178,6 +182,7 @@ def add_gated(x: torch.Tensor, gate: torch.Tensor, one: torch.Tensor, total: tor
 
 
 def gated_norm(self: Any, x: torch.Tensor, g: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """``FusedRMSNormGated.forward`` of Qwen3-Next, ``RMSNorm.forward`` of Qwen3.5."""
+    """``FusedRMSNormGated.forward`` of Qwen3-Next and Kimi-Linear, ``RMSNorm.forward`` of Qwen3.5."""
+    gate = torch.sigmoid if self.activation == "sigmoid" else F.silu
     unit = x.float() * (x.float().square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
-    return (unit * self.weight.float() * F.silu(g.float())).to(x.dtype)
+    return (unit * self.weight.float() * gate(g.float())).to(x.dtype)
