@@ -16,17 +16,17 @@ from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.attention_cases import (
     CASES,
     FEW,
+    LATENT,
+    TABLE,
     Case,
     Rig,
     assert_attention,
     assert_plans,
     make,
-    poison,
 )
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import by_engine
 from tests.kernels.engines import cpu as cpu
-from tests.kernels.pools import LATENT, TABLE
 from tests.triton_runs import DEVICE, INTERPRETED, there
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
@@ -255,9 +255,6 @@ def test_reads_every_code_exactly(backend: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found[0].cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-# -- plans -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_plan(backend: str, dtype: torch.dtype) -> None:
     rig = make(Case(lengths=(0, 1, 19, 1300), evicted=0.3))
@@ -304,8 +301,6 @@ def test_plan_refuses(cpu: str, changed: dict[str, Any], message: str) -> None:
         plan_of(make(Case()), cpu, **changed)
 
 
-# -- extend ----------------------------------------------------------------------
-
 #: Counts of new tokens, for rows of 1, 19 and 989 positions.
 NEW = ([1, 1, 1], [0, 2, 4], [1, 19, 989], [0, 5, 300], [1, 1, 6])
 
@@ -345,9 +340,6 @@ def test_extend_plans_say_what_they_cannot_read() -> None:
     for some, cap, message in ((rig.query, 0.0, "20 tokens"), (query, 3.0, "singly")):
         with pytest.raises(ValueError, match=message):
             extend_attention(some, kv, long, scale=1.0, logit_cap=cap)
-
-
-# -- refusals --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 64), (4, 4, 32), (4, 3, 64), (4, 4, 64)])
@@ -390,14 +382,3 @@ def test_values_out_of_range_are_refused(
     if name in ("rotation", "kv_indices", "shift"):
         with pytest.raises(ValueError, match=message):
             gather_kv(kv_of(rig, cpu), plan.kv_indices, plan.shift, torch.float32)
-
-
-def test_pools_are_poisoned() -> None:
-    """Slots that no row names hold NaN, else the tests above would prove nothing."""
-    buffer = torch.zeros(3, 1, 8, dtype=torch.float8_e4m3fn)
-    poison(buffer, torch.tensor([False, True, False]))
-    assert buffer.float()[1].isnan().all() and not buffer.float()[[0, 2]].isnan().any()
-    rig = make(Case(evicted=0.4))
-    others = torch.ones(len(rig.keys), dtype=torch.bool)
-    others[rig.plan().kv_indices.long()] = False
-    assert others[0] and rig.keys[others].isnan().all() and rig.values[others].isnan().all()

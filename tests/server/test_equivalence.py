@@ -26,7 +26,7 @@ from tests.server.problems import (
     respond,
     solve,
 )
-from tests.server.replayed import Replayed, assert_computed
+from tests.server.reference import Replayed, assert_computed
 
 
 @functools.cache

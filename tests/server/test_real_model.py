@@ -17,7 +17,7 @@ from eval.small_reasoner.task import make_problem
 from eval.tiny_reasoner.task import generate
 from tests.server.harness import STRICT_CHECKS, assert_whole
 from tests.server.problems import respond
-from tests.server.replayed import Replayed, assert_computed
+from tests.server.reference import Replayed, assert_computed
 
 pytestmark = [
     pytest.mark.server,
