@@ -110,8 +110,6 @@ class StrictDevice(TorchFunctionMode):
         self._pinned: dict[int, Any] = {}
         self._queued: list[Callable[[], object]] = []
 
-    # -- waiting --------------------------------------------------------------
-
     def refuse(self, mode: int | str) -> None:
         self.strict = 2 if mode == "error" else int(mode)
 
@@ -140,8 +138,6 @@ class StrictDevice(TorchFunctionMode):
         if not (non_blocking and self.is_pinned(host)):
             self.waits(what)
 
-    # -- pinned memory --------------------------------------------------------
-
     def is_pinned(self, host: Tensor) -> bool:
         return host.untyped_storage().data_ptr() in self._pinned
 
@@ -149,8 +145,6 @@ class StrictDevice(TorchFunctionMode):
         storage = host.untyped_storage()
         self._pinned[storage.data_ptr()] = storage
         return host
-
-    # -- every function of PyTorch ----------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))

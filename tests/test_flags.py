@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flags, their refusals and the switch that enables the plugin, through SGLang's own parser."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -4,8 +4,6 @@
 Once imported, the interpreter replaces all of Triton, so interpreted tests
 run in a process of their own, which runs their file again."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os
@@ -61,8 +59,7 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
 _BESIDE = {
     "test_attention": [
         f"tests/kernels/test_{name}.py" for name in ("attention_triton", "distance", "plan")
-    ],
-    "test_attention_cuda_graph": ["tests/unit/test_no_wait_attention.py"],
+    ]
 }
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``tools/gpu.sh`` with stand-ins for the programs that it calls: what it runs and what it reports."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.run`` as an operator calls it, against real servers of the embedded model."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

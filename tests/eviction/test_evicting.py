@@ -135,8 +135,6 @@ def test_policies_in_sequence(order: int, decisions: int) -> None:
     assert world.controller.stats.eviction_decisions == decisions
 
 
-# -- prompts, chunk by chunk ---------------------------------------------------------
-
 #: Pools smaller than a prompt.
 SMALL = pytest.mark.parametrize(
     "setup", [dataclasses.replace(setup, slots=64) for setup in (SINGLE, PAGED)], ids=str

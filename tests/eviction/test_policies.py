@@ -58,9 +58,6 @@ class Scored(Evictor):
         return torch.from_numpy(np.asarray(self.given))
 
 
-# -- candidates and picking by score ------------------------------------------------
-
-
 def test_a_slot_without_a_score_stays_longest() -> None:
     """A slot whose positions include one with a NaN score is evicted last."""
     now = view(8, owned=1, shared=[(5, 2, 1)])
@@ -136,9 +133,6 @@ def test_by_hand(policy: Any, now: View, count: int | None, expected: list[int])
     assert evict(policy, now, len(now.held), count) == expected
 
 
-# -- random --------------------------------------------------------------------
-
-
 def test_random_attention_is_the_same_again_and_differs_by_seed_and_prompt() -> None:
     policy = RandomAttention(budget=10, recent=1)
     found = evict(policy, view(40), 30)
@@ -180,9 +174,6 @@ def test_random_attention_is_uniform_over_slots() -> None:
         kept[np.setdiff1d(np.arange(40), going)] += 1
     assert (kept[20:30] == kept[:10]).all()
     assert_uniform(np.delete(kept, np.s_[20:30]), tries / 2)
-
-
-# -- scores by formula ----------------------------------------------------------------
 
 
 def averaged(keys: torch.Tensor, score: Callable[[torch.Tensor], list[float]]) -> np.ndarray:
@@ -348,9 +339,6 @@ def test_triattention_is_the_papers_series(is_neox: bool) -> None:
     own = series + ((size - centre.abs()) * keys.abs()).sum(dim=-1)
     expected = ((own - own.mean(dim=0)) / own.std(dim=0, correction=0)).mean(dim=1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-3)
-
-
-# -- what all policies share -------------------------------------------------------
 
 
 FEW: Any = dict(budget=8, recent=1)

@@ -24,7 +24,7 @@ from sglang_reasoncache.eviction.policies.triattention import TriAttention
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.eviction.row_state import Decision
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.pools import dense
+from tests.kernels.attention_cases import dense
 from tests.two_ranks import in_two_threads
 from tests.unit.attention_rig import SHORT, Rig
 
@@ -124,9 +124,6 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             rid = rng.choice([*lengths])
             del lengths[rid]
             kept.end(rid)
-
-
-# -- weights over held keys -----------------------------------------------------------
 
 
 #: Slot of each position of row 1; -1 was evicted, slot 9 serves two positions.
@@ -247,9 +244,6 @@ def test_ranks_give_up_the_same_as_one_with_all_heads() -> None:
     ):
         assert np.array(sums) / 2 == pytest.approx(np.array(whole), rel=1e-4, abs=1e-5)
         assert len(gone) == 3 and gone == expected
-
-
-# -- attention backends ----------------------------------------------------------------
 
 
 def assert_kept(rig: Rig, found: RecentQueries, new: list[int]) -> None:

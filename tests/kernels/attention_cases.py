@@ -5,6 +5,7 @@ all in double precision over the values as stored."""
 
 import dataclasses
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +13,15 @@ import torch
 from sglang_reasoncache.kernels.plan import TILE as TILE_ENTRIES
 from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.kernels.pools import LATENT, LAYOUTS, TABLE, dense, lay_out, make_rotation, turned
 from tests.triton_runs import INTERPRETED
+
+#: How a pool may lay out a layer: halves of one allocation (SGLang), K and V of a slot side by side,
+#: heads in front of slots, heads with room between them, an odd address.
+LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
+#: Layout of MLA: values and keys are parts of one row.
+LATENT = "latent"
+#: Positions in the rotary table.
+TABLE = 40_000
 
 #: Tolerances (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
 #: last place, and a logit's error from fp32 sums over 256 dims and rotated queries.
@@ -271,6 +279,9 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
     filled = buffer.float()
     filled[where] = float("nan")
     buffer.copy_(filled.to(buffer.dtype))
+    # Else the tests would prove nothing.
+    assert torch.equal(buffer.float().isnan().any(dim=(1, 2)), where) and where[0]
+    assert buffer.float()[where].isnan().all()
 
 
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:
@@ -306,3 +317,69 @@ def assert_attention(
     if INTERPRETED and found.dtype == torch.bfloat16:
         relative *= 2  # the interpreter cuts bf16, a GPU rounds
     torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute)
+
+
+def make_rotation(rotary_dim: int, is_neox: bool) -> KeyRotation | None:
+    """Plain rotation of the first ``rotary_dim`` dims, base 10,000; None for 0 of them."""
+    if not rotary_dim:
+        return None
+    powers = torch.arange(0, rotary_dim, 2).double() / rotary_dim
+    angles = torch.arange(TABLE).double()[:, None] * 10_000.0**-powers
+    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
+    return KeyRotation(table, rotary_dim, is_neox)
+
+
+def lay_out(
+    layout: str, made: Callable[..., torch.Tensor], slots: int, heads: int, k_dim: int, v_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values ``[slots, heads, dim]``: strided views of tensors that ``made(*shape)`` returns."""
+    match layout:
+        case "halves" if k_dim == v_dim:
+            keys, values = made(2, slots, heads, k_dim)
+        case "halves":
+            keys, values = made(slots, heads, k_dim), made(slots, heads, v_dim)
+        case "latent":
+            values, keys = made(slots, heads, v_dim + k_dim).split((v_dim, k_dim), dim=2)
+        case "slot":
+            keys, values = made(slots, 2, heads, k_dim).unbind(1)
+        case "head-major":
+            keys, values = made(2, heads, slots, k_dim).transpose(1, 2)
+        case "gaps":
+            both = made(2, slots, heads, k_dim + 5)
+            keys, values = both[0, :, :, :k_dim], both[1, :, :, 3 : k_dim + 3]
+        case "odd":
+            flat = made(2, slots * heads * k_dim + 1)[:, 1:]
+            keys, values = (side.view(slots, heads, k_dim) for side in flat)
+        case _:
+            raise AssertionError(layout)
+    return keys, values
+
+
+def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tensor:
+    """fp64 ``[tokens, heads, dim]``, pairs of dims multiplied by complex ``[tokens, pairs]``."""
+    half, turn = turn.shape[1], turn[:, None]
+    x, rest = keys[..., : 2 * half], keys[..., 2 * half :]
+    if is_neox:
+        pairs = torch.complex(x[..., :half], x[..., half:]) * turn
+        return torch.cat((pairs.real, pairs.imag, rest), dim=-1)
+    pairs = torch.view_as_complex(x.unflatten(-1, (half, 2)).contiguous()) * turn
+    return torch.cat((torch.view_as_real(pairs).flatten(-2), rest), dim=-1)
+
+
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *,
+    hidden: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """fp64 attention of ``[tokens, heads, dim]`` to ``[held, kv_heads, dim]``, and its weights ``[heads,
+    tokens, held]``. ``hidden`` ``[tokens, held]``: pairs that are masked."""
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (side.double().repeat_interleave(group, dim=1) for side in (keys, values))
+    logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
+    if cap:
+        logits = cap * (logits / cap).tanh()
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, float("-inf"))
+    powers = logits.exp()
+    total = powers.sum(-1) + (0 if sinks is None else sinks.double().exp()[:, None])
+    weights = powers / total[..., None]
+    return torch.einsum("hqk,khd->qhd", weights, values), weights

@@ -1,33 +1,237 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels compiled for GPUs that are not here: their resources, and the width of their loads."""
+"""Triton kernels compiled for GPUs that are not here: resources by their machine code, held to limits for
+several compute capabilities, and the width of their loads."""
 
+import contextlib
 import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.triton_runs import INTERPRETED
 
 pytest.importorskip("triton")
 
-from tests.kernels import resources
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sglang_reasoncache.kernels import (
+    common_triton,
+    decode_triton,
+    distance_triton,
+    gather_triton,
+    plan,
+    plan_triton,
+    rotations_triton,
+)
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
+
+GPUS = 80, 90, 100
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+#: What pointers point at -> names of these arguments, unless a case says otherwise.
+_POINTERS = {
+    "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
+    "tile_ptr by following",
+    "i64": "requests lengths bases dst src bits",
+    "fp32": "parts part_lse sinks cosines sines",
+    "fp64": "out",
+    "bf16": "query keys values out_k out_v",
+}
+POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
+#: Pointers and strides that are multiples of 16; not ``end``, which is ``kv_indptr[1:]``.
+ALIGNED = {*POINTERS} - {"end"}
+ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride", "q_head_stride")
+
+
+class Resources(NamedTuple):
+    """Resources that a compiled kernel takes, or its limits."""
+
+    registers: int  # of a thread
+    spilled: int  # bytes of a thread's stack
+    shared: int  # bytes of a program
+
+
+#: A kernel, its constants, and what pointers point at if not as in POINTERS.
+_Kernel = tuple[Any, dict[str, Any], dict[str, str]]
+
+
+@contextlib.contextmanager
+def standing_in(gpu: int) -> Iterator[GPUTarget]:
+    """Makes ``gpu`` Triton's active GPU, by which, and not by the target, Triton chooses instructions."""
+    target = GPUTarget("cuda", gpu, 32)
+    driver: Any = triton.runtime.driver
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))
+    try:
+        yield target
+    finally:
+        driver.set_active(None)  # this machine's GPU again, if there is one
+
+
+def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
+    """The kernel as Triton would launch it on a GPU that need not be here."""
+    kinds = dict.fromkeys(("scale", "logit_cap"), "fp32")
+    kinds |= {name: f"*{kind}" for name, kind in (POINTERS | pointers).items()}
+    names = [name for name in kernel.arg_names if name not in constants]
+    divisible = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name in ALIGNED or name.endswith(ALIGNED_STRIDES)
+    }
+    signature = {name: kinds.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants, divisible)
+    with standing_in(gpu) as target:
+        decodes = kernel is decode_triton.chunk_kernel
+        options = decode_triton.compiler_options(constants) if decodes else {}
+        return triton.compile(source, target=target, options=options)
+
+
+def resources_of(compiled: Any) -> Resources:
+    """Resources by the kernel's machine code; RuntimeError if cuobjdump names no registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = (triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name)
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if found is None:
+        raise RuntimeError(f"cuobjdump -res-usage has no registers: {usage!r}")
+    return Resources(int(found[1]), int(found[2]), compiled.metadata.shared)
+
+
+def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
+    """``kind``: "merged", "own" (no key is rotated), or "shifted"."""
+    query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
+    pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
+    query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
+    rotation: Any = SimpleNamespace(rotary_dim=dim, is_neox=not interleaved)
+    return _decode_of(query, pool, pool, rotation, kind)
+
+
+def _decode_of(query: Any, keys: Any, values: Any, rotation: Any, kind: str) -> _Kernel:
+    constants = decode_triton.constants(
+        *(query, keys, values),
+        None if kind == "own" else rotation,
+        rotates=kind == "merged",
+        latent=keys.shape[2] != values.shape[2],
+    )
+    stored = _stored(keys.dtype)
+    return decode_triton.chunk_kernel, constants, dict(keys=stored, values=stored, out="bf16")
+
+
+def _latent(heads: int, dtype: torch.dtype, kind: str) -> _Kernel:
+    """A decode kernel over DeepSeek's latent rows."""
+    values, keys = (torch.empty(1, 1, dim, dtype=dtype, device="meta") for dim in (512, 64))
+    query = torch.empty(1, heads, 576, dtype=BF16, device="meta")
+    rotation: Any = SimpleNamespace(rotary_dim=64, is_neox=False)
+    return _decode_of(query, keys, values, rotation, kind)
+
+
+def _distance(dtype: torch.dtype, rotary: bool, neox: bool = True) -> _Kernel:
+    buffer = torch.empty(1, 8, 128, dtype=dtype, device="meta")
+    rotation: Any = SimpleNamespace(rotary_dim=128, is_neox=neox) if rotary else None
+    constants = distance_triton.constants(buffer, buffer, rotation, aligned=True)
+    pointers = dict(keys=_stored(dtype), out="fp64")
+    return distance_triton.distance_kernel, constants, pointers
+
+
+def _stored(dtype: torch.dtype) -> str:
+    return "u8" if dtype.itemsize == 1 else common_triton.ELEMENT[dtype]
+
+
+def _plan(**asked: bool) -> _Kernel:
+    sizes = dict(PIECES=plan_triton.PIECES, TILE=plan_triton.TILE)
+    return plan_triton.plan_kernel, dict(SHIFTS=True, **sizes, **asked), {}
+
+
+def _rotations(write: bool) -> _Kernel:
+    pieces = 1 if write else rotations_triton.PIECES
+    sizes = dict(ENTRIES=plan.TILE, RUNS=rotations_triton.RUNS, PIECES=pieces)
+    return rotations_triton.rotation_kernel, dict(WRITE=write, **sizes), {}
+
+
+def _merge(dim: int) -> _Kernel:
+    sizes = dict(SPLITS=decode_triton.SPLITS, CHUNK=decode_triton.CHUNK)
+    constants = dict(SINKS=True, V_DIM=dim, V_COLS=dim, **sizes)
+    return decode_triton.merge_kernel, constants, dict(out="bf16")
+
+
+def _gather() -> _Kernel:
+    constants: dict[str, Any] = dict.fromkeys(("K_DIM", "V_DIM", "K_COLS", "V_COLS"), 128)
+    constants |= dict(ELEMENT="bf16", HALF=64, NEOX=True, ROWS=32)
+    return gather_triton.gather_kernel, constants, {}
+
+
+#: Every kernel with constants of a usual server, and its limits on all of :data:`GPUS`: registers, spilled
+#: bytes, shared bytes. With 168 registers three blocks of four warps fit on an SM. With 8 spilled bytes
+#: ptxas keeps two numbers out of registers, so that one more block fits.
+_KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
+    "decode, merged, bf16 32/8x128": (_decode("32/8x128", BF16, "merged"), (168, 0, 74776)),
+    "decode, merged, bf16 64/8x128": (_decode("64/8x128", BF16, "merged"), (176, 0, 74776)),
+    "decode, merged, bf16 28/4x128": (_decode("28/4x128", BF16, "merged"), (168, 8, 74776)),
+    "decode, merged, bf16 14/2x64": (_decode("14/2x64", BF16, "merged"), (168, 8, 37912)),
+    "decode, merged, bf16 32/1x128": (_decode("32/1x128", BF16, "merged"), (176, 0, 83480)),
+    "decode, merged, bf16 16/2x256 interleaved": (
+        _decode("16/2x256", BF16, "merged", True),
+        (184, 0, 82712),
+    ),
+    "decode, merged, e4m3 32/8x128": (_decode("32/8x128", E4M3, "merged"), (255, 8, 54296)),
+    "decode, own, bf16 32/8x128": (_decode("32/8x128", BF16, "own"), (136, 0, 72704)),
+    "decode, shifted, bf16 32/8x128": (_decode("32/8x128", BF16, "shifted"), (255, 8, 76800)),
+    "decode, shifted, e4m3 32/8x128": (_decode("32/8x128", E4M3, "shifted"), (240, 0, 61440)),
+    "decode, merged, bf16 128x512+64 interleaved": (_latent(128, BF16, "merged"), (176, 0, 39060)),
+    "decode, merged, bf16 8x512+64 interleaved": (_latent(8, BF16, "merged"), (168, 0, 39060)),
+    "decode, own, bf16 128x512+64 interleaved": (_latent(128, BF16, "own"), (104, 0, 37440)),
+    "decode, merged, e4m3 128x512+64 interleaved": (_latent(128, E4M3, "merged"), (248, 0, 42068)),
+    "distance, bf16": (_distance(BF16, False), (48, 0, 16)),
+    "distance, bf16 rotated": (_distance(BF16, True), (64, 0, 16)),
+    "distance, bf16 interleaved": (_distance(BF16, True, neox=False), (64, 0, 16)),
+    "distance, e4m3 rotated": (_distance(E4M3, True), (64, 0, 16)),
+    "merge of chunks": (_merge(128), (56, 0, 2048)),
+    "merge of chunks of latents": (_merge(512), (168, 0, 1024)),
+    "gather": (_gather(), (128, 0, 0)),
+    "plan": (_plan(MERGE=False, WRITE=True), (56, 0, 64)),
+    "plan, merged, counts": (_plan(MERGE=True, WRITE=False), (48, 0, 16)),
+    "plan, merged": (_plan(MERGE=True, WRITE=True), (72, 0, 64)),
+    "rotations of tiles, counts": (_rotations(False), (32, 0, 256)),
+    "rotations of tiles": (_rotations(True), (120, 0, 256)),
+}
+KERNELS = {name: kernel for name, (kernel, _) in _KERNELS.items()}
+#: Limits that differ on one GPU. Below sm_89 fp8 is converted by arithmetic, with twice the warps.
+_LIMITS_OF_GPU = {
+    (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776),
+    (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296),
+    (100, "decode, shifted, e4m3 32/8x128"): Resources(248, 0, 61440),
+    (80, "decode, shifted, e4m3 32/8x128"): Resources(200, 0, 61440),
+}
+
+
+def limits_of(gpu: int, name: str) -> Resources:
+    return _LIMITS_OF_GPU.get((gpu, name), Resources(*_KERNELS[name][1]))
+
 
 NARROW = r"ld\.global\.(?:b8|b16|u8|u16)\b"
 
 
 #: Every kernel for every GPU; without ``long`` tests each kernel for one GPU, in turns.
 COMPILED = [
-    pytest.param(name, gpu, marks=[] if (i - j) % len(resources.GPUS) == 0 else pytest.mark.long)
-    for i, name in enumerate(resources.KERNELS)
-    for j, gpu in enumerate(resources.GPUS)
+    pytest.param(name, gpu, marks=[] if (i - j) % len(GPUS) == 0 else pytest.mark.long)
+    for i, name in enumerate(KERNELS)
+    for j, gpu in enumerate(GPUS)
 ]
 
 
 @pytest.mark.parametrize(("name", "gpu"), COMPILED)
 def test_resources(name: str, gpu: int) -> None:
-    compiled = resources.compiled_for(gpu, *resources.KERNELS[name])
-    found, limits = resources.resources_of(compiled), resources.limits_of(gpu, name)
+    compiled = compiled_for(gpu, *KERNELS[name])
+    found, limits = resources_of(compiled), limits_of(gpu, name)
     over = {
         field: (value, limit)
         for field, value, limit in zip(found._fields, found, limits, strict=True)

@@ -16,17 +16,17 @@ from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.attention_cases import (
     CASES,
     FEW,
+    LATENT,
+    TABLE,
     Case,
     Rig,
     assert_attention,
     assert_plans,
     make,
-    poison,
 )
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import by_engine
 from tests.kernels.engines import cpu as cpu
-from tests.kernels.pools import LATENT, TABLE
 from tests.triton_runs import DEVICE, INTERPRETED, there
 from tests.triton_runs import small_launches as small_launches
 from tests.triton_runs import test_interpreted as test_interpreted
@@ -255,9 +255,6 @@ def test_reads_every_code_exactly(backend: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found[0].cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-# -- plans -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_plan(backend: str, dtype: torch.dtype) -> None:
     rig = make(Case(lengths=(0, 1, 19, 1300), evicted=0.3))
@@ -304,8 +301,6 @@ def test_plan_refuses(cpu: str, changed: dict[str, Any], message: str) -> None:
         plan_of(make(Case()), cpu, **changed)
 
 
-# -- extend ----------------------------------------------------------------------
-
 #: Counts of new tokens, for rows of 1, 19 and 989 positions.
 NEW = ([1, 1, 1], [0, 2, 4], [1, 19, 989], [0, 5, 300], [1, 1, 6])
 
@@ -313,16 +308,13 @@ NEW = ([1, 1, 1], [0, 2, 4], [1, 19, 989], [0, 5, 300], [1, 1, 6])
 @pytest.mark.parametrize("new", NEW, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("singly", [False, True])
+@pytest.mark.parametrize("latent", [False, True])
 def test_extend_sees_up_to_itself(
-    cpu: str, new: list[int], dtype: torch.dtype, singly: bool
+    cpu: str, new: list[int], dtype: torch.dtype, singly: bool, latent: bool
 ) -> None:
-    plain = Case(lengths=(1, 19, 989), dtype=dtype, query_dtype=dtype, heads=6)
-    for case in (plain, plain.latent(v_dim=72)):
-        assert_extend(make(case), cpu, new, singly)
-
-
-def assert_extend(rig: Rig, cpu: str, new: list[int], singly: bool) -> None:
-    plan, dtype = rig.plan(), rig.case.dtype
+    case = Case(lengths=(1, 19, 989), dtype=dtype, query_dtype=dtype, heads=6)
+    rig = make(case.latent(v_dim=72) if latent else case)
+    plan = rig.plan()
     query = torch.randn((sum(new), 6, rig.case.query_dim)).to(dtype)
     extend_plan = ExtendPlan(plan, new, dtype, singly=singly)
     out = extend_attention(query, kv_of(rig, cpu), extend_plan, scale=rig.scale)
@@ -350,21 +342,14 @@ def test_extend_plans_say_what_they_cannot_read() -> None:
             extend_attention(some, kv, long, scale=1.0, logit_cap=cap)
 
 
-# -- refusals --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("message", "changed"),
-    [
-        *(("query must be", dict(query=torch.zeros(shape).bfloat16()))
-          for shape in ((3, 4, 64), (4, 4, 32), (4, 3, 64))),
-        ("float64 is not supported", dict(query=torch.zeros((4, 4, 64)).double())),
-    ],
-)  # fmt: skip
-def test_decode_refuses(cpu: str, message: str, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("shape", [(3, 4, 64), (4, 4, 32), (4, 3, 64), (4, 4, 64)])
+def test_decode_refuses(cpu: str, shape: tuple[int, ...]) -> None:
     rig = make(Case())
+    query, message = torch.zeros(shape).bfloat16(), "query must be"
+    if shape == rig.query.shape:
+        query, message = query.double(), "float64 is not supported"
     with pytest.raises(ValueError, match=message):
-        decode(rig, cpu, rig.plan(), **changed)
+        decode(rig, cpu, rig.plan(), query=query)
 
 
 @pytest.mark.parametrize(
@@ -374,55 +359,26 @@ def test_decode_refuses(cpu: str, message: str, changed: dict[str, Any]) -> None
         ("kv_indices", -1, 10_000, "slot outside"), ("shift", -1, TABLE, "rotary table"),
         ("shift", 5, -TABLE, "rotary table"), ("shift", 5, -(2**31), "rotary table"),
         ("kv_indptr", 4, 5000, "begin and end"), ("kv_indptr", 2, -1, "begin and end"),
-        ("kv_indptr", 2, 900, "begin and end"),
+        ("kv_indptr", 2, 900, "begin and end"), ("tile_ptr", -1, 10_000, "tile_ptr"),
+        ("tile_ptr", 0, -1, "tile_ptr"), ("tile_ptr", 3, 10_000, "tile_ptr"),
+        ("by", 1, TABLE, "rotary table"), ("by", -1, -(2**31), "rotary table"),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(
     cpu: str, name: str, index: int, value: int, message: str
 ) -> None:
-    rig = make(Case())
-    plan = rig.plan()
+    rig = make(Case(repeated=0.5))
+    plan, merged = rig.plan(), rig.plan(merge=True)
+    assert merged.rotations is not None
     if name == "rotation":
         rig.rotation = None
+        with pytest.raises(ValueError, match=message):
+            decode(rig, cpu, merged)
     else:
-        getattr(plan, name)[index] = value
+        changed: Any = merged.rotations if name in Rotations._fields else plan
+        getattr(changed, name)[index] = value
     with pytest.raises(ValueError, match=message):
-        decode(rig, cpu, plan)
-    if name != "kv_indptr":
+        decode(rig, cpu, merged if name in Rotations._fields else plan)
+    if name in ("rotation", "kv_indices", "shift"):
         with pytest.raises(ValueError, match=message):
             gather_kv(kv_of(rig, cpu), plan.kv_indices, plan.shift, torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("name", "index", "value", "message"),
-    [
-        ("tile_ptr", -1, 10_000, "tile_ptr"),
-        ("tile_ptr", 0, -1, "tile_ptr"),
-        ("tile_ptr", 3, 10_000, "tile_ptr"),
-        ("by", 1, TABLE, "rotary table"),
-        ("by", -1, -(2**31), "rotary table"),
-    ],
-)
-def test_rotations_out_of_range_are_refused(
-    cpu: str, name: str, index: int, value: int, message: str
-) -> None:
-    rig = make(Case(repeated=0.5))
-    plan = rig.plan(merge=True)
-    assert plan.rotations is not None
-    getattr(plan.rotations, name)[index] = value
-    with pytest.raises(ValueError, match=message):
-        decode(rig, cpu, plan)
-    rig.rotation = None
-    with pytest.raises(ValueError, match="no rotation"):
-        decode(rig, cpu, rig.plan(merge=True)._replace(shift=None))
-
-
-def test_pools_are_poisoned() -> None:
-    """Slots that no row names hold NaN, else the tests above would prove nothing."""
-    buffer = torch.zeros(3, 1, 8, dtype=torch.float8_e4m3fn)
-    poison(buffer, torch.tensor([False, True, False]))
-    assert buffer.float()[1].isnan().all() and not buffer.float()[[0, 2]].isnan().any()
-    rig = make(Case(evicted=0.4))
-    others = torch.ones(len(rig.keys), dtype=torch.bool)
-    others[rig.plan().kv_indices.long()] = False
-    assert others[0] and rig.keys[others].isnan().all() and rig.values[others].isnan().all()

@@ -13,11 +13,11 @@ import torch
 from sglang_reasoncache import native
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.native.pool import DTYPES
+from tests.kernels.attention_cases import LATENT, LAYOUTS, TABLE, lay_out, make_rotation
 from tests.kernels.engines import HOST, by_engine, unavailable
 from tests.kernels.engines import backend as backend
 from tests.kernels.engines import host_of_distances as host_of_distances
 from tests.kernels.engines import of_distances as of_distances
-from tests.kernels.pools import LATENT, LAYOUTS, TABLE, lay_out, make_rotation
 from tests.triton_runs import INTERPRETED, there
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -216,9 +216,6 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
     assert torch.equal(found, good)
 
 
-# -- by hand ---------------------------------------------------------------------
-
-
 #: Values of two tokens, two heads, one dim.
 _ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
 
@@ -246,8 +243,6 @@ def test_by_hand(host_of_distances: str, layers: Any, squares: Any, distance: fl
     assert found.tolist() == [squares]
     assert block_distances(found, tokens, heads).tolist() == [distance]
 
-
-# -- refusals, and which backend ---------------------------------------------------
 
 _LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()
 

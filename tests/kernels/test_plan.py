@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Merged plans of random rows have each use of a key once, on the CPU and by Triton."""
 
-from __future__ import annotations
-
 from collections import Counter
 from itertools import pairwise
 from typing import Any, TypeAlias

@@ -2,6 +2,7 @@
 """Tests that only the C++ kernels need, as built for this machine and for older ones."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +16,8 @@ from sglang_reasoncache.kernels.distance import DistanceKernel
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.native import pool as pool_module
-from tests.kernels.attention_cases import Case, Rig, make
+from tests.kernels.attention_cases import Case, Rig, make, make_rotation
 from tests.kernels.engines import cpu as cpu
-from tests.kernels.pools import make_rotation
 from tests.kernels.test_attention import decode
 from tests.kernels.test_distance import Case as DistanceCase
 from tests.kernels.test_distance import make_entries, make_layers
@@ -41,13 +41,17 @@ def decode_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
 def test_bits_do_not_depend_on_threads(
     decode_by: Any, lengths: tuple[int, ...], heads: int, kv_heads: int
 ) -> None:
-    """Any number of threads gives the same bits, for plans with and without rotations."""
+    """Any number of threads gives the same bits, for plans with and without rotations, also if Python threads
+    call at the same time: one of the calls gets the helper threads."""
     rig = make(Case(lengths=lengths, heads=heads, kv_heads=kv_heads, k_dim=128, v_dim=128))
     repeats = make(dataclasses.replace(rig.case, repeated=2.0))
     for each, plan in ((rig, rig.plan()), (repeats, repeats.plan(merge=True))):
         alone = decode_by(1, each, plan=plan)
-        for count in (2, 2, 3, 8):
-            assert torch.equal(decode_by(count, each, plan=plan), alone)
+        found = [decode_by(count, each, plan=plan) for count in (2, 2, 3, 8)]
+        with ThreadPoolExecutor(4) as pool:
+            one = functools.partial(decode_by, rig=each, plan=plan)
+            found += pool.map(one, [1, 2, 3] * 4)
+        assert all(torch.equal(out, alone) for out in found)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -62,15 +66,6 @@ def test_bits_do_not_depend_on_the_rest_of_the_batch(decode_by: Any, count: int)
         one = slice(row, row + 1)
         alone = decode_by(1, rig, plan=plan, query=rig.query[one], spans=(begin[one], end[one]))
         assert torch.equal(alone, together[one])
-
-
-def test_calls_at_once(decode_by: Any) -> None:
-    """Python threads may call at the same time; one of the calls gets the helper threads."""
-    rig = make(Case(lengths=(900, 1500), k_dim=128, v_dim=128, kv_heads=4, heads=8))
-    expected = decode_by(1, rig)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda i: decode_by(1 + i % 3, rig), range(40)))
-    assert all(torch.equal(out, expected) for out in found)
 
 
 def test_a_forked_child_has_threads_of_its_own(decode_by: Any) -> None:

@@ -2,8 +2,6 @@
 """Prompts composed of documents, under random events: no slot that a row reads is freed, no slot is lost,
 and no row shows KV that was computed under another salt."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace

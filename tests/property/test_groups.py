@@ -4,8 +4,6 @@
 Every slot holds a content computed from a token and a salt. Each position of each row and of the tree
 must read the content of its own token and salt, whichever requests ended meanwhile."""
 
-from __future__ import annotations
-
 import random
 import sys
 from array import array

@@ -5,8 +5,6 @@ An operation is one action of a scheduler: admit, prefill a chunk, decode some s
 finish, abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets the number of operations
 over all setups together, in place of the quick run's number."""
 
-from __future__ import annotations
-
 import os
 import sys
 from array import array

@@ -143,7 +143,7 @@ def answers(server: ServerProcess, **extra: Any) -> Answers:
 
 def assert_equal_but_for_rounding(one: Answers, other: Answers) -> None:
     """Tokens are equal. Log-probabilities may differ by up to 0.06, as one side may use rotated copies of
-    keys in bf16, the other queries rotated in fp32. test_real_model.py compares in fp32."""
+    keys in bf16, the other queries rotated in fp32. test_equivalence.py compares in fp32."""
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
         assert tokens == other_tokens
         assert logprobs == pytest.approx(other_logprobs, abs=0.1)

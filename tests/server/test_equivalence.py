@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Responses of stock SGLang on the CPU platform, with which other tests compare, and responses with
-sharing, compared with the same computation done without sharing memory."""
+sharing, compared with the same computation done without sharing memory, also of a language model, which
+``make real-model`` makes."""
 
 import functools
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +15,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval.fidelity.cache import Reader
 from eval.serving import ServerProcess
+from eval.small_reasoner import MODEL
+from eval.small_reasoner.task import make_problem
 from eval.tasks.grading import last_boxed
+from eval.tiny_reasoner.task import generate
 from sglang_reasoncache.compat import CPU_BACKEND
 from tests.server import specs
-from tests.server.harness import ServerPool
+from tests.server.harness import STRICT_CHECKS, ServerPool, assert_whole
 from tests.server.problems import (
     COMPARED,
     OPT_OUT,
@@ -26,7 +32,7 @@ from tests.server.problems import (
     respond,
     solve,
 )
-from tests.server.replayed import Replayed, assert_computed
+from tests.server.reference import Replayed, assert_computed
 
 
 @functools.cache
@@ -77,8 +83,7 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_path: Path) -> None:
-    """Redirected rows give the results of a cache that was edited in the same way;
-    ``test_real_model.py`` does this with a language model."""
+    """Redirected rows give the results of a cache that was edited in the same way."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     todo, blocks = prompts(4, seed=11), 0
@@ -88,3 +93,50 @@ def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_p
             assert_computed(found, Replayed(reader, tokens, found).log_probs())
             blocks += len(found["blocks"])
     assert blocks > 12
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    flags = (
+        "--enable-reasoncache --reasoncache-scope prompt --dtype float32 --max-total-tokens 8000"
+    )
+    log = tmp_path_factory.mktemp("real") / "server.log"
+    process = ServerProcess(MODEL, flags=flags.split(), env=STRICT_CHECKS, log_path=log)
+    process.start()
+    yield process
+    process.close()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not MODEL.is_dir(), reason=f"no {MODEL}: make real-model makes it")
+def test_a_language_model_computes_what_the_harness_computes(real: ServerProcess) -> None:
+    """Within a response, and across samples of one prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    todo: list[Any] = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": problem.prompt}],
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        for problem in generate(3, 4, make=make_problem)
+    ]
+    reader = Reader(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
+    shared = 0
+    for text in todo:
+        found: dict[str, Any] = respond(real, [text], 1400)[0]
+        tokens = tokenizer(text)["input_ids"] + found["tokens"]
+        assert_computed(found, Replayed(reader, tokens, found).log_probs())
+        shared += len(found["blocks"])
+    assert shared > 40
+    # Samples of one prompt.
+    sampling = {"temperature": 1.0, "ignore_eos": True}
+    samples = respond(real, todo[:1] * 4, 900, sampling_params=sampling)
+    prompt = tokenizer(todo[0])["input_ids"]
+    replayed = {
+        found["rid"]: Replayed(reader, prompt + found["tokens"], found, number)
+        for number, found in enumerate(samples)
+    }
+    for found in samples:
+        assert_computed(found, replayed[found["rid"]].log_probs(replayed))
+    assert sum(len(found["blocks_across"]) for found in samples) > 20
+    assert_whole(real)

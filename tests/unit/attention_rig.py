@@ -17,7 +17,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged_cuda import MarkedRids
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.plugin import attention
-from tests.kernels.pools import dense, turned
+from tests.kernels.attention_cases import dense, turned
 
 DIM = 16
 #: Dims of a latent row: sizes that SGLang's Triton kernels take, besides 512 and 64.

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two decode graphs for each batch size, in front of SGLang's own Triton backend. Needs no GPU: SGLang's
 and our Triton kernels run under Triton's interpreter, on CPU tensors. In place of replaying a CUDA
-graph, the captured call runs again, with the state of the capture and over the same buffers."""
+graph, the captured call runs again, with the state of the capture and over the same buffers. And attention
+hooks and plans do not wait for the device, on a stand-in (``tests/strict_device.py``)."""
 
+import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -28,10 +31,12 @@ from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariant
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.plugin import attention
 from tests.eviction.test_recent_queries import assert_kept
+from tests.property.world import in_host
+from tests.strict_device import no_wait, on_device, strict_device
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import SHORT, TOLERANCE, Rig, announced, mark
-from tests.unit.test_attention import REQUESTED_BY
+from tests.unit.test_attention import REQUESTED_BY, Backend
 
 #: Requests that graphs are captured for; batches are padded to one of these.
 SIZES = (3, 1)
@@ -182,63 +187,37 @@ def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
     return bool(error <= TOLERANCE[rig.dtype])
 
 
-@under_interpreter
-@pytest.mark.parametrize(
-    ("kind", "new"), [("eager", [1, 1, 1]), ("eager", [1, 3, 30]), ("graphs", [1, 1, 1])]
-)
-def test_forwards_go_to_one_or_the_other(rig: Rig, backend: Any, new: list[int], kind: str) -> None:
-    """The mark of each batch decides whether keys are read where they are used, or as cached."""
-    runner = Graphs(rig, backend) if kind == "graphs" else backend
-    batch = rig.batch(new)
-    slots = batch.out_cache_loc
-    assert backend.paged.backend == "triton"
-    for shifts in (True, False, True):
-        mark(batch, shifts)
-        rig.cached_at.positions[slots] = 7
-        found = rig.forward(runner, batch)
-        assert torch.equal(rig.cached_at.positions[slots].long(), batch.positions)
-        assert close(rig, found, batch) == shifts
-        if not shifts:
-            cached_at = rig.cached_at.positions.clone()
-            rig.settle()
-            assert close(rig, found, batch)
-            rig.cached_at.positions.copy_(cached_at)
-    assert kind == "eager" or runner.replayed == [SHIFTED, PLAIN, SHIFTED]
+#: Options of a rig, by name.
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {}, "latent": dict(interleaved=True, latent=True),
+    "window": dict(window=17), "wide": dict(window=500),
+}  # fmt: skip
 
 
 @under_interpreter
-@pytest.mark.usefixtures("few_programs", "ranks")
-def test_latent_rows_are_read_by_one_or_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A decode step corrects keys if its batch is marked; SGLang's own kernels run the prefill."""
-    latent = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, interleaved=True, latent=True)
-    backend = triton_backend(latent, monkeypatch)
-    graphs, batch = Graphs(latent, backend), latent.batch([1, 1, 1])
-    for runner in (backend, graphs):
-        for shifts in (True, False):
-            mark(batch, shifts)
-            assert close(latent, latent.forward(runner, batch), batch) == shifts
-    assert graphs.replayed == [SHIFTED, PLAIN]
-    extend = latent.batch([1, 3, 30])
-    assert not close(latent, latent.forward(backend, extend), extend)
-    latent.settle()
-    assert close(latent, latent.forward(backend, extend), extend)
-
-
-@under_interpreter
-@pytest.mark.usefixtures("few_programs", "ranks")
-@pytest.mark.parametrize("window", [17, 500])
-def test_windows_are_those_of_sglangs_kernels(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
-    """In SGLang's kernels a decode step leaves out the oldest position of a window; a prefill does not."""
-    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, window=window)
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("kind", KINDS)
+def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mark of each batch decides whether keys are read where they are used, or as cached; SGLang's own
+    kernels run prefills of latent rows. In SGLang's kernels a decode step leaves out the oldest position of a
+    window; a prefill does not."""
+    if kind != "plain":
+        shrink_launches(monkeypatch)
+    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, **KINDS[kind])
     backend = triton_backend(rig, monkeypatch)
     graphs = Graphs(rig, backend)
-    for shifts in (True, False):
+    for settled, shifts in ((False, True), (False, False), (False, True), (True, False)):
+        if settled:
+            rig.settle()
         for runner, new in ((backend, [1, 1, 1]), (graphs, [1, 1, 1]), (backend, [1, 3, 30])):
             batch = rig.batch(new)
             mark(batch, shifts)
-            assert close(rig, rig.forward(runner, batch), batch)
-        rig.settle()
-    assert graphs.replayed == [SHIFTED, PLAIN]
+            rig.cached_at.positions[batch.out_cache_loc] = 7
+            found = rig.forward(runner, batch)
+            assert torch.equal(rig.cached_at.positions[batch.out_cache_loc].long(), batch.positions)
+            corrected = shifts and not (rig.latent and new[-1] > 1)
+            assert close(rig, found, batch) == (settled or corrected)
+    assert graphs.replayed == [SHIFTED, PLAIN, SHIFTED, PLAIN]
 
 
 @under_interpreter
@@ -317,3 +296,104 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
     for shifted, evicted in ((True, False), (False, True), (False, False)):
         announced(backend, batch, shifted, [int(evicted)])
         assert backend.needs_ours(batch) == (shifted or evicted)
+
+
+NEW = {"decode": [1, 1, 1], "with-prefix": [1, 7, 30], "few": [1, 3, 4]}
+ON_DEVICE = ["input_ids", "positions", "req_pool_indices", "seq_lens", "out_cache_loc"]
+ON_DEVICE += ["extend_seq_lens", "extend_prefix_lens"]
+
+
+@pytest.fixture
+def device(few_programs: None) -> Iterator[None]:
+    with strict_device():
+        yield
+
+
+class Replayed:
+    """Stands in for a decode graph: makes the calls that SGLang makes before a graph and in its capture."""
+
+    def __init__(self, backend: Any) -> None:
+        backend.init_cuda_graph_state(3)
+        self._backend, self.forward_decode = backend, backend.forward_decode
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        assert self._backend.choose_graph(batch) == SHIFTED
+        self._backend.init_forward_metadata_out_graph(batch)
+        self._backend.init_forward_metadata_in_graph(batch)
+
+
+def moved(part: Any) -> Any:
+    """A copy of an object of SGLang whose tensors are device tensors of the same memory, except
+    ``req_generation``, which SGLang keeps on the host."""
+    found = copy.copy(part)
+    for name, value in vars(part).items():
+        if name != "req_generation":
+            setattr(found, name, on_device(value))
+    found.device = "cuda"
+    return found
+
+
+def on_stand_in(rig: Rig, corrected: bool = True) -> Any:
+    runner = copy.copy(rig.runner)
+    runner.device = "cuda"
+    runner.req_to_token_pool = moved(rig.rows)
+    runner.token_to_kv_pool = moved(rig.pool)
+    rig.placed = on_device
+    cached = moved(rig.cached_at) if corrected else None
+    backend = Backend(runner, cached, requested_by=REQUESTED_BY)
+    assert backend.paged.backend == "triton"
+    return backend
+
+
+def batch_of(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None) -> Any:
+    """A batch on the device, announced to the backend; announcing must not wait."""
+    batch = rig.batch(new)
+    there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
+    batch = dataclasses.replace(batch, **there)
+    gone = [0] * len(new) if evicted is None else evicted
+    with no_wait():
+        return announced(backend, batch, True, gone)
+
+
+def check_on_stand_in(
+    rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None, runner: Any = None
+) -> None:
+    batch = batch_of(rig, backend, new, evicted)
+    with no_wait():
+        found = rig.forward(runner or backend, batch)
+    rig.query = in_host(rig.query)
+    expected = rig.expected(rig.batch(new))
+    torch.testing.assert_close(in_host(found).double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
+
+
+@under_interpreter
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
+@pytest.mark.parametrize("new", NEW.values(), ids=NEW)
+def test_hooks_and_plans_do_not_wait(new: list[int], corrected: bool) -> None:
+    """First with shifted slots, then with evicted positions too. Queries are kept in some cases, so that
+    over all cases each batch and each mode runs with and without kept queries."""
+    keeps = corrected != (new == NEW["with-prefix"])
+    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)
+    backend = on_stand_in(rig, corrected)
+    if keeps:
+        backend.paged.keep_queries(3)
+    if not corrected:
+        rig.settle()
+    if corrected:
+        check_on_stand_in(rig, backend, new)
+    rig.evict(new)
+    rows = rig.rows.req_to_token[rig.row_of]
+    gone = [int((row[:end] < 0).sum()) for row, end in zip(rows, SHORT, strict=True)]
+    check_on_stand_in(rig, backend, new, gone)
+    if new == NEW["decode"]:
+        check_on_stand_in(rig, backend, new, gone, Replayed(backend))
+
+
+@under_interpreter
+@pytest.mark.usefixtures("device")
+def test_latent_rows_on_a_stand_in() -> None:
+    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, interleaved=True, latent=True)
+    backend = on_stand_in(rig)
+    for runner in (None, Replayed(backend)):
+        check_on_stand_in(rig, backend, NEW["decode"], runner=runner)

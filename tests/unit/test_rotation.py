@@ -247,9 +247,6 @@ def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
         assert (distance < 1e-5) == is_right
 
 
-# -- refusals ---
-
-
 def rotary_of(**changes: Any) -> Any:
     sizes: dict[str, Any] = dict(head_size=64, rotary_dim=64, max_position=256, base=10_000)
     return factory.get_rope(**sizes | dict(dtype=torch.float32) | changes)
