@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 _FLAG = "--enable-reasoncache"
 _CORRECTED = "--reasoncache-positions corrected"
 
-#: Attention -> why it is refused.
+#: Attention -> why it is refused, or not shared.
 REFUSED = {
+    "latent, lightning": "nothing is shared: lightning layers have a rotary embedding of their own",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
     "sliding window": "SGLang frees slots of such layers as the window moves on, shared or not; "
     "--disable-hybrid-swa-memory makes it keep them",
@@ -57,12 +58,9 @@ FAMILIES = (
     Family("LFM2", "full, short convolution", "tiny: CPU"),
     Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
     Family("Granite-H, Falcon-H1", "full, Mamba 2", "tiny ones: CPU"),
-    Family(
-        "DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash",
-        "latent",
-        "tiny V2, and V3 on one and two ranks: CPU",
-    ),
+    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2, V3 (TP 2): CPU"),
     Family("Kimi-Linear", "latent without positions, Kimi delta", "tiny: CPU"),
+    Family("Ring", "latent, lightning", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
     Family("gpt-oss with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
