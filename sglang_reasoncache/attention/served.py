@@ -27,10 +27,11 @@ BESIDE_WINDOWS = (
     "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
     "into one pool, which takes more memory a token"
 )
-#: Attention -> why it is refused.
+#: Attention -> why it is refused, or why nothing is shared.
 REFUSED = {
     "window pool on CUDA": "nothing shared: our kernels there read one pool",
     "other windows": "nothing shared: rotations unknown",
+    "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
 }
 #: SGLang's pool -> a key of ``REFUSED``.
@@ -60,12 +61,9 @@ FAMILIES = (
     Family("Nemotron-H", "full without positions, Mamba 2", "tiny: CPU"),
     Family("Granite-H", "full without positions, Mamba 2", "tiny: CPU"),
     Family("Falcon-H1", "full, Mamba 2", "tiny: CPU"),
-    Family(
-        "DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash",
-        "latent",
-        "tiny V2, and V3 on one and two ranks: CPU",
-    ),
+    Family("DeepSeek-R1, V2 and V3, Kimi-K2, GLM-4.7-Flash", "latent", "tiny V2, V3 (TP 2): CPU"),
     Family("Kimi-Linear", "latent without positions, Kimi delta", "tiny: CPU"),
+    Family("Ring", "latent, lightning", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
     Family("Mellum 2 on a CPU", "full, windows in their own pool", "tiny"),
