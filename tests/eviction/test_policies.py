@@ -24,7 +24,7 @@ from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 from sglang_reasoncache.eviction.policies.streamingllm import StreamingLLM
 from sglang_reasoncache.eviction.policies.triattention import TriAttention
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from tests.eviction.views import GivenLayer, evict, view
+from tests.eviction.rows import GivenLayer, evict, view
 
 
 def random_keys(held: int, seed: int) -> torch.Tensor:

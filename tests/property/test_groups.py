@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -164,17 +164,17 @@ class GroupMachine(RuleBasedStateMachine):
         if how == "retract":
             return self._retract(req)
         if how == "abort":
-            return self._release(req, FINISH_ABORT("aborted"), checkpoint=False)
+            return self._abort(req)
         self.world.allocator.free_group_begin()
         for each in list(self.running) if how == "together" else [req]:
             each.finished_len = len(each.output_ids)
-            self._release(each, FINISH_LENGTH(len(each.output_ids)), checkpoint=True)
+            self.running.remove(each)
+            self.world.finish(each)
         self.world.allocator.free_group_end()
 
-    def _release(self, req: Req, reason: Any, *, checkpoint: bool) -> None:
-        req.finished_reason = reason
+    def _abort(self, req: Req) -> None:
         self.running.remove(req)
-        release_kv_cache(req, self.world.tree, checkpoint=checkpoint)
+        self.world.abort(req)
 
     @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
     def evict(self, wanted: int) -> None:
@@ -255,7 +255,7 @@ class GroupMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self._count()
         for req in [*self.running]:
-            self._release(req, FINISH_ABORT("end"), checkpoint=False)
+            self._abort(req)
         engine = self.world.engine
         engine.feed(array("q"), array("q"), array("q"))
         wait_for(engine)

@@ -5,7 +5,6 @@
 ``REASONCACHE_SCREENSHOT=docs/page.png`` keeps the page's picture, after three minutes of load."""
 
 import contextlib
-import functools
 import json
 import os
 import re
@@ -14,7 +13,9 @@ import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -152,32 +153,52 @@ def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: 
             guard.communicate()
 
 
-HOST, KEY = "http://page.test", "let me in"
-PROXY = f"{HOST}/behind/a/proxy"
+PREFIX, KEY = "/behind/a/proxy", "let me in"
 HOSTILE = "<img src=x onerror=hit()><script>hit()</script>"
 PICTURE = os.environ.get("REASONCACHE_SCREENSHOT")
 IN_TEXT = "" if PICTURE else HOSTILE
 
 
-def answer(server: ServerProcess, route: Any) -> None:
-    """Acts as a proxy: forwards paths that begin with PROXY, demands KEY for single requests, and puts IN_TEXT
-    before the text of each response, as the embedded model has no tokens for IN_TEXT."""
-    path = route.request.url.removeprefix(PROXY)
-    single = path.startswith(("/reasoncache/details", "/reasoncache/response"))
-    if path == route.request.url:
-        return route.fulfill(status=404)
-    if single and route.request.headers.get("authorization") != f"Bearer {KEY}":
-        return route.fulfill(status=401)
-    told = httpx.get(server.url + path, trust_env=False, timeout=60)
-    body = told.content
-    if path.startswith("/reasoncache/response"):
-        found = told.json()
-        for part in (found["parts"] or ())[:1]:
-            part["text"] = IN_TEXT + part["text"]
-        body = json.dumps(found).encode()
-    names = ("content-type", "content-security-policy")
-    kept = {name: told.headers[name] for name in names if name in told.headers}
-    return route.fulfill(status=told.status_code, headers=kept, body=body)
+@contextlib.contextmanager
+def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
+    """Forwards paths that begin with PREFIX, demands KEY for single requests, and puts IN_TEXT before the text
+    of each response, as the embedded model has no tokens for IN_TEXT."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.removeprefix(PREFIX)
+            single = path.startswith(("/reasoncache/details", "/reasoncache/response"))
+            if path == self.path or (single and self.headers["Authorization"] != f"Bearer {KEY}"):
+                return self._send(404 if path == self.path else 401, {}, b"")
+            told = httpx.get(server.url + path, trust_env=False, timeout=60)
+            body = told.content
+            if path.startswith("/reasoncache/response"):
+                found = told.json()
+                for part in (found["parts"] or ())[:1]:
+                    part["text"] = IN_TEXT + part["text"]
+                body = json.dumps(found).encode()
+            names = ("content-type", "content-security-policy")
+            kept = {name: told.headers[name] for name in names if name in told.headers}
+            self._send(told.status_code, kept, body)
+
+        def _send(self, status: int, headers: dict[str, str], body: bytes) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(BrokenPipeError):
+                self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=made.serve_forever, daemon=True).start()
+    try:
+        yield made
+    finally:
+        made.shutdown()
+        made.server_close()
 
 
 @pytest.fixture
@@ -214,9 +235,8 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
                 break
         generate(server, prompts(1, seed=1)[0], 300, rid=HOSTILE)
 
-    page.route("**/*", functools.partial(answer, server))
-    with ThreadPoolExecutor(1) as pool:
-        page.goto(f"{PROXY}/reasoncache/ui")
+    with proxy(server) as between, ThreadPoolExecutor(1) as pool:
+        page.goto(f"http://127.0.0.1:{between.server_port}{PREFIX}/reasoncache/ui")
         expect(state).to_have_text("on")
         expect(page.locator("#norecent")).to_contain_text("admin key")
         page.fill("#admin", KEY)
@@ -249,9 +269,9 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
         expect(page.locator("#does")).to_contain_text("% of tokens read shared KV")
         expect(page.locator("#refusals tr")).not_to_have_count(1)
         assert page.locator("#slots path").count() > 5
-    assert all(url.startswith(PROXY) for url in asked)
-    page.unroute_all(behavior="ignoreErrors")
-    page.route("**/*", lambda route: route.abort())
+        assert {url.partition(PREFIX)[0] for url in asked} == {
+            f"http://127.0.0.1:{between.server_port}"
+        }
     expect(state).to_have_text("server gone", timeout=15_000)
     expect(page.locator("#on")).to_contain_text("No answer since")
     assert not faults

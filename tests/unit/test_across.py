@@ -2,6 +2,8 @@
 """Slots that several requests read, over SGLang's pools, requests and release path.
 ``tests/property/test_groups.py`` ends requests in random order."""
 
+from __future__ import annotations
+
 import re
 from array import array
 from typing import Any

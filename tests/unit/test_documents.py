@@ -18,7 +18,7 @@ from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
-from tests.eviction.views import evict, view
+from tests.eviction.rows import evict, view
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
