@@ -107,7 +107,7 @@ class Tasks:
         return self._told({f"T{code} is {{}}.": f"What is t{code}?" for code in codes})
 
     def few_shot(self) -> Drawn:
-        """Each document labels words of two of four kinds."""
+        """Each document labels three words of each of two kinds; questions ask for another word's label."""
         draw, kinds = self._random.sample, list(_KINDS)
         label = dict(zip(kinds, draw(["red", "blue", "green", "black", "white"], 4), strict=True))
         words = {kind: draw(_KINDS[kind].split(","), 12) for kind in kinds}

@@ -110,7 +110,7 @@ class Options:
 
 
 def load(options: Options) -> Reader:
-    """Load the model. Raises OSError or ValueError if it cannot be loaded or measured."""
+    """Load the model. Raises OSError or ValueError if that fails, or if its kind or ``--cap`` is refused."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
     )

@@ -67,8 +67,8 @@ class SharingBudget(compat.PrefillBudget):
     def prepare_load_back(
         self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
     ) -> bool:
-        """Whether slots exist for the tokens to load from the host and to compute now. The forecast is not
-        used: a load takes its slots at once. ``full_tokens`` includes ``max_new_tokens`` of output."""
+        """Whether slots exist for the tokens to load from the host and to compute now: ``full_tokens`` without
+        its ``max_new_tokens`` of output. ``credit`` plays no part, because a load takes its slots at once."""
         return (
             self._reclaim(self.ceil_paged_tokens(full_tokens - max_new_tokens)) or self._refuse()[0]
         )

@@ -11,8 +11,8 @@ from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
-#: Most runs remembered for one request, and for one group (15 MB). When there are more, all are forgotten and
-#: collecting begins anew.
+#: At most so many runs are remembered for one request, and for one group (15 MB). At the limit all are
+#: forgotten and collecting begins anew.
 _MAX_RUNS = 1 << 17
 #: State of a token: its block reads another block, or another block reads its block.
 _READS, _IS_READ = 1, 2

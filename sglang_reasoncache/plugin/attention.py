@@ -161,7 +161,7 @@ def _why_not(model_runner: ModelRunner) -> str:
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
-    """Our backend, or None to use SGLang's; and why ours cannot correct keys, empty if that was not tried."""
+    """Our backend, or None to use SGLang's; and why ours cannot correct keys: "" if it can or was not tried."""
     reason = ""
     if model_runner.is_draft_worker:
         return None, reason

@@ -37,8 +37,8 @@ backend = _engines(*NATIVE, ON_DEVICE)
 def by_engine(
     cases: Iterable[Any], few: Iterable[Any], host: tuple[str, ...] = NATIVE
 ) -> list[Any]:
-    """Parameters: each engine of ``host`` and Triton, with each of ``cases``, or of ``few`` for older
-    builds and under the interpreter."""
+    """Parameters for pytest: every engine of ``host``, and Triton, each with all ``cases``. Builds for older
+    CPUs, and interpreted Triton, get the ``few`` cases instead."""
     return [
         pytest.param(engine, case, marks=on_device if engine == "triton" else ())
         for engine in (*host, "triton")

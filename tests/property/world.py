@@ -64,7 +64,7 @@ ENDS = ("finish", "abort", "retract")
 class Setup:
     """One way to configure the memory core. Page, block and pool are in tokens. ``need_sort``: freed
     pages wait unsorted until an allocation runs short. ``prompts``: prompts may be evicted from.
-    ``core``: which tree core of SGLang is used."""
+    ``core``: SGLang's ``tree_core_backend``, "python" or "rust"."""
 
     page: int
     block: int
@@ -224,7 +224,7 @@ def in_host(tensor: torch.Tensor) -> torch.Tensor:
 class World:
     """Pools, allocator, tree and controller of one scheduler."""
 
-    #: Device of the pools; tests of the stand-in for CUDA set "cuda".
+    #: Device of the pools. ``test_no_wait.py`` sets "cuda" for a GPU, and for a stand-in of one.
     device = "cpu"
 
     def __init__(

@@ -56,7 +56,7 @@ SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 #: KV slots that hold about five responses of the embedded model, so that
 #: requests queue, get retracted and the prefix cache is evicted.
 TIGHT = "--max-total-tokens 2400"
-#: The default rule for short responses; and the same rule sharing at once, even if memory is not short.
+#: The defaults, but with a ``min_age`` for short responses; EAGER does not wait for a shortage.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
 #: MemShare's rule, but with every distance accepted and no warm-up. Blocks are paired by index,

@@ -149,7 +149,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= less
-            # These models normalize these outputs; Gemma's norms add 1 to their weights.
+            # The outputs' norm would undo that, so it is set too; Gemma's norms add 1 to weights.
             if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else less)
     path = folder / name

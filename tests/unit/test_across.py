@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that several requests read, over SGLang's pools, requests and release path.
+"""Tests of slots that several requests read, with SGLang's own pools, requests and release path.
 ``tests/property/test_groups.py`` ends requests in random order."""
 
 from __future__ import annotations

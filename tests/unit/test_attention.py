@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All backends that correct positions, on the CPU, against dense attention in double precision. The
-CUDA mixin stands in front of SGLang's torch-native backend here: which of the two runs a forward does
-not depend on SGLang's backend. ``test_attention_cuda.py`` has more tests of the mixin."""
+CUDA mixin stands in front of SGLang's torch-native backend here: it chooses between our kernels and SGLang's
+in the same way in front of any backend. ``test_attention_cuda.py`` has more tests of the mixin."""
 
 import functools
 from types import SimpleNamespace

@@ -84,7 +84,7 @@ class States(World):
         return found
 
     def assert_whole(self) -> None:
-        """Each slot and state is free or evictable from the tree; after evicting all are free."""
+        """Each slot and each state is free or evictable; once the tree has evicted everything, all are free."""
         free, states = self.allocator.available_size(), self.rows.mamba_allocator.available_size()
         assert free + self.tree.full_evictable_size() == self.total
         assert states + self.tree.mamba_evictable_size() == STATES

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: copies between host and device in PyTorch, for which SGLang's hierarchical
-cache has CUDA kernels. SGLang still decides which nodes move, and when."""
+"""An SGLang plugin for a test: for copying between host and device, it puts PyTorch in place of the CUDA
+kernels of SGLang's hierarchical cache. SGLang still decides which nodes move, and when."""
 
 import importlib
 from collections.abc import Sequence
