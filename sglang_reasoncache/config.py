@@ -31,7 +31,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """A field. Help texts show ``values`` in place of its value. None is allowed if it is the default."""
+    """The field of a setting. Help texts show ``values`` as its value. It may be None if its default is."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -210,8 +210,8 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """True if ``when`` is ``always``, or if a policy evicts at every poll, because sharing then leaves it
-        fewer positions to evict."""
+        """True if ``when`` is ``always``. Also True if a policy evicts at every poll, because blocks that share
+        leave that policy fewer positions to evict."""
         evicts = any(policy.when == ALWAYS for _, policy in self.policies.evictors)
         return self.when == "always" or evicts
 
@@ -230,7 +230,7 @@ class ReasonCacheConfig:
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
-        # sglang.Engine takes keywords of any type; the constructor refuses other ones.
+        # sglang.Engine takes keywords of any type; the constructor refuses a preset that is no text.
         row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         config = cls(**{**row, **values})  # type: ignore[arg-type]
         for name in sorted(_OF_STEPS & values.keys()) if config.match == "runs" else ():
@@ -256,7 +256,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         return
     if bounds is not None:
         within = "between {} and {}".format(*bounds)
-        # sglang.Engine takes keywords of any type; a flag is parsed already.
+        # Checked because sglang.Engine takes keywords of any type; a flag's text was parsed to the right type.
         if type(value) not in ((int,) if kind is int else (int, float)):
             raise ConfigError(field.name, f"{CALLED[kind]} {within}", value)
         # A NaN compares false with everything, so it fails here as well.

@@ -14,7 +14,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """The CPU without SGLang's package of CPU kernels: PyTorch runs all operators except attention."""
 
     _enum = PlatformEnum.OOT
-    # With Triton declared, the paged allocator would launch its kernels on CPU tensors.
+    # If this declared Triton, the paged allocator would launch Triton kernels on CPU tensors.
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:

@@ -18,9 +18,9 @@ _SPELLINGS = {
 }
 #: The keys by which a client marks documents, and chooses a repair.
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Most documents of a prompt. While a request waits, each document is looked up in the cache repeatedly.
+#: Limit of documents in a prompt. While a request waits, each document is looked up in the cache repeatedly.
 MOST = 256
-#: Bound of (tokens before the documents) x (documents): every document is looked up with these tokens.
+#: Limit of (tokens before the documents) x (documents), because each document's look-up includes those tokens.
 _MOST_BEFORE = 1 << 19
 
 
@@ -30,7 +30,7 @@ class Repair:
 
     Attributes:
         first: Tokens at the beginning of each document (EPIC, arXiv 2410.15332).
-        share: The share of all tokens of the documents that the query attends to most.
+        share: This share of the documents' tokens is computed again: the tokens that the query attends to most.
     """
 
     first: int = 0
@@ -39,7 +39,7 @@ class Repair:
 
 def repair_of(text: object) -> Repair:
     """The repair called ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for any other text;
-    the message says what it must be."""
+    the message says what the text must be."""
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
@@ -105,7 +105,7 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
 
 
 def check_before(tokens: int, documents: int) -> None:
-    """Raises ValueError if the ``tokens`` before the documents, times ``documents``, are too many."""
+    """Raises ValueError if ``tokens`` (before the documents) times ``documents`` is too large."""
     if tokens * documents > _MOST_BEFORE:
         told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
         raise ValueError(f"custom_params: {KEY} {told}, got {tokens} x {documents}")
@@ -113,7 +113,7 @@ def check_before(tokens: int, documents: int) -> None:
 
 def asks_to_share(custom_params: object) -> bool:
     """Whether a request's ``custom_params`` let it share; True if they do not say. Raises ValueError if
-    they are no object, or the value is neither true nor false."""
+    ``custom_params`` is not an object, or if its value for sharing is neither true nor false."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
     value = (custom_params or {}).get(OPT_OUT_KEY)
@@ -132,7 +132,7 @@ def allows(req: Request) -> bool:
     invalid and no frontend refused it; see ``plugin/hooks.py``."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
-    except Exception:  # such as RecursionError, because the message contains the value's repr
+    except Exception:  # such as RecursionError from the repr of a deeply nested value
         return False
 
 

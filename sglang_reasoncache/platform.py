@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the CPU platform. Imports nothing of SGLang, which calls all such entry points.
+"""Entry point of the CPU platform. It imports nothing of SGLang, because SGLang calls all such entry points.
 
 It answers only if ``SGLANG_PLATFORM`` names it, because any answer replaces the machine's own platform.
 """
@@ -31,7 +31,7 @@ def activate() -> str | None:
             f"{torch.cuda.device_count()}: unset SGLANG_PLATFORM, or hide them with "
             'CUDA_VISIBLE_DEVICES=""'
         )
-    # Large memory pages: with 4 KB almost every row of a pool costs an address translation (docs/kernels.md).
+    # Use large pages: with 4 KB pages almost each row of a pool costs an address translation (docs/kernels.md).
     # PyTorch reads this variable when it first allocates; an operator's own value stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"

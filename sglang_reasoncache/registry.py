@@ -2,7 +2,7 @@
 """Policies by name, and the text of ``--reasoncache-policy``.
 
 Options are separated by ``,`` or ``:``, so that the text can stand inside another list:
-``reasoncache+keydiff:budget=512,recent=64`` is ``reasoncache+keydiff:budget=512:recent=64``.
+``reasoncache+keydiff:budget=512,recent=64`` means the same as ``reasoncache+keydiff:budget=512:recent=64``.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 """A stand-in for a CUDA device, as strict as CUDA: its tensors report ``cuda:0`` but are in host memory.
 
 Operations that CUDA forbids raise RuntimeError or TypeError. Inside :func:`no_wait`, operations that wait for
-the device raise too, also some that ``torch.cuda.set_sync_debug_mode("error")`` misses. PyTorch's own device
-stand-ins (fake tensors, PrivateUse1) hold no numbers, or do not report ``cuda``."""
+the device raise too, including some that ``torch.cuda.set_sync_debug_mode("error")`` misses. PyTorch's
+own device stand-ins (fake tensors, PrivateUse1) hold no numbers, or do not report ``cuda``."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
 CUDA = torch.device("cuda", 0)
-#: Functions that give the host the numbers of a device tensor, or move the tensor there.
+#: Functions that give the host a device tensor's numbers, or (_MOVES) move a tensor.
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _READS |= {"__repr__", "__format__", "__complex__"}
 _NUMPY = {"numpy", "__array__", "__array_wrap__", "__dlpack__"}
@@ -73,7 +73,7 @@ class DeviceTensor(Tensor):
 
 
 def on_device(value: Any) -> Any:
-    """Converts tensors, also in lists, to device tensors over the same memory, but no other values."""
+    """Converts tensors, also in lists, to device tensors over the same memory; keeps the rest."""
     return tree_map(_on_device, value)
 
 
@@ -106,7 +106,7 @@ class StrictDevice(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.strict = 0
-        # Keeps pinned storages alive, so that no other storage gets an address of theirs.
+        # Keeps pinned storages alive, so that no other storage gets one of their addresses.
         self._pinned: dict[int, Any] = {}
         self._queued: list[Callable[[], object]] = []
 
@@ -304,6 +304,6 @@ def no_wait() -> Iterator[None]:
 
 
 def guarded(owner: Any, *names: str) -> None:
-    """Wraps these methods in :func:`no_wait`, whoever calls them."""
+    """Wraps the methods ``names`` of ``owner`` in :func:`no_wait`."""
     for name in names:
         setattr(owner, name, no_wait()(getattr(owner, name)))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading shared slots: keys are rotated from their cached position to where they are used."""
+"""Attention over shared slots. Keys are rotated from their cached positions to the positions that read them."""

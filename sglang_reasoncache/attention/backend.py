@@ -22,7 +22,7 @@ class PagedBackend(_Stock):
     """
 
     always_ours = False
-    #: How many positions of a sliding window SGLang's decode kernels leave out.
+    #: Number of positions of a sliding window that SGLang's decode kernels do not read.
     unread = 0
 
     def __init__(
@@ -33,10 +33,10 @@ class PagedBackend(_Stock):
         requested_by: str,
         **stock: Any,
     ) -> None:
-        """``cached``: slots' cached positions, by which shared keys are rotated to where they are read; None
-        reads every key as cached. ``requested_by``: the flags that request this backend; every message begins
-        with them. ``stock``: arguments of SGLang's backend. Raises ValueError that names what is not supported,
-        and for an embedding that cannot rotate keys."""
+        """``cached``: slots' cached positions, from which keys are rotated to the positions that read them;
+        None reads every key as cached. ``requested_by``: the flags that request this backend; every message
+        begins with them. ``stock``: arguments of SGLang's backend. Raises ValueError for anything that is not
+        supported, and for an embedding that cannot rotate keys."""
         check_attention(model_runner, requested_by)
         self.requested_by = requested_by
         # Made before SGLang's backend takes memory, because this may raise.
@@ -95,7 +95,7 @@ class PagedBackend(_Stock):
 
 
 def _whole(side: torch.Tensor | None, rotated: torch.Tensor | None) -> Any:
-    """A query or a key, joined with its rotated dims if they came apart."""
+    """``side``, a query or a key, with its rotated dims appended if these were passed separately."""
     if side is None or rotated is None:
         return side
     return torch.cat((side.reshape(*rotated.shape[:2], -1), rotated), dim=2)

@@ -2,7 +2,7 @@
 """Attention over the pages of a pool by this project's kernels, on the pool's device.
 
 Shifted keys are rotated to the positions where they are read; evicted positions are skipped. On a GPU the host
-does not wait for the device: its own copies of row lengths give the capacity of a plan.
+does not wait for the device: it sizes a plan by the row lengths in host memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def once_more(work: _Method) -> _Method:
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Without --enable-reasoncache the allocator is SGLang's.
+        # Without --enable-reasoncache the allocator is SGLang's, which has no ``once_more``.
         call = getattr(self.allocator, "once_more", operator.call)
         return call(work, self, *arguments, **named)
 
@@ -49,23 +49,23 @@ def once_more(work: _Method) -> _Method:
 
 
 class PagedAttention:
-    """Plans forwards and runs our kernels. One per attention backend. All layers share a forward's plan, except
-    that a decode step has another plan for each size of sliding window.
+    """Plans forwards and runs our kernels. One per attention backend. Layers share a forward's plan, but
+    those with sliding windows have others: in a decode step one for each size, in a prefill one for their pool.
 
-    ``rows`` is the plan of a decode step that our kernels run, ``extend_plan`` that of a prefill.
+    ``rows`` is the plan of a decode step by our kernels, ``extend_plan`` is the plan of a prefill by them.
     """
 
     def __init__(
         self, model_runner: ModelRunner, cached: CachedPositions | None, unread: int = 0
     ) -> None:
-        """See ``PagedBackend``; ``unread``: how many positions of a window a decode step leaves out. Raises
-        ValueError without an embedding that can rotate keys."""
+        """See ``PagedBackend``; ``unread``: number of positions of a window that a decode step does not read.
+        Raises ValueError if ``cached`` is given and the model has no embedding that can rotate keys."""
         self.allocator = model_runner.token_to_kv_pool_allocator
         self._rows = model_runner.req_to_token_pool
         self._pool = pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
         self.cached = cached
-        #: Whether decode steps read each slot of a row once.
+        #: Whether a decode step reads a slot only once, even if a row names the slot several times.
         self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
@@ -74,7 +74,7 @@ class PagedAttention:
         #: Whether the pool has latent rows.
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
-        #: Layers with a window pool. They read the *peers* of a row's slots there. Peers are never shared.
+        #: Layers with KV in a window pool, where they read *peers* of a row's slots. Peers are never shared.
         self._of_window = compat.window_layers(pool)
         self._peers: Any = getattr(pool, "translate_loc_from_full_to_swa", None)
         if cached is not None:
@@ -92,7 +92,7 @@ class PagedAttention:
         # Positions that a window sees -> how many of them a decode step reads.
         reaches = {reach_of(layer) for layer in self.attention_layers} - {0}
         self._reaches = {reach: reach - unread for reach in sorted(reaches)}
-        # PyTorch's fused attention cannot soft-cap logits.
+        # Whether prefills read token by token, because PyTorch's fused attention cannot soft-cap logits.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None if no policy reads queries
         self.forget()
@@ -142,7 +142,7 @@ class PagedAttention:
         return self.readable(plan_into(buffers, *read, num_slots=self._num_slots, reach=seen))
 
     def readable(self, plan: RowPlan) -> RowPlan:
-        """``plan``, without its shifts if keys are read as cached. Plans in buffers always have shifts."""
+        """``plan``, without its shifts if keys are read as cached. Buffers hold shifts, all 0, even then."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
@@ -177,7 +177,7 @@ class PagedAttention:
         return self._in_window_pool(plan) if reach and self._of_window else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
-        """``plan`` with peers in place of slots. A slot that the window has passed has the padding slot."""
+        """``plan`` with peers in place of slots. The peer of a slot behind the window is the padding slot."""
         return RowPlan(plan.kv_indptr, self._peers(plan.kv_indices).int(), None)
 
     # -- a forward ------------------------------------------------------------------
@@ -211,7 +211,7 @@ class PagedAttention:
             own = upload(placed.positions, self.device, batch.positions.dtype)
             batch.positions[placed.token : placed.token + len(own)] = own
             if batch.mrope_positions is not None:
-                # For text all three components are the position.
+                # For text, each of the three components is the token's position.
                 batch.mrope_positions[:, placed.token : placed.token + len(own)] = own
         if self.cached is not None:
             slots = batch.out_cache_loc
@@ -242,11 +242,11 @@ class PagedAttention:
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
-        """Plan a prefill by our kernels. ``evicted``: evicted positions per row; None if unknown."""
+        """Plan a prefill for our kernels. ``evicted``: number of evicted positions per row; None if unknown."""
         self._evicted = evicted
         lengths = None
         if self._repairs and batch.seq_lens_cpu is not None:
-            # Rows are read at least up to ``least``, because a chunk may end before positions that it writes.
+            # Rows are read at least up to ``least``: repaired positions may lie beyond SGLang's row length.
             lengths = batch.seq_lens_cpu.clone()
             for placed in self._repairs:
                 lengths[placed.number].clamp_(min=placed.least)
@@ -318,7 +318,7 @@ class PagedAttention:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
                 where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
-                # A layer is left out if memory for its weights is missing: the weights only rank tokens.
+                # If memory for a layer's weights is missing, scores leave the layer out: they only rank tokens.
                 with contextlib.suppress(RuntimeError):
                     add_attention(query, *where, scored.received, reach)
         # Under DP attention SGLang pads ``q``, so that all groups gather the same number of tokens.
@@ -353,8 +353,8 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """Factors of logits and of outputs. The scales of keys and values count only if SGLang divided by them.
-        It does not divide latent rows, nor keys and values in a pool of the model's dtype."""
+        """The factors of logits and of outputs. They include the scales by which SGLang divided keys and values
+        before caching them. SGLang divides neither latent rows nor a pool of the model's dtype."""
         if self.latent or self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float

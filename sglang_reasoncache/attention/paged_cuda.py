@@ -2,8 +2,8 @@
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
 A forward that reads neither shifted slots nor evicted positions runs SGLang's kernels; any other forward runs
-ours. A decode graph includes the planning. With latent attention SGLang's kernels run every prefill, because
-cached prefixes have no shifted slots.
+ours. A decode graph includes the planning. With latent attention SGLang's kernels run every prefill: they can,
+because cached prefixes have no shifted slots.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
-        # Buffers for plans of decode graphs. Replays follow one another on one stream, so all graphs share the
-        # newest buffers, except graphs captured before these were allocated.
+        # Buffers for plans of decode graphs. Replays follow one another on one stream, so graphs can
+        # share buffers: each graph uses the buffers that were the newest when it was captured.
         self._graphs: list[dict[int, PlanBuffers]] = []
         self._graph_variant: str | None = None
 
@@ -118,7 +118,7 @@ class SharedSlotReads(PagedBackend):
         return self.paged.queries is not None
 
     def can_run_prefill_cuda_graph(self, forward_batch: ForwardBatch) -> bool:
-        """Whether SGLang's kernels can run a prefill."""
+        """Whether a prefill can run in a CUDA graph, which holds SGLang's kernels only."""
         if self.needs_ours(forward_batch) or self.never_in_prefill_graphs:
             return False
         stock = getattr(super(), "can_run_prefill_cuda_graph", None)
@@ -126,7 +126,7 @@ class SharedSlotReads(PagedBackend):
 
     def choose_graph(self, forward_batch: ForwardBatch) -> str:
         """Choose the graph variant for the next replay, which is prepared right after this call."""
-        # All groups replay the same variant, because the two make SGLang's collectives in different memory.
+        # All groups replay the same variant, because SGLang's collectives use different memory in each variant.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
@@ -182,8 +182,8 @@ class SharedSlotReads(PagedBackend):
             self.paged.plan_into(buffers, *where, reach)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
-        """Where a forward stops reading rows. A decode step reads them at least until our plan is made, in the
-        graph or before a forward without a graph."""
+        """The point after which a forward reads no rows. In a decode step our plan has been made by then, in
+        the graph or before a forward without a graph."""
         stock = super().shared_read_ends(fm)
         if not fm.is_decode_or_idle():
             return stock
@@ -193,7 +193,7 @@ class SharedSlotReads(PagedBackend):
 class GraphVariants:
     """Implements SGLang's ``AttentionGraphVariants``: one backend has two decode graphs per batch size."""
 
-    #: SGLang captures in this order, all in one pool of memory.
+    #: SGLang captures the variants in this order, in one memory pool.
     capture_labels = PLAIN, SHIFTED
 
     def __init__(self, backend: SharedSlotReads) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models are served, and which with corrected positions, judged by their KV pool, their
-attention layers and their rotary embedding. Flags are checked in ``plugin/refusals.py``."""
+"""Decides which models are served, and which of these with corrected positions, by their KV pool, attention
+layers and rotary embedding. Flags are checked in ``plugin/refusals.py``."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ FAMILIES = (
     Family("Gemma 4, MiMo-V2, Step-3.5, Llama 4", "other windows", ""),
 )
 
-#: What our kernels compute in a layer: name, attribute of SGLang's layer, its supported values.
+#: What our kernels require of a layer: a feature's name, its attribute in SGLang's layer, supported values.
 LAYER_ATTRIBUTES = (
     ("cross attention", "is_cross_attention", (False,)),
     ("attention type", "attn_type", ("decoder",)),
@@ -95,11 +95,11 @@ ROTARY_KINDS = (
 #: Attention module -> its attribute which, if true, makes it scale each dim of a key by a learned weight after
 #: the rotation.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules that give keys no position at all, if they have no rotary embedding (the last one in
-#: Kimi-Linear). In their models only the state layers depend on positions.
+#: Attention modules whose keys have no position if the module has no rotary embedding, as in Kimi-Linear
+#: the module DeepseekV2AttentionMLA. In such models only the state layers depend on positions.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention", "DeepseekV2AttentionMLA")
-#: Attention modules of models with sliding windows whose rotation is known: that of their own rotary
-#: embedding, unless :func:`_rotation_of` says otherwise.
+#: Attention modules, in models with sliding windows, whose rotation of keys is known: their own rotary
+#: embedding rotates the keys, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
     *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
     *("GptOssAttention", "MellumAttention"),
@@ -112,7 +112,7 @@ FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     """Raises ValueError for a pool whose buffers are neither ``[slots, heads, head_dim]`` nor latent rows.
 
-    ``requested_by``: the flag that needs such buffers, the beginning of the message.
+    ``requested_by``: the flag that needs such buffers; the message begins with this flag.
     """
     if type(pool) is compat.SWAKVPool:
         if pool.page_size > 1:
@@ -142,8 +142,8 @@ def check_kind(context: TreeCacheBuildContext) -> None:
 
 
 def window_age(context: TreeCacheBuildContext) -> int:
-    """How many tokens behind a row's end SGLang has freed a position in the window pool; 0 if there is no such
-    pool. Raises ValueError for a flag that excludes a window pool."""
+    """Positions at least this many tokens before a row's end are already free in the window pool; 0 without
+    such a pool. Raises ValueError for a flag that excludes a window pool."""
     if not context.is_hybrid_swa:
         return 0
     if context.enable_hierarchical_cache:
@@ -182,7 +182,7 @@ def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | Non
         return None
     even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
     if latent:
-        # SGLang's FlashInfer backend reads ``scaling``, and prefills Sarvam with other dims.
+        # SGLang's FlashInfer backend needs the model's ``scaling``, and prefills Sarvam with other dims.
         even = (model.kv_lora_rank, model.qk_rope_head_dim) == FLASHINFER_LATENT
         names = getattr(model.hf_config, "architectures", None) or ()
         even = even and hasattr(model, "scaling") and not any("Sarvam" in name for name in names)
@@ -222,8 +222,8 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool, without layers that stand for state layers and, with latent
-    attention, without layers that read the expanded keys and values of a prefill."""
+    """SGLang's attention layers that read the pool. Layers that stand for state layers are left out, and, with
+    latent attention, layers that read the expanded keys and values of a prefill."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [
@@ -236,13 +236,13 @@ def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
 
 
 def reach_of(layer: AttentionLayer) -> int:
-    """How many positions a query of the layer sees, its own included; 0 if it sees all before it."""
+    """Number of positions that a query of the layer sees, including its own; 0 if the layer has no window."""
     window = layer.sliding_window_size
     return 0 if window is None else max(window, -1) + 1
 
 
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
-    """Layer -> rotation of its keys, on their device. Layers with equal rotations share one object.
+    """Layer id -> rotation of the layer's keys, on the rows' device. Layers of equal rotation share an object.
 
     In a model with sliding windows, layers may rotate differently. Raises ValueError as :func:`key_rotation`
     does, and for an unknown attention module in such a model.
@@ -305,12 +305,12 @@ def key_rotation(
 ) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
 
-    ``latent_dims``: how many dims of a latent row, behind the latent, are rotated; None if the attention is
-    not latent.
+    ``latent_dims``: number of rotated dims, which follow the latent in a latent row; None if the attention
+    is not latent.
 
     Raises:
-        ValueError: no rotary embedding, several, a kind whose angle is not linear in the position,
-            keys that are not rotated or changed afterwards, or a table shorter than the context.
+        ValueError: the model has no rotary embedding, or several; angles are not linear in the position; keys
+            are not rotated, or are changed after the rotation; the table is shorter than the context.
     """
     found = _rotary_modules(model)
     kinds = {type(m).__name__ for m in found}
@@ -333,7 +333,7 @@ def key_rotation(
 
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """The rotary modules of a model, also SGLang's modules that are no RotaryEmbedding (LongRoPE, dual chunk).
+    """The rotary modules of a model, even if they are not a RotaryEmbedding of SGLang (LongRoPE, dual chunk).
     Vision layers are skipped, because they cache no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     found = [child for _, owner in _owners(model) for child in owner.children()]
@@ -359,7 +359,7 @@ def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | No
     children = list(owner.children())
     heads = {latent_dims or c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
     kind = type(owner).__name__
-    # A rotary module that is made for a part of the head does not tell which dims it rotates.
+    # A rotary module made for a part of the head is refused: it does not tell which dims it rotates.
     sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}
     if not sizes:
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
-#: The share among running requests is ignored while these have fewer output tokens than this in total.
+#: The forecast ignores running requests while they have fewer output tokens than this number in total.
 _LEAST_RUNNING = 512
 
 
@@ -92,7 +92,7 @@ class SharingBudget(compat.PrefillBudget):
             return wanted
         if self._there() > 0:
             return min(wanted, self._there())
-        # SGLang's budgets return the same if no slot is left.
+        # If no slot is left, SGLang's two budgets return these values too.
         return None if isinstance(self, compat.SWAPrefillBudget) else chunk_limit
 
 
@@ -103,9 +103,9 @@ class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
 class SharingForecast:
     """Forecasts which share of output positions will need no slot.
 
-    The forecast is the share among recently finished requests, weighted exponentially with a memory of
-    ``horizon`` output tokens, or the share among running requests if that is higher, because long responses
-    finish late. ``limit``: the highest forecast, in [0, 1).
+    The forecast is the higher of two shares: the share among finished requests, whose weights fade
+    exponentially over ``horizon`` output tokens, and the share among running requests, which counts because
+    long responses finish late. ``limit``: the highest forecast, in [0, 1).
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:

@@ -44,8 +44,8 @@ class PageReferences(dict[int, int]):
         """Compute new counts: each occurrence in ``gained`` adds a reference, then each occurrence in
         ``lost`` takes one away. Nothing changes yet.
 
-        Returns the new counts of these pages, and the pages with no reference left in the order in
-        which they lost their last one. Raises ReferenceCountError if a count falls below 0.
+        Returns the new counts of these pages, and the pages that have no reference left, in the order
+        in which they lost the last one. Raises ReferenceCountError if a count falls below 0.
         """
         counts: dict[int, int] = {}
         for page in gained:
@@ -77,7 +77,7 @@ class Change(NamedTuple):
 
 
 class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
-    """Code that both of our allocators add to SGLang's. At page size 1 a page is a slot."""
+    """Code that our three allocators add to SGLang's allocators. At page size 1 a page is a slot."""
 
     page_size: int
     references: PageReferences
@@ -94,7 +94,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     controller: Any = None
     budget: type = SharingBudget
     has_window_pool = False
-    #: Calls a function that only prepares a change. The plugin sets this to :meth:`Containment.once_more`,
+    #: Calls a function that may be called twice. The plugin sets this to :meth:`Containment.once_more`,
     #: which calls the function a second time if it raises.
     once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
@@ -107,7 +107,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     @property
     def saved(self) -> int:
-        """Slots that sharing saves the rows now, within a request and across requests."""
+        """Number of slots that sharing saves now, within requests and across requests."""
         return self.references.extra * self.page_size
 
     def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
@@ -215,10 +215,10 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
 
 class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
-    """Page size 1: slot ids are page ids."""
+    """An allocator for page size 1, where slot ids are page ids."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        # At the end of a free group SGLang calls this again with all its slots.
+        # At the end of a free group SGLang calls this again with all slots of the group.
         if self.free_group is None:
             self._free_unknown(free_index)
         else:
@@ -229,11 +229,11 @@ class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
 
 
 class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator):
-    """Page size above 1: pages are shared whole."""
+    """An allocator for page sizes above 1. Only whole pages are shared."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots in any order. A page loses as many references as the number of times that its most
-        frequent slot occurs, because rows may name a page several times, and may end inside a page. SGLang's
+        """Free slots in any order. If the most frequent slot of a page occurs n times, the page
+        loses n references, because rows may name a page several times, and may end inside a page. SGLang's
         ``free`` would count each page once."""
         if self.free_group is None:
             free_index = self.once_more(self._without_evicted, free_index)
@@ -258,9 +258,9 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
 
 class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
-    """Page size 1, with a second pool for layers that see a sliding window. Rows name slots of the full pool,
-    and share there. A slot's peer in the window pool belongs to the position that was computed into the slot;
-    SGLang frees the peer once the window has passed. Only positions without peers read other slots."""
+    """Has page size 1 and a second pool for layers with sliding windows. Rows name, and share, slots of the
+    full pool. A slot's peer in the window pool has KV of the position for which the slot was computed; SGLang
+    frees the peer once the window has passed it. A position reads another's slot only without a peer."""
 
     budget, has_window_pool = WindowSharingBudget, True
 
@@ -276,7 +276,7 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
         self.free_full_segment(free_index, start_pos=start_pos)
 
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """As SGLang's method, but without its check for peers: a block's source may be in the window."""
+        """SGLang's method without its check for peers, because the source of a block may still have peers."""
         if self.references:
             self._free_known(free_index, start_pos)
         else:
@@ -290,7 +290,7 @@ Shared = SharedTokenAllocator | SharedPagedAllocator | SharedWindowAllocator
 
 
 def shared_allocator_of(stock: Any) -> Shared:
-    """Our allocator to replace ``stock``, SGLang's new one. Raises ValueError for other pool layouts."""
+    """Our allocator to replace ``stock``, which SGLang has made. Raises ValueError for unknown allocators."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:

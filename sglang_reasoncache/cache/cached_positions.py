@@ -25,7 +25,7 @@ class CachedPositions:
         SGLang is loading some of these slots from the host.
 
         ``stream``: the CUDA stream on which the overlap schedule runs forwards; None on a CPU. Recording waits
-        for this stream, because a forward in flight may still read the old position of a slot freed since.
+        for this stream: a forward in flight may still read the old position of a slot that was freed meanwhile.
         """
         if stream is None:
             self.record(slots, torch.arange(len(slots), device=slots.device))
@@ -39,6 +39,6 @@ class CachedPositions:
         current.wait_stream(stream)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
-        """How many positions to rotate each slot's key so that it can be read at ``used_at``: int32, shaped as
+        """By how many positions to rotate each slot's key so that it is read at ``used_at``: int32, shaped as
         ``slots`` and ``used_at``."""
         return used_at.to(torch.int32) - self.positions[slots.long()]

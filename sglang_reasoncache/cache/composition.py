@@ -60,7 +60,7 @@ class Composition(int):
     def slots(self, path_slots: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """The cached slots of all positions, int64 ``[length]``. ``path_slots``: gives the slots of the path
         that ends in a node."""
-        # Clones: a slice would keep its whole path in memory.
+        # Slices are cloned, because a slice would keep its whole path in memory.
         starts = 0, *[self.documents.start] * (len(self.nodes) - 1)
         parts = zip(self.nodes, starts, strict=True)
         return torch.cat([path_slots(node)[start:].clone() for node, start in parts])
@@ -72,7 +72,7 @@ class CompositionLock(list[Any]):
 
 def marked(req: Request | None) -> Documents | None:
     """The documents that a request marks. None if it marks none, marks them wrongly, opted out, or has KV that
-    depends on more than its tokens. Kept on the request, because a waiting request is matched often."""
+    depends on more than its tokens. The request keeps the result, as it is matched often while it waits."""
     if req is None:
         return None
     if not hasattr(req, _ATTRIBUTE):

@@ -38,8 +38,8 @@ class HostRow:
         self.first_shared: int | None = None
         self.in_other_rows: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
-        # Slot -> the positions of this row that name it. Only slots that several positions name, and
-        # slots in other rows, have an entry.
+        # Slot -> the positions of this row that name it. Only slots that several positions
+        # name, or that another row names too, have an entry.
         self._readers: dict[int, list[int]] = {}
 
     def reserve(self, end: int) -> None:
@@ -101,7 +101,7 @@ class HostRow:
         )
 
     def read(self, dst: int, src: int, length: int, lender: HostRow, moves: list[Moved]) -> None:
-        """Redirect ``length`` positions from ``dst`` on to the slots of the positions from ``src`` on in
+        """Redirect positions ``[dst, dst + length)`` to the slots of positions ``[src, src + length)`` of
         ``lender``, which is this row or another request's. If other positions of this row name the slot of a
         redirected position, they are redirected with it.
 
@@ -182,6 +182,6 @@ class Moved(NamedTuple):
 
 
 def undo(moves: Iterable[Moved]) -> None:
-    """Undo ``moves``: the most recent moves, in the order in which they were made."""
+    """Undo ``moves``, which must be the most recent ones, listed in the order in which they were made."""
     for move in reversed(list(moves)):
         move.undo()

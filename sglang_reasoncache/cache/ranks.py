@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 
 class RankFailed(BaseException):
-    """A rank failed. The same call raises this on all ranks. Not an ``Exception``, so that no policy's handler
-    swallows it."""
+    """A rank failed. The same call raises this on all ranks. This is no ``Exception``, so that no handler
+    around a policy swallows it."""
 
 
 class Ranks:

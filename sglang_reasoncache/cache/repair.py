@@ -28,7 +28,7 @@ from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
 
-#: Scores are kept for at most this number of prompts, and this number of tokens of all prompts together. A
+#: Scores are kept for at most _MOST_PROMPTS prompts, which together have at most _MOST_TOKENS tokens. A
 #: prompt whose scores were dropped is served without its repair.
 _MOST_PROMPTS, _MOST_TOKENS = 1024, 1 << 24
 
@@ -39,7 +39,7 @@ class Repaired(NamedTuple):
     Attributes:
         number: Index of the request in the batch.
         token: Index in the batch of the request's first new token. The request has ``new`` new tokens.
-        positions: Positions of its first new tokens, int64 ``[n]``. The other new tokens follow the prefix.
+        positions: Positions of the request's first new tokens, int64 ``[n]``. Later tokens follow the prefix.
         least: The row has at least this many positions.
         received: fp32 ``[length]`` on the device. Attention adds here how much the tokens attend to each
             position. None if the request is not scored.
@@ -64,8 +64,8 @@ class RepairedRow:
     def placed(
         self, row: torch.Tensor, start: int, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let ``positions``, int64 ``[n]``, name the slots that SGLang put into ``row``, int32 ``[width]``,
-        from ``start`` on. Returns the row's new entries, and these slots. Nothing is written yet."""
+        """Prepare that ``positions``, int64 ``[n]``, name the slots that SGLang put into ``row``, int32
+        ``[width]``, from ``start`` on. Returns the row's new entries and those slots. Nothing is written."""
         own = row[start : start + len(positions)].to(torch.int64)
         slots = self._slots.clone()
         slots[upload(positions, row.device)] = own
@@ -102,20 +102,20 @@ class Repairs:
     def __init__(self) -> None:
         # Request id -> what the newest prefill recomputes and scores.
         self._prepared: dict[str, Repaired] = {}
-        # Row index in ``req_to_token`` -> the row, and the first position where SGLang put recomputed slots.
+        # Row index in ``req_to_token`` -> the row, and the first position with a slot for a recomputed token.
         self._rows: dict[int, tuple[RepairedRow, int]] = {}
         # A request that only scores (``max_new_tokens`` is 0) -> its scores.
         self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
         # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        # Request -> length of its composed prefix, and chosen positions. A waiting request is matched often.
+        # Request -> length of its composed prefix, and chosen positions: kept, as it is matched often.
         self._chosen: WeakKeyDictionary[Request, tuple[int, np.ndarray]] = WeakKeyDictionary()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
         """The positions to compute again, int64 ``[n]`` ascending. A repair by attention (``share``) chooses
-        none until a request that only scores (``max_new_tokens`` is 0) has been prefilled."""
+        none until a request with this prompt that only scores (``max_new_tokens`` is 0) has been prefilled."""
         documents, end, repair = prefix.documents, prefix.length, prefix.documents.repair
         if self._failed:
             return NO_POSITIONS
@@ -237,7 +237,7 @@ class Repairs:
 
 
 def missed(req: Request, prefix: Composition) -> bool:
-    """Whether a request asked for a repair, and its composed ``prefix`` has none."""
+    """Whether a request asked for a repair that its ``prefix`` does not get. False if it only scores."""
     asked = prefix.documents.repair != Repair() and not _only_scores(req)
     return asked and not len(prefix.again)
 

@@ -2,8 +2,8 @@
 """SGLang's unified prefix cache (radix tree) over rows that share slots.
 
 A row is published up to its first position that is shared, or evicted, or whose slot another row names or has
-named. So a node names no slot twice, holds exact KV, and every slot of an unlocked node has one reference: both
-of SGLang's tree cores (Rust and Python) count correctly without change.
+named. So a node names no slot twice and holds exact KV, and every slot of an unlocked node has one reference.
+Both of SGLang's tree cores (Rust and Python) therefore count slots correctly without change.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
         #: Whether prompts may be composed of documents. Set with the controller.
         self.composes = False
-        # The row whose slots are being freed, and the slots of the row that the tree is inserting.
+        # _row: the row whose slots are being freed. _inserted: slots of the row that the tree is inserting.
         self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
         super().__init__(params)
@@ -53,7 +53,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """
         running = not req.finished()
         if running and self.controller is not None and self.controller.keeps_prompt(req):
-            # Skipped for the last chunk, which ``after_prefill`` sees, and inside a free group.
+            # Not called inside a free group, or for the last chunk, which ``after_prefill`` sees.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
@@ -82,7 +82,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         finally:
             self._row = _NOTHING_SHARED
         if self.is_swa_enabled and not self.disable and running and end < up_to:
-            # SGLang does this for a prompt that it publishes in full, and admission relies on it.
+            # SGLang evicts windows itself when it publishes a prompt in full, and admission relies on this.
             self.evict_sliding_windows(req, up_to - 1)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
@@ -93,7 +93,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row = self._host_row(req.kv)
         # KV after the first evicted position was computed without it.
         up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
-        # The tree would count a slot that another row names as evictable, but evicting it frees nothing.
+        # If another row names a slot, the tree would count it as evictable, but evicting it frees nothing.
         up_to = row.first_in_other_rows(up_to)
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
@@ -118,8 +118,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self._row = _NOTHING_SHARED
 
     def _apply_eviction_result(self, result: Any) -> None:
-        """Free evicted nodes. SGLang may evict while it publishes or frees a row: a node's slots are not that
-        row's, and none of them is shared."""
+        """Free evicted nodes. If SGLang evicts while it publishes or frees a row, the row is set aside,
+        because the nodes' slots are not slots of that row, and none is shared."""
         kept = self._row, self._inserted
         self._row, self._inserted = _NOTHING_SHARED, None
         try:
@@ -136,7 +136,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
         While a row is inserted, the tree frees slots of tokens that the tree already holds. These are
         views of the inserted tensor, so their address tells the position (``tests/contract``). With a window
-        pool the tree may also free slots of a node, replacing them by the row's; these share nothing."""
+        pool the tree may replace slots of a node by the row's. The freed slots of the node share nothing."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             if not 0 <= start <= len(self._inserted) - len(slots):
@@ -184,7 +184,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return found
 
     def _composed(self, documents: Documents, params: Any, found: Any) -> Any:
-        """The tree's match ``found``, with a composed prefix in its place if that is longer."""
+        """The tree's match ``found``, changed to a composed prefix if the composed prefix is longer."""
         prefix = compose(documents, params.key, super().match_prefix)
         if prefix is None:
             return found

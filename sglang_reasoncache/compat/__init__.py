@@ -126,13 +126,13 @@ TREE_BACKEND = "reasoncache"
 #: ``--attention-backend`` name of our own backend on our CPU platform.
 CPU_BACKEND = "reasoncache_cpu"
 
-#: Fields of SGLang's record that name an attention backend.
+#: Fields of SGLang's ``ServerArgs`` that name an attention backend.
 ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
 #: SGLang's CUDA backends that our backend wraps. Our backend reads shifted slots.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
-#: Names of attention backends under which keys can be corrected and policies run.
+#: Names of the attention backends that can correct keys and run eviction policies.
 OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
@@ -156,7 +156,7 @@ def layer_ids(pool: Any) -> Iterable[int]:
 
 
 def window_layers(pool: Any) -> set[int]:
-    """Ids of layers of ``pool`` with their KV in a window pool, which SGLang frees as the window moves on."""
+    """Ids of the layers of ``pool`` with KV in a window pool: SGLang frees KV there as the window moves on."""
     if type(pool) is not resolve("SWAKVPool"):
         return set()
     return {layer for layer, (_, windowed) in pool.layers_mapping.items() if windowed}

@@ -27,7 +27,7 @@ from sglang_reasoncache.eviction.row_state import (
 
 #: Positions that a request writes between two polls, rounded up.
 _BETWEEN_POLLS = 8
-#: Most evictions of a request that the endpoint shows.
+#: The endpoint shows at most this many evictions of a request.
 _REMEMBERED = 1024
 
 
@@ -48,7 +48,7 @@ class EvictionController:
         is_active: Whether there is a policy.
         positions_now: Evicted positions of the running requests.
         evicts_prompts: Whether a policy may evict positions of prompts. If so, running requests do not publish
-            their prompts.
+            their prompts in the prefix tree.
         waits: Whether a policy has ``when=short``.
     """
 
@@ -76,7 +76,7 @@ class EvictionController:
         written: int | None = None,
         decide: bool = True,
     ) -> None:
-        """Evict what was evicted before a retraction, then what the policies give up now.
+        """Evict again what was evicted before a retraction, then evict what the policies give up now.
 
         Args:
             req: A request that holds its row.
@@ -105,12 +105,12 @@ class EvictionController:
         """SGLang is about to retract a request, because ``wanted`` slots are missing: have policies with
         ``when=short`` evict positions of ``req``.
 
-        A policy evicts down to its budget at most. It evicts ``slack`` slots if fewer are wanted, because a
+        A policy evicts at most the slots above its budget. It evicts ``slack`` if fewer are wanted, because a
         shortage returns with every decode step. For the same reason a policy is not asked about a request with
         at most ``slack`` slots above the budget. A policy that could not give what it was asked for is not
-        asked again before ``slack`` new positions were written. So a lasting shortage costs one scoring for
-        ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight and for the
-        scores, but computing a retracted request again would take far longer.
+        asked again before ``slack`` new positions were written. So a lasting shortage costs one scoring
+        per ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight and for
+        the scores, but computing a retracted request again would take far longer.
         """
         written = written_positions(req)
         for name, policy in self._evictors:

@@ -16,7 +16,7 @@ from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Most logits computed at once: 64 MiB of fp32.
+#: At most this many logits are computed at once: 64 MiB of fp32.
 _LOGITS = 1 << 24
 
 

@@ -47,7 +47,7 @@ class Matcher:
     """Finds block pairs of one response, step by step. Not thread safe.
 
     Attributes:
-        counters: What happened to the last step that was proposed.
+        counters: What happened to the last step that :meth:`propose` took.
     """
 
     counters = FilterCounters()

@@ -42,12 +42,12 @@ class FilterProcess:
     """Sends the tokens of all requests to the filter process and returns block pairs. The scheduler
     never waits for results.
 
-    Every :meth:`feed` gets one reply, with the steps that it finished. Which replies are outstanding or
+    Every :meth:`feed` gets one reply, about the steps that the feed finished. Which replies are outstanding or
     taken, and which steps are shed, depends on the calls made, not on time, so tensor-parallel ranks agree.
 
     Args:
         markers: Tokens that open reasoning, and tokens that close it. None if all output is reasoning.
-        max_pending: New steps are shed (not compared) while this many results of steps were not taken.
+        max_pending: New steps are shed (not compared) while this many steps' results wait for :meth:`take`.
 
     Attributes:
         outstanding: Number of feeds whose replies were not taken yet.

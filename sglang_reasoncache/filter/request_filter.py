@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter of one request takes its tokens and proposes block pairs, each once the pair is old enough."""
+"""The filter of one request takes the request's tokens and proposes block pairs when they are old enough."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -61,7 +61,7 @@ class RequestFilter:
         self._open_tokens: list[int] = []
         self._matcher: Matcher
         if config.random_ratio is not None:
-            # The seed differs between requests and is the same on all ranks.
+            # The seed is the same on all ranks, and differs between requests whose prompts differ in length.
             self._matcher = RandomPairs(config, seed=start_position)
         elif config.match == "runs":
             self._matcher = RunMatcher(config, start_position)
@@ -111,7 +111,7 @@ class RequestFilter:
 
 
 class AgeRule:
-    """Holds a block pair back until the block that reads is ``min_age`` tokens behind the end.
+    """Holds a block pair back until the response has ``min_age`` tokens after the block that reads.
 
     A model attends most to what it just wrote, so replacing its newest text by an older copy does most of the
     damage. In direction ``newest`` the earlier block reads the slots of the newest equal block. That block
@@ -158,8 +158,8 @@ class AgeRule:
 
     def _next(self, at: int) -> int | None:
         """Start of the later block that the block at ``at`` reads; None if it reads none. A block without an
-        entry of its own may overlap two neighbouring readers. It reads their sources if these are
-        neighbours."""
+        entry of its own may overlap two neighbouring readers. If the readers' sources are neighbours too,
+        the block reads parts of both."""
         pairs = (self._waiting, self._released)
         for back in range(self._block):
             found = [one[at - back] for one in pairs if at - back in one]

@@ -11,15 +11,15 @@ from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
-#: At most so many runs are remembered for one request, and for one group (15 MB). At the limit all are
-#: forgotten and collecting begins anew.
+#: At most this many runs are remembered for one request, and for one group (15 MB). At the limit all runs
+#: are forgotten, and new ones are collected.
 _MAX_RUNS = 1 << 17
-#: State of a token: its block reads another block, or another block reads its block.
+#: States of a token. ``_READS``: its block reads another block; ``_IS_READ``: another block reads its block.
 _READS, _IS_READ = 1, 2
 
 
 class RunGroup:
-    """Responses to the same prompt, and for each run that is ``min_age`` old a *copy* that other blocks read.
+    """Responses to one prompt. Each run that is ``min_age`` old has a *copy*, the block that equal blocks read.
 
     A block reads a copy or is a copy, never both, so a copy is always in slots of its own response.
     """
@@ -50,7 +50,7 @@ class RunMatcher(Matcher):
         # Number of tokens of a window before its block.
         self._lead = max(0, config.min_run - self._block)
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
-        # Hash of a window -> offset of its first block (direction oldest) or newest block.
+        # Hash of a window -> offset of the first block with it (direction oldest), or of the newest (newest).
         self._runs: dict[int, int] = {}
         # Offset of a block -> offset of the later block that it reads. For each offset: the token's state or 0.
         self._reads: dict[int, int] = {}
@@ -58,8 +58,8 @@ class RunMatcher(Matcher):
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # Offset of the next block to look up in the group. For the last block found there: the member that has
-        # it, and its offset in that member minus its offset here.
+        # ``_old``: offset of the next block to look up in the group. ``_followed``, of the last pair found:
+        # the member that has the source, and the source's offset there minus the reader's offset here.
         self._old = self._at
         self._followed = -1, 0
 
@@ -90,8 +90,8 @@ class RunMatcher(Matcher):
     def _begin(self, offset: int) -> None:
         """Let no window begin before ``offset``."""
         first = offset + self._lead
-        # Offsets of the next block to look up and of the next to remember; how many tokens back the last pair's
-        # earlier block lies, 0 if there is no last pair.
+        # ``_at``, ``_remembered``: offsets of the next block to look up, and of the next to remember.
+        # ``_distance``: from the last pair's later block back to its earlier one; 0 if there is no last pair.
         self._at = self._remembered = first + -(self._start + first) % self._page
         self._distance = 0
 
@@ -116,7 +116,7 @@ class RunMatcher(Matcher):
 
     def across(self) -> list[AcrossPair]:
         """Pairs of a block that has become ``min_age`` old and an equal block of the group, ascending.
-        A block without an equal becomes the group's copy. Empty while the group has one member."""
+        A block without an equal block becomes the group's copy. Returns none while the group has one member."""
         group, pairs, page = self._group, list[AcrossPair](), self._page
         if group is None or len(group.members) < 2:
             return pairs

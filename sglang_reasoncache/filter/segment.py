@@ -57,8 +57,8 @@ class Segmenter:
     """Splits one request's token stream into steps, in O(1) per token. Not thread safe.
 
     A step starts at a visible token and includes the blank line that ends it. A token that completes a
-    blank line and continues with text is not included: it starts the next step. Other blank tokens
-    between steps belong to no step. A step is cut after ``max_step_tokens`` tokens.
+    blank line and continues with text is not included: it starts the next step. Further blank
+    tokens between steps belong to no step. A step is cut after ``max_step_tokens`` tokens.
 
     Attributes:
         start: Position where the open step started; None between two steps.

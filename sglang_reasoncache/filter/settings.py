@@ -10,8 +10,8 @@ from sglang_reasoncache.filter.structure import Limits
 #: How blocks of two similar steps are paired, see ``align_blocks``.
 AlignMode = Literal["tokens", "index"]
 
-# ReasonCache: new blocks of 16 tokens read slots of similar earlier steps at once, if their distance is
-# within the percentile.
+# ReasonCache: new blocks of 16 tokens immediately read slots of similar earlier steps, if the KV distance of
+# the two blocks is within the percentile.
 _PAPER: dict[str, object] = dict(
     match="steps",
     direction="oldest",
@@ -27,7 +27,7 @@ _MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": 
 _ALL = {**_PAPER, "percentile": 100.0, "warmup": 0}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
-    # The defaults: equal runs, old blocks read the newest copy.
+    # The defaults: blocks in equal runs of tokens may share, and older blocks read the newest equal block.
     "newest": {},
     # Cosine with length factor, dynamic threshold, structure, distance at p = 80.
     "reasoncache": _PAPER,
@@ -50,7 +50,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Everything that decides which blocks are proposed. The defaults are ReasonCache's.
+    """Everything that decides which blocks are proposed. The defaults are the ReasonCache paper's.
 
     Most fields are settings of ``ReasonCacheConfig``, which gives their bounds and help texts; ``strict`` and
     ``soft`` are its ``tau_strict`` and ``tau_soft``. The other fields are explained here.
@@ -65,7 +65,7 @@ class FilterConfig:
     length_factor: bool = True
     use_structure: bool = True
     structure_tolerance: int = 0
-    #: Most candidates of a step whose structure is compared; the most similar come first.
+    #: At most this many candidates of a step have their structure compared, the most similar ones first.
     max_structure_checks: int = 64
     match: Literal["steps", "runs"] = "steps"
     direction: Literal["newest", "oldest"] = "oldest"

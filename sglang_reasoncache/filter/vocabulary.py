@@ -97,7 +97,7 @@ def _size(tokenizer: Any) -> int:
 
 
 def _sequences(tokenizer: Any, size: int) -> tuple[list[list[int]], int]:
-    """Sequences of ids to compare decoded texts on, and how many of the first sequences are texts."""
+    """Sequences of ids on which decoded texts are compared, texts first; and the number of these texts."""
     texts = [list(tokenizer.encode(text, add_special_tokens=False)) for text in _SAMPLES]
     rng = random.Random(size)
     drawn = [[rng.randrange(size) for _ in range(_RANDOM_LENGTH)] for _ in range(_NUM_RANDOM)]

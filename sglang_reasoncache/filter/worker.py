@@ -60,7 +60,7 @@ class Worker:
             began = time.thread_time()
             try:
                 for step in self._filters[request].steps(tokens):
-                    # This depends on the calls made, not on time, so every rank sheds the same steps.
+                    # Whether a step is shed (not compared) depends on calls, not on time, so all ranks agree.
                     if self._num_compared - feed.steps_taken >= self._setup.max_pending:
                         num_shed += 1
                         continue
@@ -94,7 +94,7 @@ def _end_with_the_parent() -> None:
 
 def _stand_back() -> None:
     """Lower this process's priority: every poll wakes it, and it must not take the scheduler's core. A
-    sandbox may forbid that."""
+    sandbox may forbid a lower priority."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):

@@ -75,8 +75,8 @@ def span_of(begin, end, row, total):
 
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
-    """The newest ``reach`` positions of a request's row, which are read: their address, their number (0 for a
-    request without a row), and the first of them. The other functions count positions from the first."""
+    """Address, number and first of the positions that are read of a request's row: the newest ``reach``. The
+    number is 0 for a request without a row. Other functions count positions from this first position."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
@@ -107,7 +107,7 @@ def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
 
 @triton.jit
 def targets(kept, to, capacity):
-    """Where each kept element of a tile is written, which elements fit, and where the next tile's begin."""
+    """Where kept elements of a tile are written, which of them fit, and where the next tile begins to write."""
     one = kept.to(tl.int32)
     at = to + tl.cumsum(one, axis=0) - one
     return at, kept & (at < capacity), to + tl.sum(one, axis=0)

@@ -21,9 +21,9 @@ def decode_attention(
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
     A shifted key is read as cached, and the query is rotated back instead, so the cost grows with the
-    runs of equal shift. An entry is read once, however often its key is used. The result does not depend
-    on threads or on the rest of the batch. On a CUDA device the call only launches, and can be captured in
-    a graph.
+    number of runs of equal shift. An entry is read once, however often its key is used. The result does not
+    depend on the number of threads or on the rest of the batch. On a CUDA device the call only launches, and
+    can be captured in a graph.
 
     Args:
         query: ``[batch, heads, query_dim]`` on the pool's device, fp32, bf16 or fp16.
@@ -31,7 +31,7 @@ def decode_attention(
         plan: What each request reads, unless ``spans`` says otherwise.
         scale: Factor of the logits.
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
-        sinks: fp32 ``[heads]``, logits that take weight and have no value.
+        sinks: fp32 ``[heads]``, logits that take a part of the weight but have no value.
         spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
             queries may read the same entries. Must be None if the plan has rotations.
 

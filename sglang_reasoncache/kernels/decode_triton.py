@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode attention on a GPU: programs compute chunks of a request side by side, then merge them.
+"""Paged decode attention on a GPU: programs compute a request's chunks in parallel; others merge them.
 
 Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes one of at
 most ``SPLITS`` chunks and all query heads of a KV head. Where a chunk ends depends on the number of entries
-alone, so a request has the same bits in any batch.
+alone, so a request's output has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from sglang_reasoncache.kernels.plan import TILE as ENTRIES
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Bounds on the memory of unmerged outputs: chunks of a query's entries, and queries and output elements
-#: of one launch.
+#: Limits that bound the memory of unmerged outputs: number of chunks of a query; number of queries, and
+#: of elements of their merged outputs, in one launch.
 SPLITS, QUERIES, ELEMENTS = 32, 128, 2**21
-#: Entries of a chunk are a multiple of this, which every tile divides.
+#: Chunks begin at multiples of this number of entries, which is a multiple of every tile's size.
 CHUNK = 256
 #: Pipeline stages: enough to copy the next tile's slots, K and V while a tile is read.
 NUM_STAGES = 5
@@ -140,7 +140,7 @@ def chunk_kernel(
                     s_at = shift + first + entry
                     some = tl.load(s_at, mask=ok, other=0) != 0
                     if tl.max(some.to(tl.int32), axis=0) != 0:
-                        # Shifts still to be done. They are loaded again in the threads that need them,
+                        # Shifts that are not applied yet, loaded again in the threads that need them,
                         # because a mask of one bit cannot move between threads.
                         left = tl.load(s_at, mask=ok, other=0)
                         sound = (left > -table_rows) & (left < table_rows)
@@ -276,8 +276,8 @@ def decode(
     scale: float,
     logit_cap: float,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing, and takes memory
-    of ``min(batch, QUERIES) * heads * SPLITS`` fp32 outputs, ``ELEMENTS * SPLITS`` elements at most."""
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing. Chunks need
+    memory for ``min(batch, QUERIES) * heads * SPLITS`` outputs, at most ``ELEMENTS * SPLITS`` fp32 numbers."""
     batch, heads, _ = query.shape
     if not batch:
         return

@@ -115,7 +115,7 @@ class DistanceKernel:
 def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
-    ``squares`` of :meth:`DistanceKernel.squares` and ``num_heads`` (h) are those of all ranks;
-    ``block`` is d.
+    ``squares``: the results of :meth:`DistanceKernel.squares`, added up over all ranks. ``block``: d.
+    ``num_heads``: h, over all ranks.
     """
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)

@@ -23,7 +23,7 @@ def _pairs(
     at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Elements of some rows that are rotated: the first of each pair, and the second."""
+    """The rotated elements of some rows: the first element of each pair, and the second element of each."""
     if NEOX:
         angle = tl.arange(0, COLS)[None, :]
         mask = ok[:, None] & (angle < HALF)
@@ -155,8 +155,8 @@ def constants(
 
 
 def addresses(layers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, bool]:
-    """Where the buffers of K and V begin, int64 ``[layers, 2]`` on the pool's device. Also whether every one is
-    a multiple of 16 bytes."""
+    """Addresses of the buffers of K and V, int64 ``[layers, 2]`` on the pool's device, and whether all of these
+    are multiples of 16 bytes."""
     found = torch.tensor([[buffer.data_ptr() for buffer in layer] for layer in layers])
     aligned = not (found % 16).any().item()
     return found.to(layers[0][0].device), aligned

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extend attention: several new tokens of a request over its prefix and themselves.
+"""Extend attention: several new tokens of a request attend to its prefix and to one another.
 
 A request with few new tokens (one under mixed chunked prefill) is read token by token as in decode,
 straight from the pool. For a request with more new tokens, the entries are gathered once, their keys rotated,
@@ -26,7 +26,7 @@ from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 #: A request with at most this many new tokens is read token by token.
 MOST_SINGLE = 4
-#: Queries masked at once over a prefix, and the largest mask kept for the next layer.
+#: Number of queries masked at a time, and most elements of a mask that is kept for the next layer.
 _BLOCK = 1024
 _MASK_ELEMENTS = 1 << 22
 _NONE = np.zeros(0, dtype=np.int64)
@@ -40,7 +40,7 @@ def gather_kv(
     Args:
         kv_indices: int32 ``[count]``, slots.
         shift: int32 ``[count]``, positions by which to rotate each key. None rotates no key.
-        dtype: That of the result: fp32, bf16 or fp16. Keys are rotated in fp32 and rounded once.
+        dtype: Dtype of the result: fp32, bf16 or fp16. Keys are rotated in fp32 and rounded once.
 
     Returns:
         ``[heads, count, query_dim]`` and ``[heads, count, v_dim]``, contiguous.
@@ -69,8 +69,8 @@ class ExtendPlan:
 
     Args:
         plan: Rows up to and including the new tokens.
-        new: New tokens of each request, the last entries of its row.
-        dtype: That of the queries.
+        new: Number of new tokens of each request. These are the last entries of its row.
+        dtype: Dtype of the queries.
         singly: Whether to read every token by itself, as in decode (for soft caps and sinks).
         entries: Number of entries of each row. None reads them from ``plan``, which waits for the device.
         placed: Index of a request -> the entries of its row, int64 ``[n]``, for its first ``n`` new tokens. Its
@@ -136,8 +136,8 @@ class ExtendPlan:
         self, new: int, total: int, reach: int, places: Tensor | None = None, first: int = -1
     ) -> Tensor:
         """Additive mask ``[new, total]`` for tokens in the last ``new`` entries. Each sees the last ``reach``
-        entries up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries if these are not the
-        last; ``first``: then the first token's index in the batch. A small mask is kept for the next layer."""
+        entries up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries, if these are not the
+        last; then ``first`` is the batch index of the first token. A small mask is kept for the next layer."""
         key = new, total, reach, first
         found = self._masks.get(key)
         if found is None:

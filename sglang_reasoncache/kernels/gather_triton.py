@@ -10,7 +10,7 @@ from torch import Tensor
 from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.paged import PagedKv
 
-#: Elements a program holds at once.
+#: Number of elements that a program holds at once.
 TILE = 4096
 
 

@@ -23,8 +23,8 @@ class PagedKv:
             contiguous.
         values: ``[num_slots, kv_heads, v_dim]``, like ``keys``.
         rotation: The model's rotation of keys; None if no entry is ever shifted.
-        latent: Whether a position has a single latent row (MLA). Its part that is never rotated is ``values``,
-            its rotated part is ``keys``. A query has dims for both, those for ``values`` first.
+        latent: Whether a position has a single latent row (MLA). ``values`` is the part of
+            the row never rotated, ``keys`` the rotated part. A query has dims of ``values``, then ``keys``.
         backend: "native" (C++) or "triton". None chooses by the device.
 
     Raises:

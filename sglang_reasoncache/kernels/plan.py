@@ -10,7 +10,7 @@ import torch
 from sglang_reasoncache import native
 from sglang_reasoncache.native.pool import call
 
-#: Entries of a request that share a list of rotations; a rotation has a bit for each of them.
+#: Number of entries of a request that share a list of rotations; a rotation has a bit for each entry.
 TILE = 64
 
 
@@ -31,8 +31,8 @@ class RowPlan(NamedTuple):
     """Which slots the queries of a forward read; every layer uses the same plan.
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An
-    entry is a single token, whatever the page size. In a merged plan a position has no entry if the row
-    also names its slot at the slot's cached position, and there is no ``shift``.
+    entry is a single token, whatever the page size. A merged plan has no ``shift``, and no entry for a
+    position if the row also names the position's slot at the slot's cached position.
     """
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
@@ -60,7 +60,7 @@ def plan_rows(
             that the position was evicted. It gets no entry, and later positions keep their numbers.
         requests: int ``[batch]``, index of each request's row.
         lengths: int ``[batch]``, positions in use, at most ``width``.
-        cached_at: int32 ``[num_slots]``, position each slot's key was rotated for. None means no shifts.
+        cached_at: int32 ``[num_slots]``, the position for which each slot's key was rotated. None: no shifts.
         num_slots: Slots of the pool, the bound of every entry.
         reach: Only this number of each row's newest positions is read; 0 reads all.
         merge: Whether to read each slot only once. Then a position has no entry if the slot's cached position

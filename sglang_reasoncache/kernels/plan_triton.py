@@ -3,7 +3,7 @@
 
 Grids depend on the batch alone. Each row is cut into ``PIECES``: a launch counts the entries of every
 piece, PyTorch adds the counts up, and a second launch writes the entries. For merged plans the launches also
-count and write runs, from which ``rotations_triton`` makes the rotations of the plan's tiles.
+count and write runs of positions with equal shifts: ``rotations_triton`` makes the tiles' rotations of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang_reasoncache.kernels.rotations_triton import MergeBuffers
 
 #: Number of programs for each row.
 PIECES = 16
-#: Positions a program reads at once.
+#: Number of positions that a program reads at once.
 TILE = 512
 
 
@@ -126,7 +126,7 @@ class PlanBuffers:
 
     @property
     def batch(self) -> int:
-        """Most requests of a plan."""
+        """The largest number of requests that a plan can have."""
         return self.counts.shape[1]
 
     @property
@@ -160,8 +160,8 @@ def plan_into(
     """Flatten the rows of a batch into ``buffers``, without a wait. Returns ``buffers.plan_of(batch)``.
 
     Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`. ``requests`` and ``lengths`` may
-    be int32 or int64. The host reads no values: a request that is no row has no entries, a length beyond the
-    row is cut, an entry that is no slot is skipped, and so are entries past the capacity. Without
+    be int32 or int64. The host reads no values. The kernels plan no entries for a request that is no row, cut
+    a length beyond the row, and skip an entry that is no slot or is past the capacity. Without
     ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``, and get rotations.
 
     Raises:

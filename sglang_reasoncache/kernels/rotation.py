@@ -56,8 +56,8 @@ class KeyRotation:
         return torch.cat((out, keys[..., self.rotary_dim :]), dim=-1)
 
     def magnitudes(self, keys: torch.Tensor) -> torch.Tensor:
-        """``[..., head_dim]`` to ``[..., rotary_dim / 2]``: lengths of the pairs of dims that are
-        rotated together, which no rotation changes."""
+        """The lengths of the pairs of dims that are rotated together; no rotation changes these lengths.
+        ``keys``: ``[..., head_dim]``; returns ``[..., rotary_dim / 2]``."""
         return torch.hypot(*self._pairs(keys))
 
     def _pairs(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

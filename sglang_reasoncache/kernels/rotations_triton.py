@@ -19,7 +19,7 @@ from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.plan import TILE as ENTRIES
 from sglang_reasoncache.kernels.plan import Rotations
 
-#: Programs that count the rotations of a request, and runs (or tiles) that a program takes at once.
+#: Number of programs that count a request's rotations, and of runs (or tiles) that a program takes at once.
 PIECES, RUNS = 16, 64
 
 
@@ -52,7 +52,7 @@ def rotation_kernel(
     runs,  # int32 [2, run_capacity]: first and last position
     run_indptr,  # int32 [batch + 1]
     tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
-    following,  # int32, sized as tile_ptr: a tile's number of rotations; if WRITE, where its next goes
+    following,  # int32, sized as tile_ptr: a tile's rotations, counted; WRITE: where the next goes
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
     num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,

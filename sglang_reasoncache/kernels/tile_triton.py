@@ -8,11 +8,11 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
 
-#: Least and most lines (rows) of a program's products. A tensor core multiplies at least 16 lines. More
+#: Bounds on the lines (rows) of a program's products. A tensor core multiplies at least 16 lines. More
 #: than 32 lines do not fit the registers, nor do more than 16 lines of more than 128 columns.
 LINES = 16, 32
 LOG2E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies the codes of bf16 instead of their values.
+# Triton's interpreter multiplies codes of bf16, not values: :func:`dot` converts them to fp32 first.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -97,7 +97,7 @@ def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def finite(most):
-    """The largest logit so far, which is subtracted from logits. 0 if it is -inf: -inf - -inf is NaN."""
+    """What is subtracted from logits: the largest so far, or 0 if that is -inf: -inf - -inf would be NaN."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 

@@ -2,9 +2,9 @@
 """Builds and loads the C++ library of ``csrc/``. Calls go through ctypes, which releases the
 interpreter lock.
 
-The first use compiles the library, once for each state of the sources, compiler and CPU. ``CXX``
+The first use compiles the library, once for each state of the sources, ``CXX`` and CPU. ``CXX``
 chooses the compiler; if PATH has no compiler, the Python package ``ziglang`` is used, if installed.
-``REASONCACHE_CACHE_DIR`` is the folder of the results (default: ``sglang-reasoncache`` under
+``REASONCACHE_CACHE_DIR`` is the folder for built libraries (default: ``sglang-reasoncache`` under
 ``XDG_CACHE_HOME`` or ``~/.cache``).
 """
 
@@ -103,8 +103,8 @@ def _compiler() -> list[str]:
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of all that the library depends on. It needs no compiler, so a finished build is found even on a
-    machine without a compiler."""
+    """Hash of what a build depends on. Computing this hash needs no compiler, so a finished build is found
+    even on a machine without a compiler."""
     digest = hashlib.sha256("\0".join((os.environ.get("CXX", ""), *flags, _cpu())).encode())
     for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.relative_to(root)}\0".encode())
@@ -122,8 +122,8 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The folder of the results. None unless it belongs to this user or root and nobody else can write to
-    it, because its files are executed."""
+    """The folder for built libraries. None if it belongs to someone other than this user or root, or if others
+    can write to it, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():
@@ -151,7 +151,7 @@ def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         output = f"{scratch}/{_NAME}"
         command = [*compiler, f"-I{root}", "-shared", *sources, "-o", output]
-        # zig has caches of its own, by default in the home folder.
+        # zig keeps its own caches in the scratch folder, by default they would be in the home folder.
         caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), scratch)
         done = subprocess.run(
             command,

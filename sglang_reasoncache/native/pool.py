@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, tor
 
 _int64, _int32, _pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
 _KINDS = {"p": _pointer, "q": _int64, "f": ctypes.c_float}
-#: Arguments of each C function: pointers, int64, fp32.
+#: C function -> the kinds of its arguments: p is a pointer, q an int64, f an fp32.
 _SIGNATURES = {
     "plan": "pqqqppqqpqpppqppppp",
     "decode": "pppqqqqppppqpppqpffqq",
@@ -109,7 +109,7 @@ def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
     """Calls ``reasoncache_NAME(*arguments)``, see :data:`_SIGNATURES`; pointers are tensors or None.
 
     Callers check dtypes and shapes. Raises ValueError for a slot, length, range or shift out of
-    bounds: the kernels check every one before they read or write anything.
+    bounds: the kernels check all of these before they read or write anything.
     """
     function = getattr(library, "reasoncache_" + name)
     if function.argtypes is None:

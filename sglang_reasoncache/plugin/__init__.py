@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches to SGLang through its own entry points; nothing is patched or copied."""
+"""Attaches to SGLang through SGLang's own entry points; nothing is patched or copied."""
 
 import os
 

@@ -190,7 +190,7 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
-        # A slot's position is recorded by our backend when it writes the slot; SGLang's records nothing.
+        # Our backend records a slot's position when it writes the slot; SGLang's backend does not.
         one = "needs one attention backend for prefill and decode"
         raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
     if name == compat.CPU_BACKEND:
@@ -203,7 +203,7 @@ def make_cuda(
 ) -> Any:
     """Makes the CUDA backend of a scheduler process.
 
-    ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None reads every key as cached.
+    ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None means that every key is read as cached.
     ``requested_by``: the flag that asks for the backend; every message begins with it. Raises ValueError for
     what is not supported, and, with a cause, if memory or a compiler is missing or SGLang could not apply
     a hook.
@@ -300,7 +300,7 @@ def _needs_ours(backend: Any, batch: Any) -> bool:
 def _after_decode_vote(
     backend: Any, result: bool, *, local_batch: Any, **_: Any
 ) -> paged_cuda.GraphVote | None:
-    """This group's vote on the decode graph of the next forward, on which groups of DP attention agree."""
+    """This group's vote on the next forward's decode graph. Groups of DP attention take the smallest vote."""
     needed = _needs_ours(backend, local_batch)
     if not result:
         return None

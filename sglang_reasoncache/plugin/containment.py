@@ -20,8 +20,8 @@ class Containment:
     """A context manager around all code of the plugin that SGLang calls at run time.
 
     It suppresses exceptions. The first exception is logged, and ``disable`` is called a single time with the
-    reason: immediately on a single rank, under tensor parallelism on all ranks at the next reduction. Until
-    then the rank that failed continues to share.
+    reason: immediately if there is one rank, else on all ranks at the next reduction. Until then the rank
+    that failed continues to share.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:

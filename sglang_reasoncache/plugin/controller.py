@@ -32,7 +32,7 @@ class Controller:
     do not raise (``containment.py``).
 
     Ranks exchange numbers only inside :meth:`Containment.together`. All ranks call it at the same points,
-    because only decode steps and computed prompts, which are equal on all ranks, decide when.
+    because what leads to a call is equal on all ranks: decode steps, prefills, admissions, free slots.
 
     Attributes:
         config: Resolved settings: ``positions`` is not ``auto``.
@@ -191,7 +191,7 @@ class Controller:
         start = time.perf_counter()
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
-        # Policies with ``when=short`` free the slots that sharing could not free, of the longest rows first.
+        # Policies with ``when=short`` free slots that sharing could not free, beginning with the longest rows.
         running = self._running.values() if self.eviction.waits else ()
         for req in sorted(running, key=lambda req: -req.kv.kv_allocated_len):
             if missing <= 0:

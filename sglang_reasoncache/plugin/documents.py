@@ -15,7 +15,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache import custom_params as marks
 from sglang_reasoncache.config import config_of
 
-#: Most documents of a request that are prefilled at once.
+#: At most this many documents of a request are prefilled at once.
 _TOGETHER = 16
 #: Sampling parameters that hold a grammar.
 _GRAMMARS = "json_schema", "regex", "ebnf", "structural_tag"
@@ -42,8 +42,8 @@ def _custom(params: dict[str, Any]) -> dict[str, Any]:
 async def _behind_documents(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
-    """Prefill the documents of ``obj``, then generate. Documents that are cached already cost a prefill of
-    their last token. Raises ValueError for wrongly marked documents.
+    """Prefill the documents of ``obj``, then generate. If a document is cached already, only its last token
+    is prefilled. Raises ValueError for wrongly marked documents.
 
     If the server does not compose prompts, it computes this prompt in full."""
     prompt = obj.input_ids
@@ -60,7 +60,7 @@ async def _behind_documents(
         # Clients may still send the deprecated name of this field.
         obj.routed_dp_rank = obj.data_parallel_rank
     if obj.routed_dp_rank is None and ranks > 1:
-        # Each replica has a cache of its own.
+        # Send all to one replica, because each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
     documents = marks.documents_of(custom, _verified_length(manager, obj))
     assert documents is not None
@@ -88,7 +88,7 @@ async def _behind_documents(
 
 
 def _verified_length(manager: Any, obj: Any) -> int:
-    """Number of tokens of the prompt, after SGLang has cut a prompt that is too long if it is set to. Raises
+    """Number of tokens of the prompt, after the cut if SGLang is set to cut prompts that are too long. Raises
     ValueError for a request that SGLang would refuse, before any of its documents is prefilled."""
     asked = {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
     sampling = manager.sampling_params_class(**asked)
@@ -104,7 +104,7 @@ async def _composes(manager: Any) -> bool:
     """Whether the schedulers compose prompts. Once all of them have answered, they are not asked again."""
     known: bool | None = getattr(manager, "_reasoncache_composes", None)
     if known is None:
-        # This may be the server's first request.
+        # Start the loop that receives answers, because this may be the server's first request.
         manager.auto_create_handle_loop()
         asked = manager.get_internal_state_communicator(compat.GetInternalStateReq())
         told = [state.internal_state.get("reasoncache") or {} for state in await asked]
@@ -135,7 +135,7 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     if asked == "messages":
         asked = list(range(1, len(messages) - 1))
     if not isinstance(asked, list) or any(type(number) is not int for number in asked):
-        # None, or spans already; wrong spans are refused later, by ``documents_of``.
+        # There are no marks, or they are spans already. ``documents_of`` refuses wrong spans later.
         return
     wrong = f"custom_params: {marks.KEY} must be"
     numbers = f"{wrong} 'messages' or numbers of 1 to {marks.MOST} messages that follow one another"

@@ -80,7 +80,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
 
 def engine_server_args(**kwargs: Any) -> Any:
     """Make the record of ``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``. Every setting
-    is a keyword, and ``reasoncache_set`` is as on the command line."""
+    is a keyword, and ``reasoncache_set`` takes the same text as the flag."""
     enabled = bool(kwargs.pop(ENABLE, False))
     text = kwargs.pop(_SET, None)
     given = {} if text is None else parse_settings(text)

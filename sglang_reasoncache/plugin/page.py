@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at ``GET /reasoncache/ui``, and the text of a response in parts that share or do not."""
+"""The page at ``GET /reasoncache/ui``, and the text of a response, cut where sharing begins or ends."""
 
 import asyncio
 import base64

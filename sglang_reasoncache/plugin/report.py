@@ -15,15 +15,15 @@ from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
-#: Most finished requests whose shared blocks the endpoint lists.
+#: The endpoint lists the shared blocks of at most this many finished requests.
 _RECENT_REQUESTS = 32
-#: Most shared blocks listed for one request.
+#: At most this many shared blocks are listed for one request.
 _RECENT_BLOCKS = 1024
-#: Most tokens of a response that are kept in order to show its text.
+#: At most this many tokens of a response are kept in order to show its text.
 _KEPT_TOKENS = 16_384
 #: Fields of a finished request that are listed only if blocks are asked for.
 _OF_BLOCKS = ("blocks", "blocks_across", "evictions")
-#: Most groups of requests with one prompt that the endpoint describes.
+#: The endpoint describes at most this many groups of requests with one prompt.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 

@@ -52,7 +52,7 @@ class ServerParts:
         self.attention = attention.AttentionParts()
         self.uncorrected: str | None = None
         self.controller: Controller | None = None
-        #: Ranks of an attention group, over which the heads of a request are spread.
+        #: Number of ranks in an attention group, over which the heads of a request are spread.
         self.attention_ranks: int = compat.get_parallel().attn_tp_size
 
     def attention_backend(
@@ -133,7 +133,7 @@ class ServerParts:
         allocator = self.allocator
 
         def use() -> float:
-            # As in SGLang's log line: the share of the slots that are neither free nor evictable.
+            # What share of the slots is neither free nor evictable, as SGLang's log line reports it.
             return 1.0 - (allocator.free_size() + tree.evictable_size()) / allocator.size_full
 
         pipeline = self._pipeline(context, source, stats, ranks, use)

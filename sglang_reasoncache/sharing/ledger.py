@@ -35,7 +35,7 @@ class Ledger:
         return self._length
 
     def add(self, block: BlockProposal, distance: float) -> None:
-        """Add a block. Its slots and its source's are located. ``distance``: KV distance between the two."""
+        """Add a block. Its slots and its source's must be located. ``distance``: KV distance of the pair."""
         heapq.heappush(self._queue, (distance, next(self._numbers), block))
         for req in (block.req, block.lender):
             self._of.setdefault(id(req), {})[block] = None

@@ -53,7 +53,7 @@ class BlockMeter:
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         rotations: Layer id -> rotation of its keys. Before a source key is compared, it is rotated to the
-            position that would read it. None compares keys as cached.
+            position that would read it. None means that keys are compared as cached.
         num_heads: KV heads of all ranks together; 1 for latent rows.
         ranks: Ranks whose sums are added; all measure the same blocks in the same order. Sums of latent rows
             are added too, although every rank holds these rows whole, so that ranks get the same bits.

@@ -19,9 +19,9 @@ from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
-#: Most blocks measured at once, and most replies taken from the filter: many steps may end together.
+#: At most this many blocks are measured, or replies taken, at once, because many steps may end together.
 _MAX_BATCH = 256
-#: Most positions that may name one slot of a block before it is redirected. All of them move with the block,
+#: A block is redirected only if at most this many positions name each of its slots. All of them move with it,
 #: so more positions would save little and keep the scheduler's thread busy for long.
 MAX_READERS = 16
 #: Blocks are measured while more than this share of the pool is in use. With less in use, SGLang will not
@@ -29,7 +29,7 @@ MAX_READERS = 16
 _MEASURED_FROM = 0.5
 #: Blocks are also measured for this many polls after a request had to wait for slots.
 _POLLS_AFTER_WAIT = 256
-#: A shortage frees at least this many slots, because a shortage returns with every decode step.
+#: At a shortage at least this many slots are freed, because shortages return with every decode step.
 _LEAST_RECLAIMED = 64
 
 Batch = list[BlockProposal]
@@ -46,7 +46,7 @@ class BlockPipeline:
 
     Attributes:
         block: Tokens per block.
-        tracker: Follows the requests whose blocks these are.
+        tracker: Follows the requests that the blocks belong to.
         ledger: Accepted blocks that do not share yet.
         redirector: Redirects the blocks of the ledger.
     """
@@ -93,7 +93,7 @@ class BlockPipeline:
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
     def expected_of(self, req: Request, state: RequestState) -> float:
-        """As :meth:`expected`, for the row of ``req`` alone. Leaves out pending blocks with other sources."""
+        """As :meth:`expected`, for the row of ``req`` alone. Leaves out pending blocks that read other rows."""
         unmeasured = sum(candidate.source is None for candidate in state.pending)
         return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
@@ -117,7 +117,7 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # The rules allowed none of the blocks. Checking them took time too, so it counts.
+                # The rules allowed none of the blocks. Checking them took time too, so the check counts.
                 done += 1
         if self.at_once:
             self._share(math.inf)
@@ -182,7 +182,7 @@ class BlockPipeline:
 
     def reset(self) -> None:
         """Forget what was judged: weights may have changed, and requests may wait to be computed with the new
-        ones."""
+        weights."""
         self.drop()
         self.threshold.reset()
 
@@ -257,8 +257,8 @@ class BlockPipeline:
                 self._refuse(block, refusal)
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
-        """Why other accepted blocks forbid ``block``. If they do not, joins its positions with its source's and
-        returns None."""
+        """Why other accepted blocks forbid ``block``. Otherwise joins the block's positions with the
+        source's and returns None."""
         merges, (row, lender_row) = _state_of(block.req).merges, block.rows
         pages = range(0, self.block, self.redirector.page)
         dst = [(row.number, block.dst_start + at) for at in pages]

@@ -17,7 +17,7 @@ from sglang_reasoncache.sharing.ledger import Ledger
 from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 
-#: Most blocks redirected at once: each takes some of the scheduler's time.
+#: At most this many blocks are redirected at once, because each takes some of the scheduler's time.
 _MAX_BATCH = 256
 
 
@@ -105,7 +105,7 @@ class Redirector:
         refusal = refusal_of(block, self._min_age, self.page)
         if refusal is None and self._allocator.has_window_pool:
             start, end = compat.freed_of_window(block.req.kv, self.page)
-            # Other blocks would read their sources' peers in the window pool, and free them too early.
+            # A block outside this range would read window slots of its source and free them too early.
             if not start <= block.dst_start < block.dst_end <= end:
                 return Refusal.IN_WINDOW
         return refusal

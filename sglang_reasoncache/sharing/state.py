@@ -46,7 +46,7 @@ class Merges:
     """
 
     def __init__(self) -> None:
-        # Row number -> position -> its set. All positions of a set have the same object. A position
+        # Row number -> position -> its set. All positions of a set map to the same object. A position
         # without an entry is alone in its set.
         self._sets: dict[int, dict[int, set[Key]]] = {}
 
@@ -96,7 +96,7 @@ class Merges:
 
 
 class PromptGroup:
-    """Requests with the same prompt. It lives as long as any of them. ``number``: unique in this process."""
+    """Requests with the same prompt. A group lives as long as any of them. ``number``: unique in a process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -180,7 +180,7 @@ class RequestState(RowState):
         return True
 
     def forget_row(self, row: HostRow) -> None:
-        # What cannot fail comes first.
+        # This comes first, because the call below may fail.
         self.row = None
         super().forget_row(row)
         self.redirected = []

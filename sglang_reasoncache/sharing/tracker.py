@@ -38,7 +38,7 @@ class RequestTracker:
 
     Args:
         process: The scheduler's side of the filter. None if nothing is shared; then no request is followed.
-        ranks: All ranks take the same results at the same poll.
+        ranks: Lets all ranks take the same results at the same poll.
         markers: Tokens around the reasoning part. None if all output may share.
         groups: Whether requests with the same prompt share with each other.
 
@@ -81,8 +81,8 @@ class RequestTracker:
 
     def _group_of(self, req: Request) -> PromptGroup | None:
         """The group of requests with the same prompt, token by token, and equal keys of the prefix tree. None
-        without groups, and for a request that is kept out of the prefix tree or has documents, because its KV
-        depends on more than its tokens."""
+        if requests are not grouped, and None for a request that is kept out of the prefix tree or has
+        documents, because its KV depends on more than its tokens."""
         if not self.in_groups or req.skip_radix_cache_insert or marked(req):
             return None
         prompt = array("q", req.origin_input_ids).tobytes()

@@ -19,7 +19,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
 from sglang_reasoncache.plugin import attention
 
-#: Cached: for each class Python would parse its whole file again.
+#: Caches sources, because Python parses a class's whole file at each call.
 _source = functools.cache(inspect.getsource)
 STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
 STOCK_OF_LATENT = STOCK | {"flashinfer": "FlashInferMLAAttnBackend"}
@@ -100,8 +100,8 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
 
 
 #: Functions of SGLang, each followed by texts that its source must contain in this order. Without
-#: this test only a GPU or a race would show a change. ``>``: only what follows this text is
-#: searched.
+#: this test only a GPU or a race would show a change. If the first text begins with ``>``, only the
+#: source after that text is searched.
 STEPS = """
 # The decode runner selects a variant before it prepares a replay, and captures every one.
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
@@ -203,7 +203,7 @@ CLASSES: dict[type, str] = {
 }
 
 
-#: What each protocol says an object has.
+#: The attributes that each protocol declares.
 ATTRIBUTES = [
     (protocol, name)
     for protocol in CLASSES

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's rooms import only from layers below or their own, and never in a circle."""
+"""The package's rooms import only from lower layers or their own layer, never in a circle."""
 
 import ast
 from collections.abc import Iterator

@@ -190,7 +190,7 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines = out.with_suffix(".jsonl")
     main([*arguments, "--limit=1"])
     [first, second] = lines.read_text().splitlines()
-    # The file of a process killed while it wrote: complete records are not measured again.
+    # As if the process was killed while it wrote: complete records are not measured again.
     lines.write_text(first + "\n" + second[:40])
     main(arguments)
     # Each question is measured once.
@@ -239,7 +239,7 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     # These arms recompute every moved token, so the cache is that of a full prefill.
     assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
     assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
-    # Choices by transformers' attention to the cached KV, and by distance from its own KV.
+    # Chooses by transformers' attention to cached KV, and by the distance of cached from full KV.
     cache, known = measured.caches["none"], DynamicCache()
     for layer in range(2):
         known.update(cache.keys[layer, :, :, :44], cache.values[layer, :, :, :44], layer)

@@ -147,7 +147,7 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", {"dense": 0.0}, ("aime24_replay",))
     cell = Cell(run, "aime24_replay", "dense", 0)
     fill(cell, 3, 0.0, finish_reason="length")
-    # The replay's one wrong answer counts as cut; those equal to the record do not.
+    # The replay's one wrong answer counts as cut; answers equal to the record do not.
     assert list(load([run]).cells["cut"]) == [1]
 
 

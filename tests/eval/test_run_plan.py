@@ -96,7 +96,7 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     assert config["problems"]["tiny_reasoner/1"]["count"] == 3
     assert config["sampling"]["temperature"] == 0.0 and config["versions"]["sglang"]
     assert config["machine"]["cores"] > 0 and config["machine"]["ram_bytes"] > 0
-    # A run may go on on another machine.
+    # A run may continue on another machine.
     again = config_of(OPTIONS)
     again["machine"]["cores"] = 1024
     settle_config(tmp_path, again)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for requests of a world, and a fixture that checks that in the end every slot is free. And views of
-requests with given keys and weights, and the positions that policies evict from them."""
+"""Helpers for requests of a world, and a fixture that checks that in the end every slot is free.
+Also views of requests with given keys and weights, and what policies evict from a view."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

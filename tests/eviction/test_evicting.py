@@ -246,7 +246,7 @@ def several(
 
 @SETUPS
 def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
-    """The longest request frees just the missing pages, in a shortage only; at its budget another one frees."""
+    """In a shortage only, the longest request frees what is missing; at its budget, another does."""
     world, (short, long) = several(setup, OLDEST, 40, 80)
     for i in range(8):
         world.step(long, i)

@@ -69,7 +69,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """Compared with the plain rule: whole slots go, lowest score first; a slot's score is its best one."""
+    """As the plain rule says: whole slots go, lowest first; a slot has its best page's score."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [
@@ -108,7 +108,7 @@ STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4,
     ("policy", "now", "count", "expected"),
     [
         (STREAMING, view(20), 10, [*range(4, 14)]),
-        # Left from before: 4 sinks and the 6 newest.
+        # Earlier evictions left 4 sinks and the 6 newest positions.
         (STREAMING, view(22, gone=range(4, 14)), 2, [14, 15]),
         # The prompt stays.
         (StreamingLLM(budget=10, recent=3), view(20, owned=15), 10, [15, 16]),
@@ -120,8 +120,8 @@ STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4,
         # ``recent`` keeps more of the newest positions than half of the budget would.
         (H2O(budget=4, recent=1), view(7, SEVEN), 3, [1, 2, 4]),
         (H2O(budget=4, recent=5), view(7, SEVEN), 3, [0, 1]),
-        # Of 10 positions in 7 slots, 4 slots stay: half of these by the two newest positions, 8 and 9,
-        # the others by weight.
+        # Of 10 positions in 7 slots, 4 slots stay: two for the newest positions, 8 and 9, and two
+        # by weight.
         (H2O(budget=4, recent=1), view(10, FALLING, shared=[(4, 0, 3)]), 3, [2, 3, 6, 7]),
         # The prompt is within its budget already, however long the response is.
         (DONE, view(60, random_weights(30, 1), prompt=40, gone=range(5, 35)), None, []),
@@ -241,7 +241,7 @@ RULES: list[tuple[Any, int, int, int, int]] = [
         (RKV(budget=10, mix=0.0, recent=8, threshold=threshold, reach=reach), 30, 4, 22, 9)
         for threshold, reach in ((0.0, 512), (0.95, 512), (0.5, 29), (0.5, 6), (0.5, 1))
     ),
-    # 40 positions of the prompt, 20 beyond the budget, and 10 of the response, which stay.
+    # The prompt has 40 positions, 20 above the budget; the response's 10 positions stay.
     (SnapKV(budget=20, window=6, kernel=5, recent=1), 50, 2, 34, 20),
 ]
 

@@ -50,7 +50,7 @@ class Kept:
         self.all: dict[str, dict[int, torch.Tensor]] = {}
 
     def begin(self, *rids: str) -> None:
-        """Gives each request a row from SGLang's pool, which hands out the row freed last first."""
+        """Gives each request a row from SGLang's pool, which reuses the row that was freed last."""
         for rid in rids:
             rows = self.pool.alloc_rows(1)
             assert rows is not None
@@ -117,7 +117,7 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             since = max(begun[rid], end - WINDOW - 1)
             kept.check(rid, end, 0)
             assert kept.there == list(range(since, end))
-            # Read without the newest position, whose query the forward in flight has already written.
+            # Omits the newest position: the forward in flight has already written its query.
             kept.check(rid, end - 1, 0)
             assert kept.there == list(range(since, end - 1))
         if rng.random() < 0.15:
@@ -220,7 +220,7 @@ POLICIES: list[Any] = [
 
 
 def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
-    """For each policy, scores summed over ranks and the positions that go; ``share``: the KV heads here."""
+    """Each policy's scores, summed over ranks, and evictions; ``share``: this rank's KV heads."""
     group = HEADS // KV_HEADS
     kept, _ = filled(slice(share.start * group, share.stop * group))
     layers = [layer[:, share].contiguous() for layer in pool_keys()]

@@ -51,7 +51,7 @@ def world_of(setup: Setup, **options: Any) -> World:
 
 
 def lend(world: World, source: Req, reader: Req, *pairs: Pair) -> int:
-    """Proposes to ``reader`` blocks of ``source``; returns how many slots that brings back."""
+    """Proposes blocks of ``source`` to ``reader``; returns how many slots become free."""
     lent = [AcrossPair(*pair, state(source).followed.id) for pair in pairs]
     world.engine.lent[state(reader).followed.id] = lent
     world.step(reader)
@@ -83,7 +83,7 @@ def balance(world: World) -> None:
 
 @ALL_SETUPS
 def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
-    """Lent blocks and their readers do not move; a second read of the same slots counts as shared within."""
+    """Blocks that two requests name stay; a second read in one row counts as saved within."""
     world, source, reader = two(setup)
     assert lend(world, source, reader, Pair(12, 20)) == 4
     rows = world.row(source).copy(), world.row(reader).copy()

@@ -57,9 +57,9 @@ LENGTHS = st.integers(0, 400)
 def test_only_output_to_come_is_discounted(
     credit: float, page: int, mixed: int, reserved: Any, rest: int, asked: tuple[int, int]
 ) -> None:
-    """A request needs its prompt, in whole pages unless prompt and output are less, and the undiscounted
-    part of its output. ``rest``: added to ``total_offset``, as SGLang does for the needs of running requests;
-    a total below the current offset counts as no reservation. Credit zero acts as stock."""
+    """A request needs its prompt (in whole pages, at most prompt plus output) and the undiscounted
+    part of what remains. ``rest`` is added to ``total_offset``, as SGLang adds what running
+    requests need; a total below the current offset reserves nothing. Credit zero acts as stock."""
     made, stock = budget(credit, page, mixed), budget(None, page, mixed)
     for each in (made, stock):
         for prompt, output in reserved:
@@ -89,7 +89,7 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
     [
         # Without observations there is no credit.
         (0.5, 1000, [(ENDED, 0, 0, 0.0)]),
-        # Credit is the share of tokens; at the end the first 100 weigh 1 - 300/1000.
+        # Credit is the share of tokens; at the end the first request's 100 weigh 1 - 300/1000.
         (0.9, 1000, [(ENDED, 30, 100, 0.3), (ENDED, 10, 300, (21 + 10) / (70 + 300))]),
         # Running requests count only if they share more, and only from some length on.
         (0.9, 20_000, _RUNNING),
@@ -104,7 +104,7 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
 def test_forecast(
     limit: float, horizon: float, seen: list[tuple[Callable[..., None], int, int, float]]
 ) -> None:
-    """``seen``: observed how, tokens shared, all tokens, and the credit afterwards."""
+    """``seen``: the observing method, tokens shared, all tokens, and the credit afterwards."""
     forecast = SharingForecast(limit, horizon)
     assert forecast.credit == 0.0
     for tell, shared, tokens, credit in seen:

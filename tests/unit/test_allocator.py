@@ -122,7 +122,7 @@ def test_pages_come_back_with_their_last_reference(
 
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
-    """While no page is shared SGLang's own free runs, which takes slots in any order and parts of pages."""
+    """While nothing is shared, SGLang's ``free`` runs: it takes slots in any order, and parts of pages."""
     token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
     share(token, [first])
@@ -175,7 +175,7 @@ def test_any_other_allocator_is_refused() -> None:
 LENGTH, BLOCK = 12, 3
 AT = st.integers(0, LENGTH - BLOCK)
 ROW = st.integers(0, 1)
-#: A block reads a block of the same or the other row, which may be undone; or a position is evicted.
+#: A block reads a block of either row (bool: is it undone?); in STEPS a number evicts a position.
 READ = st.tuples(ROW, AT, ROW, AT, st.booleans())
 STEPS = st.lists(READ | st.integers(0, LENGTH - 1), max_size=12)
 

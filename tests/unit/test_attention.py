@@ -72,8 +72,8 @@ def test_windows_go_by_the_position_that_reads(
     monkeypatch: pytest.MonkeyPatch, new: list[int], window: int, kind: str
 ) -> None:
     """A sliding window counts from the reading position, not from cached ones; SGLang's torch-native backend
-    does the same, but has no soft caps. Masks come in blocks, and large ones are not kept; with a soft
-    cap, attention goes token by token."""
+    does the same, but has no soft caps. Masks are made block by block, and large masks are not
+    kept; with a soft cap, attention is computed token by token."""
     monkeypatch.setattr(extend, "_BLOCK", 64)
     monkeypatch.setattr(extend, "_MASK_ELEMENTS", 50_000)
     rig = Rig(shifted=0.5, window=window)

@@ -291,7 +291,7 @@ def test_auto_goes_on_where_ours_fails(
 
     def make(*_: Any, **__: Any) -> Any:
         backend = backend_of("cuda", rig)
-        # On a device this is what a pool gets.
+        # On a device a pool gets this backend.
         backend.paged.backend = "triton"
         made.append(weakref.ref(backend))
         return backend
@@ -302,7 +302,7 @@ def test_auto_goes_on_where_ours_fails(
     monkeypatch.setattr(paged_cuda, "compile_attention", compiled)
     monkeypatch.setattr(attention, "_install_hooks", fails)
     warned = list[str]()
-    # Replaced, as log handlers of a test keep tracebacks, which would hold the backend.
+    # Replaces ``warning``: log handlers of a test keep tracebacks, which hold the backend.
     monkeypatch.setattr(attention.logger, "warning", lambda *args, exc_info: warned.append(args[1]))
     told = f"{kind.__name__}: none left"
     why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"

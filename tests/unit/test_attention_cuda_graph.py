@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two decode graphs for each batch size, in front of SGLang's own Triton backend. Needs no GPU: SGLang's
 and our Triton kernels run under Triton's interpreter, on CPU tensors. In place of replaying a CUDA
-graph, the captured call runs again, with the state of the capture and over the same buffers. And attention
-hooks and plans do not wait for the device, on a stand-in (``tests/strict_device.py``)."""
+graph, the captured call runs again, with the state of the capture and over the same buffers. Also
+checks on a stand-in (``tests/strict_device.py``) that attention hooks and plans do not wait."""
 
 import copy
 import dataclasses
@@ -66,7 +66,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.kv_lora_rank = rig.v_dim
     config.get_max_num_attention_heads = lambda: rig.heads
     config.get_num_kv_heads = lambda *_: rig.kv_heads
-    # On a device this is what a pool gets.
+    # On a device a pool gets this backend.
     monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
     backend = attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
@@ -371,7 +371,7 @@ def check_on_stand_in(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
 def test_hooks_and_plans_do_not_wait(new: list[int], corrected: bool) -> None:
-    """First with shifted slots, then with evicted positions too. Queries are kept in some cases, so that
+    """Tests shifted slots, then evicted positions too. Queries are kept in some cases, so that
     over all cases each batch and each mode runs with and without kept queries."""
     keeps = corrected != (new == NEW["with-prefix"])
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)

@@ -68,7 +68,7 @@ def _rank(rank: int, group: Any) -> list[Any]:
 
 
 def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
-    """Votes through SGLang's own exchange, between two processes. A group without shifted slots, or without
+    """Two processes vote through SGLang's own exchange. A group without shifted slots, or without
     a batch, runs the graph that the other group needs."""
     for found in on_two_ranks(_rank, tmp_path, 120):
         for (agreed, variant), (kinds, expected) in zip(found, CASES, strict=True):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever part of our code fails while a server runs: requests go on, and every slot comes back.
+"""If any part of our code fails while a server runs, requests go on and every slot comes back.
 
 Runs SGLang's pools, allocator, tree and release path with our controller and hooks. A fault is raised
-in place of a call in our code. Every place that computes something fails once, and every place that calls a
-computing function in another of our files."""
+in place of a call in our code. Every place that computes something, or calls a computing function
+in another of our files, fails once."""
 
 import contextlib
 import copy
@@ -62,9 +62,9 @@ class Faults:
     """Counts calls that our code makes while SGLang waits for it: calls of PyTorch and NumPy, and of functions
     in another file that call these. Raises ``error`` in place of the ``number``-th call at ``site``.
 
-    After :meth:`Ranks.agree` a function of ours makes its change: from there on only PyTorch calls fail,
-    as NumPy needs just some bytes of host memory. With ``agreed`` PyTorch calls do not fail there either,
-    and our own functions never fail: ranks that fail before they meet the others are another test.
+    Once a function of ours has called :meth:`Ranks.agree` it makes its change: in it only PyTorch
+    calls then fail, as NumPy needs just some bytes of host memory. With ``agreed`` not even these
+    fail, nor do our own functions; another test has ranks that fail before they meet.
     """
 
     #: Functions of ours that were seen to call PyTorch or NumPy.
@@ -120,7 +120,7 @@ class Faults:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether the frame is code of our package other than containment.py, which calls a second time."""
+    """Whether the frame is code of our package other than containment.py, which repeats calls."""
     name = frame.f_code.co_filename
     return name.startswith(OURS) and not name.endswith("containment.py")
 

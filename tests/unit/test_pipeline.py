@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proposals in flight: nothing waits for them, and results that come too late are refused. Runs SGLang's
-pools, requests and release path with our controller; only when results arrive is chosen by the test,
-in place of a GPU."""
+pools, requests and release path with our controller; the test, in place of a GPU, chooses only when
+results arrive."""
 
 import gc
 import threading
@@ -163,7 +163,7 @@ class Voting(Ranks):
 
 
 def test_ranks_take_only_what_all_of_them_have() -> None:
-    """Of several ranks, the slowest filter limits what is taken; then the slowest device does."""
+    """The slowest rank's filter limits what is taken, then the slowest rank's device."""
     ranks = Voting(0)
     world = World(SETUP, SlowMeter, ranks=ranks)
     req = world.start()

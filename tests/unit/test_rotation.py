@@ -141,8 +141,8 @@ class Embedding:
     ) -> None:
         """``found`` is ``raw`` embedded at ``used``, within what fp32 angles allow.
 
-        Three angles n * f are rounded, both f are results of about four roundings, and cosines,
-        products and sums add a few units: each dim of a pair is off by that share of the pair's length.
+        Three angles n * f are rounded, both factors f come from about four roundings, and cosines,
+        products and sums add a few units. Each dim may be off by that share of its pair's length.
         """
         expected = self.by_hugging_face(raw, used)
         distance = (used - cached_at).abs()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing beside layers whose KV SGLang keeps only inside a sliding window, in a pool of their own."""
+"""Sharing in models where SGLang keeps some layers' KV only inside a window, in its own pool."""
 
 import random
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ class Windows(World):
         req.output_ids[-1] = TEXT[req.kv.kv_allocated_len]
 
     def check(self, live: list[Req]) -> None:
-        """Windows are there whole, and no slot of either pool is lost."""
+        """Checks that each request's window is whole, and that no slot of either pool is lost."""
         tree, pools = self.tree, self.allocator
         full = tree.full_evictable_size() + tree.full_protected_size() + pools.full_available_size()
         window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()

@@ -35,7 +35,7 @@ class Layer(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of the positions from ``first`` on, as far as they were kept.
 
-        ``end``: the position behind the last query to read. None reads all, also the forward in flight's query.
+        ``end``: the position behind the last query to read. None means all, also that of the forward in flight.
 
         Returns fp32 ``[queries, heads, head_dim]`` after rotary embedding, their positions, int64
         ``[queries]``, and bool ``[queries]``: False if no query was kept for that position.

@@ -42,11 +42,11 @@ class Evictor:
     Attributes:
         budget: Slots that a request may take, prompt included. Positions that share a slot count once.
         share: The budget as a share of the request's positions so far.
-        slack: The policy acts once the budget is exceeded by more slots than this, and then evicts down to it.
+        slack: Once the budget is exceeded by more slots than this, the policy evicts down to the budget.
         recent: Newest positions that stay, even if the request then exceeds its budget. The prompt
             alone may exceed the budget, and a response without its newest words is noise.
         prompt: Whether positions of the prompt may be evicted, chunk by chunk while it is computed. If so, the
-            request is published only when it finishes, up to the first evicted position.
+            request enters the prefix tree only when it finishes, up to the first evicted position.
         when: ``always``: at every poll; ``short``: only when SGLang would retract a request.
 
     Raises OptionError for a value out of bounds.
@@ -59,7 +59,7 @@ class Evictor:
     prompt: bool = False
     when: str = ALWAYS
 
-    #: Whether scores are running totals. Totals are also computed when the window of recent queries is full.
+    #: Whether scores are running totals, which are updated also whenever the window of recent queries is full.
     accumulates: ClassVar[bool] = False
     #: Whether the policy reads keys or queries before rotary embedding.
     unrotates: ClassVar[bool] = False

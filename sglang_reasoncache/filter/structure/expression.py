@@ -20,7 +20,7 @@ _OPERAND_STARTS = frozenset({"leaf", "open", "root", "fraction"})
 
 
 class Written(Expr):  # type: ignore[misc]
-    """An expression without a class in SymPy: a Symbol that names its kind, then its parts."""
+    """An expression that has no class in SymPy. Its arguments: a Symbol that names its kind, then its parts."""
 
     is_commutative = False  # set here, because SymPy would otherwise compute it from all parts
 
@@ -130,7 +130,7 @@ class Parser:
 
 
 def _join(operators: list[str], operands: list[Basic]) -> Basic:
-    """Join operands by operators of one binding strength, or a single operand with its sign. The result is
+    """Join operands by operators of one binding strength, or put a sign before a single operand. The result is
     of SymPy's class for these operators if there is one, else :class:`Written`."""
     signed = [*zip(["", *operators][-len(operands) :], operands, strict=True)]
     if {*operators} <= {"*", "/"}:

@@ -25,7 +25,7 @@ Token = tuple[str, str]
 
 _SEPARATOR: Token = ("separator", ",")
 
-# Each string has the operators of one binding strength, the loosest first: labels and their other spellings.
+# One string per binding strength, the weakest first. For each operator: its label, then its other spellings.
 _OPERATORS = (
     r"-> → \to \rightarrow; => ==> ⇒ ⟹ \Rightarrow \implies; <=> ⇔ ⟺ \iff",
     r"= ==; != ≠ \ne \neq; < \lt; <= ≤ \le \leq; > \gt; >= ≥ \ge \geq; ≈ \approx; ≡ \equiv; ~ ∼ \sim;"
@@ -81,8 +81,8 @@ _SCANNER = re.compile(
     r"|[A-Za-z]+|.|$))|(?P<newline>\n)|(?P<other>\S)",
     re.DOTALL,
 )
-# If a part does not end, no other part of its kind begins inside it, so matching is linear. An open fence
-# reaches to the end of the text. Dollars are read as by Pandoc: no space just inside, no digit behind.
+# The search for a part's end stops where another part of its kind begins, so matching is linear. An open
+# fence reaches to the end of the text. Dollars count as in Pandoc: no space just inside, no digit behind.
 _REGION = re.compile(
     r"```(?:[ \t]*+\S*+[ \t\r]*+\n)?(?P<code>.*?)(?:```|\Z)|`(?P<code1>[^`\n]+)`"
     r"|\\\[(?P<latex>(?:[^\\]|\\[^][])*+)\\\]|\\\((?P<latex1>(?:[^\\]|\\[^()])*+)\\\)"
