@@ -53,8 +53,8 @@ def flags_of(text: str) -> tuple[str, ...]:
 
 
 def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
-    """Returns the options that a command line gives. A ValueError that ``kind`` raises ends the process with
-    status 2, as a bad flag does."""
+    """Returns the options that a command line gives. If ``kind`` raises ValueError, the process ends with
+    status 2, as after a bad flag."""
     parser = parser_of(kind)
     given = vars(parser.parse_args(argv))
     try:
@@ -74,8 +74,8 @@ def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None
 
 
 def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options of some classes. The description and, unless ``prog`` is given, the program's
-    name are those of the module that defines the first class."""
+    """A parser with the options of some classes. The module that defines the first class gives the description
+    and, unless ``prog`` is given, the program's name."""
     text = (sys.modules[kinds[0].__module__].__doc__ or "").split("\n\n")[0]
     prog = prog or f"python -m {module_of(kinds[0])}"
     parser = argparse.ArgumentParser(prog=prog, description=text, allow_abbrev=False)

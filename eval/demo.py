@@ -98,8 +98,8 @@ def table_of(result: dict[str, dict[str, Any]]) -> str:
 
 
 def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
-    """Returns the text of the response in a scheduler's ``report["recent"]`` that shares most. On a terminal,
-    words that own no memory are green."""
+    """Takes a scheduler's report. Returns the text of the response in ``report["recent"]`` that shares most
+    positions. On a terminal, words that share earlier slots are green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:

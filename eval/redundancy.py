@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.redundancy`` measures how much responses repeat themselves, by the production filter and
-without a model. Writes redundancy.md."""
+"""``python -m eval.redundancy`` measures how much responses repeat themselves. It uses the production filter,
+but no model. Writes redundancy.md."""
 
 import re
 import sys
@@ -56,7 +56,7 @@ class Speller:
 
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
-    """Counts of one response: ``steps``, also a last step that no blank line ends; ``candidates``, steps
+    """Counts of one response: ``steps``, with a last step even if no blank line ends it; ``candidates``, steps
     similar to an earlier one; ``end_RULE`` and ``time_RULE``, tokens in proposed blocks, at the end and summed
     over decode steps; ``held``, all tokens, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
@@ -66,11 +66,11 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     for name, rule in rules.items():
         proposals = propose(ids, vocabulary, rule)
         sizes = [rule.block * len(proposal.pairs) for proposal in proposals]
-        # Decode steps in which the blocks are shared: from the token that ends the step on.
+        # For each proposal, the number of decode steps from the token that ends its step to the last token.
         left = [tokens - proposal.step.end + 1 for proposal in proposals]
         found[f"end_{name}"] = sum(sizes)
         found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
-        # Each rule overwrites these counts, so the last one counts. Its block size does not matter here.
+        # Each rule overwrites these counts, so the last rule's stay. They do not depend on the block size.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
         found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     return found
@@ -95,8 +95,8 @@ class Options:
 
 
 def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields for each response the dataset, ``correct``, ``wrong`` or "", and the text. Adds the places of
-    lines that cannot be read to ``left_out``."""
+    """Yields for each response the dataset, ``correct``, ``wrong`` or "", and the text. Adds to ``left_out``
+    the places of lines that cannot be read."""
 
     def made(row: dict[str, Any]) -> tuple[str, str, str]:
         dataset, correct = row.get("dataset"), row.get("correct")

@@ -76,7 +76,7 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
             pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            # A new session lets close() reach every child, and Ctrl-C in a terminal reach only us.
+            # Because of the new session, close() reaches every child, and Ctrl-C in a terminal reaches only us.
             self._process = subprocess.Popen(
                 self.command, env=self.env, start_new_session=True, **pipes
             )
@@ -139,7 +139,7 @@ class ServerProcess:
                 process.wait(grace_s)
         _kill_group(process.pid)
         if self._guard is not None:
-            # The guard must not kill the group when its pipe closes: its number may be in use again by then.
+            # The guard must not kill the group when the pipe closes: a new group may have its number by then.
             self._guard.kill()
             self._guard.communicate()
         process.wait()

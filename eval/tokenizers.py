@@ -17,7 +17,7 @@ def load_tokenizer(model: str, local: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        # Not None, because None asks on the terminal whether a model's own code may run.
+        # If trust_remote_code is None, transformers asks on the terminal whether a model's own code may run.
         return AutoTokenizer.from_pretrained(model, local_files_only=local, trust_remote_code=False)
     except Exception as error:
         # Bad tokenizer files raise errors of many kinds.

@@ -9,7 +9,7 @@
 namespace reasoncache {
 namespace attention {
 
-// Entries of a request that share a list of rotations. A rotation has a bit for each of them.
+// A tile has this many entries of a request. Every rotation of a tile has a bit for each entry.
 constexpr std::int64_t kRotationTile = 64;
 
 // A call has one query per request. Each query reads its own range of entries.
@@ -21,14 +21,14 @@ struct DecodeCall {
   std::int64_t q_row_stride;  // elements
   std::int64_t q_head_stride;
   const std::int32_t* begin;       // [batch], first entry of each query
-  const std::int32_t* end;         // [batch], one past its last
+  const std::int32_t* end;         // [batch], one past the last entry of each query
   const std::int32_t* kv_indices;  // [total]
   const std::int32_t* shift;       // [total], null if no key is shifted
   std::int64_t total;
-  // The first tile of request b has the number begin[b] / 64 + b. The rotations of a tile are
-  // tile_ptr[tile] to tile_ptr[tile + 1]. A rotation has a number of positions, `by`, and `bits`:
-  // if bit i is set, the key of the tile's entry i is used rotated by that number. The first
-  // rotation of a tile is by 0. A tile without rotations uses each key once, as cached.
+  // The first tile of request b has the number begin[b] / 64 + b. A tile has the rotations from
+  // tile_ptr[tile] to tile_ptr[tile + 1], which is not included. If bit i of bits[r] is set, the
+  // tile uses the key of its entry i after a rotation by by[r] positions. The first rotation of a
+  // tile is by 0. A tile without rotations uses each key once, as cached.
   const std::int32_t* tile_ptr;  // [total / 64 + batch + 1], null if there are no rotations
   const std::int32_t* by;        // [rotations]
   const std::uint64_t* bits;     // [rotations]
@@ -58,10 +58,10 @@ extern "C" {
 //
 // Writes kv_indptr [batch + 1], kv_indices [capacity], shift [capacity] (null exactly if cached_at
 // is null), and is_shifted: whether any shift is not 0. If tile_ptr [capacity / 64 + batch + 1] is
-// not null, entries are merged: if a slot is also read at its cached position, its other positions
-// have no entries, but rotations (see DecodeCall). These are written to `by` and `bits`
-// [capacity + capacity / 64 + batch], their number to `rotations`. `is_shifted` is then 0, and
-// `shift` means nothing. If the status is not OK, the plan is unspecified.
+// not null, entries are merged: if a row names a slot at the position of its cached key and also at
+// other positions, those get rotations (see DecodeCall) instead of entries. Rotations are written
+// to `by` and `bits` [capacity + capacity / 64 + batch], their number to `rotations`. `is_shifted`
+// is then 0, and `shift` means nothing. If the status is not OK, the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,

@@ -64,8 +64,8 @@ class Worker {
   }
 
  private:
-  // Rotations `begin` to `end` of the call: those of a tile, except the rotation by 0. A tile here
-  // has kTile entries and is a part of a tile of kRotationTile entries.
+  // The rotations of a tile, except the rotation by 0, are `begin` to `end` of the call's list.
+  // The tile has kTile entries and is a part of a tile of kRotationTile entries.
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
@@ -134,9 +134,9 @@ class Worker {
     prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
-  // Returns the next tile as a step. A round skips each query whose next slot is far above the
-  // lowest next slot of all queries. A query that shares many slots has fewer tiles for the same
-  // number of positions; without the skips it would get ahead of the others.
+  // Returns the next tile as a step. A round skips a query whose next tile begins at a slot far
+  // above the lowest slot at which a next tile begins. A query that shares many slots has fewer
+  // tiles for the same number of positions; without the skips it would get ahead of the others.
   Step take(const Unit& unit) {
     const auto queries = static_cast<std::size_t>(unit.last_query - unit.first_query);
     for (;;) {
@@ -209,8 +209,8 @@ class Worker {
   }
 
   // Adds a tile to the results of kHeads query heads, from place `head` on, after own_scores has
-  // written the entries' own scores. The weights of an entry's rotations are added to the entry's
-  // own weight before the product with its value. A pass takes the rotations that fit into scores_.
+  // written the entries' own scores. The weights of an entry's rotations are added to its own
+  // weight before the product with its value. Each pass takes the rotations that fit into scores_.
   template <int kHeads>
   void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {
     Turns turns = step.turns;
@@ -239,8 +239,8 @@ class Worker {
     }
   }
 
-  // Writes to scores_ each entry's own score: its key is rotated by its `shift`, if the call has
-  // shifts, and not by `turns`. Meanwhile prefetches `keys`.
+  // Writes each entry's own score to scores_. For this score the key is rotated by the entry's
+  // `shift`, if the call has shifts, but not by `turns`. Meanwhile prefetches `keys`.
   template <int kHeads>
   void own_scores(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
     if (pool_.is_latent) {
@@ -292,7 +292,7 @@ class Worker {
 
   // Returns the queries rotated back by `shift`. The product of such a query with a key equals the
   // product of the original query with the key rotated by `shift`. The result is kept, because
-  // neighbouring entries with the same shift may be in several tiles.
+  // later tiles may have entries with the same shift.
   template <int kHeads>
   const float* rotated(std::int64_t head, std::int32_t shift) {
     if (shift == 0) return query(head);
@@ -371,7 +371,7 @@ class Worker {
   }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
-  static constexpr std::int64_t kRound = 4;  // lead that take() allows, in slots for each query
+  static constexpr std::int64_t kRound = 4;  // a query may lead by kRound * queries slots
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;
@@ -388,7 +388,7 @@ class Worker {
   std::vector<std::int64_t> offset_;      // [most_queries], where the next tile begins in the chunk
   std::vector<std::int32_t> next_slot_;   // [most_queries], first slot of that tile, kDone if none
   std::size_t turn_ = 0;
-  std::int64_t horizon_ = 0;  // the current round takes tiles whose first slot is below
+  std::int64_t horizon_ = 0;  // the current round takes tiles whose first slot is below it
   static constexpr int kAhead = 2;  // steps
   Reads steps_[kAhead + 1];
   Step step_{};
@@ -399,7 +399,7 @@ class Worker {
   alignas(64) float scores_[(kVectors + 1) * kLanes];
   alignas(64) float latent_[kTile * kMostHeads + kLanes];  // scores of a tile's latent values
   alignas(64) float decay_[kLanes];
-  int of_[kVectors];  // for each vector of scores_ the tile's entry with which it begins
+  int of_[kVectors];  // of_[i]: the tile's entry whose score is first in vector i of scores_
 };
 
 }  // namespace attention

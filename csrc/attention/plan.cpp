@@ -32,7 +32,7 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
                       std::int64_t length, std::int32_t* shift) {
   std::int32_t any = 0;
   for (std::int64_t i = 0; i < length; ++i) {
-    // Unsigned, so that nothing overflows: the cached position of an unused slot may be any number.
+    // Unsigned numbers cannot overflow, whatever the cached position of an unused slot is.
     const auto home = static_cast<std::uint32_t>(cached_at[std::max(slots[i], 0)]);
     shift[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(first + i) - home);
     any |= shift[i];
@@ -57,7 +57,7 @@ std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& dif
   return begin;
 }
 
-// Merges entries that name one slot and writes the rotations of a batch, one request at a time.
+// Merges entries of a request that name the same slot, and writes rotations, request by request.
 class Merge {
  public:
   Merge(std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits)
@@ -102,8 +102,8 @@ class Merge {
     return count;
   }
 
-  // Writes that tiles not written so far, up to `tile`, have no rotations. Returns the number of
-  // rotations so far.
+  // Writes tile_ptr up to entry `tile`. Tiles that were not written before have no rotations.
+  // Returns the number of rotations so far.
   std::int32_t fill(std::int64_t tile) {
     for (; tiles_ <= tile; ++tiles_) tile_ptr_[tiles_] = rotations_;
     return rotations_;
@@ -113,7 +113,7 @@ class Merge {
   // Neighbouring positions with the same shift. Either they have entries of their own (`shifted`),
   // or they use the entries of other positions.
   struct Moved {
-    std::int64_t first;  // if shifted: the first entry, else: the position that has this entry
+    std::int64_t first;  // if shifted: first entry, else: position whose entry is used first
     std::int64_t length;
     std::int32_t by;
     std::int64_t end;  // if shifted: the position after the last one, else 0

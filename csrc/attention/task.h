@@ -20,7 +20,7 @@ namespace attention {
 constexpr std::int64_t kChunk = 512;  // entries
 
 // Chunk number `chunk` of each of several consecutive queries, for some of the KV heads. Queries
-// with fewer chunks are skipped.
+// that have no such chunk are skipped.
 struct Unit {
   std::int64_t first_query;
   std::int64_t last_query;
@@ -53,10 +53,10 @@ class Task {
   const std::int64_t group;     // query heads per KV head
   const std::int64_t k_padded;  // dims of a key, rounded up to whole vectors
   const std::int64_t v_padded;
-  const std::int64_t latent_padded;  // rounded up: dims of a query for a latent value, or 0
+  const std::int64_t latent_padded;  // dims of a query for a latent value, rounded up, or 0
   std::vector<Unit> units{};
-  std::int64_t most_queries = 1;                        // the largest number in one unit
-  std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], parts not computed yet
+  std::int64_t most_queries = 1;                        // largest number of queries in a unit
+  std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], units not computed yet
   std::atomic<std::int64_t> next{0};
 
  private:

@@ -20,10 +20,10 @@ constexpr std::int64_t kInlineBytes = 1 << 20;
 // enough to keep all workers busy to the end.
 constexpr std::int64_t kPieceBytes = 1 << 18;
 constexpr std::int64_t kLine = 64;
-// While a row is read, the cache lines of the row this many rows later are prefetched.
+// While row i is read, the cache lines of row i + kAhead are prefetched.
 constexpr std::int64_t kAhead = 2;
-// One address of the row this many rows later is prefetched, so that the CPU translates it in time:
-// a row is seldom on a memory page that was read lately.
+// While row i is read, the first address of row i + kPagesAhead is prefetched, so that the CPU
+// translates it in time. A row is seldom on a memory page that was read lately.
 constexpr std::int64_t kPagesAhead = 16;
 
 struct Task {
@@ -44,13 +44,13 @@ template <class Element>
 struct Row {
   const Element* x;
   const Element* y;
-  std::uintptr_t next_x;  // address of the prefetched row less that of x, modulo 2^64
+  std::uintptr_t next_x;  // address of the prefetched row minus x, modulo 2^64
   std::uintptr_t next_y;
 
   RC_INLINE Row at(std::int64_t offset) const { return {x + offset, y + offset, next_x, next_y}; }
 
-  // Prefetches the cache lines of the later row that correspond to `bytes` bytes from element
-  // `index` on. A prefetch is only a hint, so it may get any address.
+  // Prefetches from the later row what corresponds to this row's `bytes` bytes from element `index`
+  // on. A prefetch is only a hint, so it may get any address.
   RC_INLINE void fetch(std::int64_t index, std::int64_t bytes) const {
     const auto from_x = reinterpret_cast<std::uintptr_t>(x + index) + next_x;
     const auto from_y = reinterpret_cast<std::uintptr_t>(y + index) + next_y;
@@ -103,8 +103,8 @@ RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, co
   }
 }
 
-// Elements 2i and 2i + 1 are rotated together. `factors` holds [rotary_dim] cosines, by which the
-// elements are multiplied, then [rotary_dim] signed sines, by which their neighbours are.
+// Elements 2i and 2i + 1 are rotated together. `factors` holds [rotary_dim] cosines, which multiply
+// the elements, then [rotary_dim] signed sines, which multiply the elements' neighbours.
 template <class Element>
 RC_INLINE void add_rotated_neighbours(const Row<Element>& row, std::int64_t rotary_dim,
                                      const float* factors, Sum& sum) {

@@ -9,7 +9,7 @@
 // Compares pairs of blocks of `block` slots: destination `dst` [pairs][block] and source `src`
 // [pairs][block]. Source keys are rotated by `shift` [pairs][block] positions, or used as cached if
 // `shift` is null. Writes sum (x - y)^2 of K and of V to out [pairs][num_layers][2]. Returns a
-// reasoncache_status. No slot is read if it is one of REASONCACHE_BAD_*.
+// reasoncache_status. No slot is read if the status is one of REASONCACHE_BAD_*.
 // Uses up to `threads` threads if there is enough to read. Safe to call concurrently.
 extern "C" __attribute__((visibility("default"))) std::int32_t reasoncache_distance(
     const reasoncache_pool* pool, const std::int64_t* dst, const std::int64_t* src,

@@ -47,10 +47,10 @@ struct reasoncache_pool {
   const float* sines;           // of the same shape, or null
   std::int64_t table_rows;
   std::int64_t rotary_dim;  // at most head_dim[0], even
-  std::int32_t is_neox;     // 1 if a rotation pairs the halves of a head, 0 if neighbouring dims
+  std::int32_t is_neox;     // 1 if a rotation pairs a head's halves, 0 if it pairs neighbours
   std::int32_t element;     // reasoncache_element
-  // Whether the pool has latent rows (MLA). Attention then multiplies queries with values too: a
-  // query has head_dim[1] dims for the value, never rotated, then head_dim[0] dims for the key.
+  // Whether the pool has latent rows (MLA). If so, attention multiplies queries with values, too. A
+  // query has head_dim[1] dims for the value, which are not rotated, then head_dim[0] for the key.
   std::int32_t is_latent;
 };
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors with as many fp32 lanes as a register of the target has, by the compiler's vector types.
+// Vectors of the compiler's vector types. They have as many fp32 lanes as a register of the target.
 // They work with GCC and clang on any machine; intrinsics are used only where they help.
 #pragma once
 
@@ -74,7 +74,7 @@ RC_INLINE Floats turned(Floats v) {
 #endif
 }
 
-// Uses intrinsics: for these conversions GCC 12 halves the vector, which takes three times as long.
+// Uses intrinsics, because GCC 12 would split the vector, which takes three times as long.
 RC_INLINE Words widened(Shorts v) {
 #if defined(__AVX512F__)
   return (Words)_mm512_cvtepu16_epi32((__m256i)v);

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention`` times our decode attention and SGLang's (CPU) or FlashInfer's (GPU).
 
-The sides read one pool in turns. The memory bandwidth is measured, too. Writes ``build/bench/kernels.json``,
+The calls take turns on one pool. The memory bandwidth is measured, too. Writes ``build/bench/kernels.json``,
 with a part for each device."""
 
 import argparse

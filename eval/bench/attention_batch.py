@@ -12,7 +12,7 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Tokens of a shared run, unless a setting gives another number.
 RUN = 48
-#: Percent of the entries that are shared, and tokens of each shared run.
+#: For each setting, the percentage of shared entries, and the number of tokens in each shared run.
 SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
 
 
@@ -109,7 +109,7 @@ class Batch:
         self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
 
     def share(self, percent: int, run: int = RUN) -> None:
-        """Make new rows that share. Subclasses raise RuntimeError if a result differs from PyTorch's."""
+        """Make new rows that share slots. Subclasses raise RuntimeError if a result differs from PyTorch's."""
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 

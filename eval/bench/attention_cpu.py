@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times decode attention on the CPU by our backend and SGLang's torch-native, called as in a server."""
+"""Times decode attention on the CPU by our backend and SGLang's torch-native backend, called as in a server."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ class CpuBatch(Batch):
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # At most 8 layers, of 1 GB in all, more than the CPU's caches hold. Latent rows take longer: 2 layers.
+        # At most 8 layers; 1 GB is enough, because it exceeds the CPU's caches. Latent rows are slow: 2 layers.
         self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
         size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
         if shape.rotated:
@@ -49,7 +49,7 @@ class CpuBatch(Batch):
             for buffer in side[1:]:
                 buffer.copy_(side[0])
         super().__init__(shape, compat.kv_of(pool, 0))
-        # First the rows with shared blocks, then each request's own rows.
+        # The table has the rows with shared blocks, and behind them each request's own rows.
         self._table = ReqToTokenPool(2 * shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
@@ -112,7 +112,7 @@ class CpuBatch(Batch):
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
         """Returns the figures of a setting. GB/s counts K and V of every position once. ``speedup`` and
-        ``of_unshared`` compare steps of one round. SGLang's side reads shared positions as cached."""
+        ``of_unshared`` compare steps of one round. SGLang's side does not rotate shared keys."""
         steps = samples.pivot(index="round", columns="side", values="step_ms")
         ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])

@@ -4,8 +4,8 @@ FlashInfer reads pages of one token, and the time of its planning is not counted
 
     python -m eval.bench.attention_cuda
 
-prints a line of JSON for each kind of heads and pool and each share. Every result is compared with
-fp32 attention. The program needs only PyTorch and Triton, and takes three minutes."""
+prints a line of JSON for every kind (heads and dtype of the pool) with every share. Every result is
+compared with fp32 attention. The program needs only PyTorch and Triton, and takes three minutes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class CudaBatch(Batch):
         return decode_attention(self.query, self._kv, self._plan, scale=self.scale)
 
     def planning(self) -> Call:
-        """A call that makes the plan in a CUDA graph, as a server does, or without CUDA kernel by kernel."""
+        """A call that makes the plan: on a CUDA device in a CUDA graph, as a server does, else directly."""
         if self.device.type != "cuda":
             return self.plan
         self.plan()
@@ -123,7 +123,7 @@ def measured(
     bench: Callable[[Call], list[float]] = _bench,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each of :data:`SHARES`: ``ms``, times of calls that take turns (FlashInfer reads each
-    request's own slots); ``of_copy``, the rate at which K and V of all positions were read, over the copy rate;
+    request's own slots); ``of_copy``, the rate at which ours read K and V of all positions / the copy rate;
     and ``plan_of_step``, the share of a step of 32 layers that planning takes. Raises RuntimeError if a result
     is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
@@ -142,7 +142,7 @@ def measured(
 
 
 def main() -> int:
-    """Returns the exit status: 1 if a kind of heads or pool failed. The line of this kind says why."""
+    """Returns the exit status: 1 if one of :data:`KINDS` failed, else 0. The line of that kind says why."""
     if not torch.cuda.is_available():
         sys.exit("eval.bench.attention_cuda: needs an NVIDIA GPU, PyTorch sees none")
     torch.manual_seed(5)

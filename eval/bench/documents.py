@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``make bench-documents`` compares prompts made of cached documents with full prefill, on SmolLM2.
+"""``make bench-documents`` compares full prefill with prompts made of cached documents, on SmolLM2.
 
-``python -m eval.fidelity --documents`` measures generated tasks. Then stock SGLang and ours take turns with
-prompts of 8 of 50 documents, all prefilled once before, in random order. Writes ``documents.json``."""
+``python -m eval.fidelity --documents`` measures generated tasks. Then stock SGLang and ours take turns. Each
+has prefilled 50 documents before, and each prompt has 8 of them, in random order. Writes ``documents.json``."""
 
 import itertools
 import json
@@ -28,13 +28,13 @@ from eval.serving import ServerProcess
 from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
-#: Documents that the servers have prefilled, tokens of each, and documents in a prompt.
+#: The number of documents that the servers have prefilled, of tokens in each, and of documents in a prompt.
 DOCUMENTS, TOKENS, IN_PROMPT = 50, 400, 8
 REPAIRS = ("none", "query:.15")
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
-#: Questions about each set of documents, documents in a set, words in a document.
+#: The number of questions about each set of documents, of documents in a set, and of words in a document.
 _ASKED, _SET, _WORDS = 4, 5, 150
 
 _PLACES = (
@@ -210,7 +210,7 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
-    """A side's times, alone and over stock's times, and its computed tokens over the tokens of documents."""
+    """A side's times, also divided by stock's times, and its computed tokens / the tokens of documents."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",

@@ -35,13 +35,13 @@ _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
 AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
-#: AIME responses with more tokens than this loop. The longest of the others has 14,406 tokens.
+#: An AIME response loops if it has more tokens than this. The longest of the others has 14,406 tokens.
 LOOPING = 20_000
 
 
 def serve(traces: Path | None) -> Runs:
-    """Two workloads of the embedded model, of which ``noise`` has nothing to share, and two replays of
-    ``traces``, for which a model is made. Pieces of equal length run in waves; 8 pieces fill the last wave."""
+    """Two workloads of the embedded model (``noise`` has nothing to share), and two replays of ``traces``, on a
+    model that is made from them. Pieces of equal length run in waves; 8 pieces fill the last wave."""
     runs = {
         "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
@@ -63,11 +63,11 @@ def serve(traces: Path | None) -> Runs:
 
 
 def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: int = 8000) -> Runs:
-    """Replays of ``traces`` on a model with dummy weights and the shape of Qwen3-8B, or without a GPU with its
-    heads in four narrow layers. Weights affect only the values of K and V: memory, step times and scheduling
-    are real. ``waiting`` has pieces of looping responses, and whole responses three times each, enough to make
-    requests wait. ``together`` has the number of pieces that both sides can run at once. Both run with SGLang's
-    choice of attention, and with FlashInfer."""
+    """Replays of ``traces`` on a model with dummy weights and the shape of Qwen3-8B. Without a GPU, four narrow
+    layers have the same heads. Weights affect only the values of K and V: memory, step times and scheduling are
+    real. ``waiting`` has enough requests to make some wait: pieces of looping responses, and three copies of
+    whole responses. ``together`` has as many pieces as both sides can run at once. Both runs are made with
+    SGLang's choice of attention, and again with FlashInfer."""
     if traces is None:
         raise ValueError("--traces FOLDER is needed, got none")
     sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
@@ -112,8 +112,8 @@ def _tokens(path: Path, model: Path) -> tuple[list[list[int]], Any]:
 def looping_pieces(
     responses: Sequence[list[int]], size: int, longest: int = LOOPING
 ) -> list[list[int]]:
-    """Cuts responses longer than ``longest`` tokens into pieces of ``size`` tokens, up to that token, and
-    leaves out each first piece. Pieces are shorter than responses, but repeat themselves nearly as much."""
+    """Cuts the first ``longest`` tokens of each longer response into pieces of ``size`` tokens, and leaves out
+    the first piece. Pieces are shorter than responses, but repeat themselves nearly as much."""
     starts = range(size, longest - size + 1, size)
     return [ids[at : at + size] for ids in responses if len(ids) > longest for at in starts]
 
@@ -159,8 +159,8 @@ _EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache
 
 
 def policies(_: Path | None) -> Runs:
-    """Evictors compared with random sharing, and with the papers' sharing, which saves 10% or 22%, the most
-    that the embedded reasoner's steps allow. SnapKV evicts only prompts. The pool has room for all requests in
+    """Compares evictors with random sharing, and with the papers' sharing. This saves 10% or 22%; the embedded
+    reasoner's steps do not allow more. SnapKV evicts only prompts. The pool has room for all requests in
     flight, so memory does not affect the answers."""
     methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
     methods += ["reasoncache:policy=snapkv:share=0.5"]

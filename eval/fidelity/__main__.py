@@ -29,7 +29,7 @@ from sglang_reasoncache.filter.vocabulary import vocabulary_of
 #: Takes a model; returns a function that gives the scores of a response or prompt, by arm.
 Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
-#: Tokens of a run. A response loops if this share of its runs also occurs earlier in it.
+#: A response loops if at least a tenth of its runs of 32 tokens also occur earlier in it.
 _RUN, _LOOPS = 32, 0.1
 
 
@@ -47,7 +47,7 @@ Job = tuple[Sequence[Response | Prompt], list[str], Begin]
 
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Yields responses of at least ``shortest`` tokens, cut so that question and response have at most ``cap``.
+    """Yields responses of at least ``shortest`` tokens, cut to ``cap`` tokens together with their questions.
     Rows of a JSONL file have ``question``, ``response``, perhaps ``id`` and ``correct``. A folder gives the
     first response to each question. Raises OSError, or ValueError with the file or line that cannot be read."""
     asked: set[str] = set()
@@ -121,7 +121,7 @@ def load(options: Options) -> Reader:
 
 
 def chosen(options: Options, tokenizer: Any) -> list[Response]:
-    """``--limit`` responses of each group; the groups alternate. Raises ValueError if there is no response."""
+    """At most ``--limit`` responses of each group; groups alternate. Raises ValueError if there are none."""
     seen: Counter[str] = Counter()
     ranked = []
     assert options.responses is not None

@@ -57,7 +57,7 @@ def parse(name: str) -> Arm:
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
     if direction == "oldest":
-        knobs.setdefault("min_age", 0)  # As in the papers, whose direction this is.
+        knobs.setdefault("min_age", 0)  # The papers use this direction, without a least age.
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:

@@ -16,7 +16,7 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class EditableCache(Cache):
-    """KV of several arms that read the same tokens, a row for each. ``keys`` and ``values`` are ``[layers,
+    """KV of several arms that read the same tokens. Each arm has a row. ``keys`` and ``values`` are ``[layers,
     rows, heads, capacity, head_dim]``; new keys are rotated for their positions. ``visible`` ``[rows,
     capacity]`` is false for positions that cannot be read."""
 
@@ -166,7 +166,7 @@ def _attention(
     watch: Watch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The same as transformers' sdpa, without its copies of KV heads. ``watch`` is called for row 0."""
+    """Computes the same as transformers' sdpa, but does not copy KV heads. ``watch`` is called for row 0."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares repairs of prompts that are composed of prefilled documents with full prefill."""
+"""Compares full prefill with repairs of prompts that are composed of prefilled documents."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
 
 def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
     """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``,
-    ``question``, ``answer``, perhaps ``id``, ``group``, and ``lead``, a given beginning of the answer. Raises
+    ``question``, ``answer``, perhaps ``id``, ``group`` and ``lead``, text that precedes the answer. Raises
     OSError, or ValueError that names the file or line that cannot be read or has more than ``cap`` tokens."""
     seen, found = Counter[str](), []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
@@ -73,7 +73,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens of a prompt, and the position behind each text except the last. A chat template gets one
-    system message and user messages, counted as in ``sglang_reasoncache/plugin/documents.py``."""
+    system message and user messages; tokens are counted as in ``sglang_reasoncache/plugin/documents.py``."""
     if not tokenizer.chat_template:
         parts = [_ids(tokenizer, f"{text}\n\n") for text in texts]
         return [*chain(*parts)], [*accumulate(map(len, parts[:-1]))]

@@ -29,7 +29,7 @@ from sglang_reasoncache.sharing.state import Candidate, RequestState
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
-#: Distances that a threshold sees before it accepts a block. Each arm has one threshold for all responses.
+#: A threshold accepts no block before it has seen this many distances. An arm has one for all responses.
 _WARM_UP = 32
 #: More positions than any response has.
 _FAR = 1 << 32
@@ -59,7 +59,7 @@ class ArmCache:
         return self._given_up + int(np.count_nonzero(self._gone))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
-        """Add the block pairs that the threshold accepts to the ledger. Then share those of least distance
+        """Add to the ledger the block pairs that the threshold accepts. Then share the pairs of least distance
         until the arm has saved its ``need`` (by default, share all)."""
         block = self._block
         # As in a server, no position is redirected twice.
@@ -83,7 +83,7 @@ class ArmCache:
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
         """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, perhaps another
-        response. Does nothing if another response also has the block's slots, as that would free no slot."""
+        response. Does nothing if another response also has slots of the first block: none would be freed."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamKV (arXiv 2508.11661): documents are prefilled alone. A request reads the first block of each document,
-its last two blocks (its ends), and middle blocks that fit the question. KV of the ends and of some more tokens
-is recomputed. ``⚠`` marks choices made here where the paper leaves a point open."""
+"""SamKV (arXiv 2508.11661): documents are prefilled alone. A request reads the ends of each document, which are
+its first block and its last two blocks, and middle blocks that fit the question. KV of the ends and of some
+more tokens is recomputed. ``⚠`` marks choices made here where the paper leaves a point open."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ UPDATES = {"samkv": "overwrite", "samkv-fusion": "fusion", "samkv-select": ""}
 
 
 class SamKV(NamedTuple):
-    """An arm. With the paper's blocks of 64 tokens, documents below 193 tokens are read whole. With 16, the
-    ends of 300-token documents are about 15% of them, the share that the paper reads and recomputes."""
+    """An arm. With the paper's blocks of 64 tokens, documents below 193 tokens are read whole. With blocks of
+    16, the ends of a document of 300 tokens are about 15%, the share that the paper reads and recomputes."""
 
     update: str
     block: int = 16
@@ -61,12 +61,12 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
         found.append(one)
         for layer in weights[..., prompt.start :] if middle else ():
             alpha, strength = decay(layer)
-            # A block is represented by its token to which later tokens attend most.
+            # Each block is represented by one of its tokens: the one to which later tokens attend most.
             parts = [slice(part.start - begin, part.stop - begin) for part in middle]
             strong = [part.start + int(strength[part].argmax()) for part in parts]
             one.most.append(int(alpha[strong].argmin()))
             one.least.append(int(strength[strong].argmin()))
-            # PauTa: alphas beyond 3 standard deviations. ⚠ Above or below, of middle tokens, in any layer.
+            # PauTa: alphas beyond 3 standard deviations. ⚠ In any layer, above or below the middle's mean.
             inner = alpha[parts[0].start : parts[-1].stop]
             far = (inner - inner.mean()).abs() > 3 * inner.std(correction=0)
             one.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
@@ -76,7 +76,7 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
 def select(
     reader: Reader, cache: EditableCache, prompt: Prompt, found: Sequence[Profile]
 ) -> list[int]:
-    """The online step: makes only what the request reads visible in row 0; returns the positions to recompute.
+    """The online step: hides in row 0 what the request does not read; returns the positions to recompute.
     ⚠ Positions are those of the whole prompt. Scores use queries and keys before rotation, because a profile is
     made before its document has a place in a prompt. All layers read the same blocks, as in a server."""
     end, visible = prompt.ends[-1], cache.visible[0]
@@ -84,7 +84,7 @@ def select(
     visible[[at for one in found for at in one.ends]] = True
     asked = prompt.tokens[end : prompt.answer]
     generic, _ = _look(reader, cache, asked, len(asked))
-    # Personalised queries: the queries of the other documents' last blocks are added. ⚠ By layer and head.
+    # Personalised queries: queries of the other documents' last blocks are added, ⚠ for each layer and head.
     local = torch.stack([one.query for one in found])
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
     personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
@@ -99,8 +99,8 @@ def select(
         layers = range(len(one.most))
         extremes = (scores[-1][layers, which] for which in (one.most, one.least))
         counts.append(math.ceil(top_p(anchor, *extremes) * len(middle)) if middle else 0)
-    # Cross-context filter: the best blocks of all documents are read, as many as a middle has on average.
-    # ⚠ They are compared by the mean over layers of scores normalised over all documents' middle blocks.
+    # Cross-context filter: the best middle blocks of all documents are read. Their number is the mean number
+    # in a document. ⚠ For this, scores are normalised over all middle blocks, then averaged over layers.
     every = torch.cat(scores, dim=1)
     apart = every - every.mean(1, keepdim=True)
     normal = (apart / apart.norm(dim=1, keepdim=True).clamp(min=1e-6)).mean(0)
@@ -113,7 +113,7 @@ def select(
     best.sort(key=lambda pair: pair[0], reverse=True)
     kept = {at for _, part in best[: math.ceil(len(normal) / len(found))] for at in part}
     visible[sorted(kept)] = True
-    # ⚠ KV is recomputed in all layers, except in the first document, which is where it was prefilled.
+    # ⚠ KV is recomputed in all layers, but not in the first document, which has not moved.
     again = {at for one in found for at in (*one.ends, *(one.outliers & kept))}
     return sorted(at for at in again if at >= prompt.ends[0])
 
@@ -147,7 +147,7 @@ def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> 
 
 
 def _stable(layers: int) -> range:
-    """The stable layers, N*. ⚠ Without calibration: the last eighth, as in the paper's three models."""
+    """The stable layers, N*. ⚠ They are the last eighth, not calibrated, as in the paper's three models."""
     return range(layers - math.ceil(layers / 8), layers)
 
 

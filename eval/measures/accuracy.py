@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how many answers are right, and how that differs from dense on the same problems.
 
-A problem is a cluster over its seeds. Intervals of shares are Wilson's, at the effective number of answers;
+A problem's seeds form a cluster. Intervals of shares are Wilson's, at the effective number of answers;
 those of other values (F1, lengths) are Student's t over problems. Intervals of differences are Newcombe's
-square-and-add (MOVER) for shares, paired t for other values. Ratios take dense's mean as known."""
+square-and-add (MOVER) for shares, paired t for other values. Ratios treat dense's mean as exact."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class Comparison:
 
     pairs: int
     difference: Estimate  # of means, method less dense
-    kept: Estimate | None  # the method's mean over dense's mean, None if dense's mean is 0
+    kept: Estimate | None  # the method's mean / dense's mean; None if dense's mean is 0
     only_dense: int  # pairs that only dense has right, McNemar's b
     only_method: int  # pairs that only the method has right, McNemar's c
     p_value: float  # McNemar's, exact and two-sided; it assumes that pairs are independent

@@ -29,15 +29,15 @@ class Figures:
     tpot_p99: float | None
     cpu_per_token: float | None  # CPU seconds of schedulers and their processes per output token
     mean_running: float | None  # requests in the batch, averaged over logged decode steps
-    saving: float | None  # slots saved over positions of running requests, mean of decode steps
-    across: float | None  # part of ``saving``: slots of other responses to the same prompt
+    saving: float | None  # slots saved / positions of running requests, mean over decode steps
+    across: float | None  # share of the saved slots that other responses to the prompt lend
     final_saving: float | None  # ``saving`` at the end of a response, mean of responses
-    affected: float | None  # tokens touched by sharing over all tokens
+    affected: float | None  # redirected or evicted / all positions of finished requests
     peak_slots: int | None  # KV slots in use, over logged decode steps
     mean_slots: float | None
     retractions: int  # requests that SGLang retracted and computed again
     leaked_slots: int  # slots in use after the last response and a flush
-    missed: int  # blocks of the ledger that could not share in a shortage
+    missed: int  # blocks that repeat, but could not share in a shortage of slots
     failed: int  # attempts that ended in an error
 
 

@@ -24,7 +24,7 @@ _PAD = "<|pad|>"
 def replay_config(**others: Any) -> Any:
     """Two layers of one KV head: 256 bytes of KV per token in bf16, 17 M parameters. ``others`` are sizes of
     another model with the same vocabulary."""
-    # Any: transformers' annotations are too coarse for the arguments of these classes.
+    # The type is Any, because transformers' annotations are too coarse for the arguments of these classes.
     config: Any = Qwen3Config
     sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=4, num_key_value_heads=1, head_dim=32)

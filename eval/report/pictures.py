@@ -97,5 +97,5 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Ax
 
 
 def _text(name: str) -> str:
-    """Converts any name into one short line for a figure, which matplotlib does not take for a formula."""
+    """Converts any name into one short line of a figure. Matplotlib does not take this line for a formula."""
     return one_line(name, 34).replace("$", r"\$")

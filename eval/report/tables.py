@@ -23,7 +23,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """All data that a report needs. ``results`` and ``texts`` of all seeds are by run, task and method."""
+    """All data that a report needs. ``results`` and ``texts`` have all seeds for each run, task and method."""
 
     cells: pd.DataFrame  # for each cell: run, task, method, seed, Figures, answered, graded, cut
     timeline: pd.DataFrame  # for each logged line: run, task, method, seed and Moment
@@ -99,7 +99,7 @@ def spread(values: pd.Series, form: str = "{:.1f}") -> str:
 
 
 def methods(data: Data) -> Table:
-    """All figures of all methods, in the order of what they save."""
+    """All figures of all methods. The method that saves least comes first."""
     rows = [
         {
             **_names(key),
@@ -203,7 +203,7 @@ def requests(data: Data) -> Table:
 
 
 def groups(data: Data) -> Iterator[tuple[Place, pd.DataFrame]]:
-    """Cells by run, task and method; methods in the order of what they save."""
+    """Cells by run, task and method. The method that saves least comes first."""
     for (run, task), rows in data.cells.groupby(["run", "task"], sort=False):
         saving = rows.groupby("method", sort=False)["saving"].median().astype(float)
         for method in saving.fillna(0.0).sort_values(kind="stable").index:
@@ -211,7 +211,7 @@ def groups(data: Data) -> Iterator[tuple[Place, pd.DataFrame]]:
 
 
 def _speedups(data: Data, key: Place) -> pd.Series:
-    """Tokens/s over dense's tokens/s, for each seed that both have."""
+    """Tokens/s divided by dense's tokens/s, for each seed that both have."""
     rows = data.cells[(data.cells["run"] == key[0]) & (data.cells["task"] == key[1])]
     by_seed = rows.pivot(index="seed", columns="method", values="tokens_per_s").astype(float)
     return by_seed[key[2]] / by_seed[DENSE]

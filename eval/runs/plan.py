@@ -20,7 +20,7 @@ _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
 #: 180 us on a core that a server may need.
 _STREAM_INTERVAL = "8"
 _LONGEST = 32_768  # tokens of response and reasoning, if neither task nor operator sets a limit
-_WARM_UP_TOKENS = 512  # limit of warm-up responses, as a large model's would take minutes
+_WARM_UP_TOKENS = 512  # of warm-up responses; longer ones of a large model would take minutes
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Plan:
     def server_flags(self, step: Step) -> list[str]:
         """Flags of a cell's server. If the flags of two cells are equal, one server can serve both."""
         options, task_flags = self.options, self.tasks[step.task, step.seed].server_flags
-        # A model's recommended max_tokens is often its whole context. Without --allow-auto-truncate, SGLang
-        # would refuse such a request, because of its prompt, instead of shortening the response.
+        # A model's recommended max_tokens is often its whole context, which leaves no room for the prompt.
+        # Without --allow-auto-truncate, SGLang would refuse such a request instead of shortening the response.
         flags = ["--decode-log-interval", str(options.decode_log_interval), "--allow-auto-truncate"]
         given = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
         if "--stream-interval" not in given:

@@ -83,7 +83,7 @@ class Server:
 
 
 class Servers:
-    """Started servers by their flags; a context manager. At most ``keep`` servers are up: before a new one
+    """Keeps servers by their flags; a context manager. At most ``keep`` servers are up: before a new one
     starts, the least recently used server is closed. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:

@@ -71,7 +71,7 @@ class Session:
             try:
                 whole &= self._cell(step)
             except (ServerError, RunError) as error:
-                # If a cell cannot be measured, the other cells still are.
+                # If a cell cannot be measured, the other cells are measured nevertheless.
                 say(f"{step.title}: {error}")
                 self.servers.close()
                 whole = False

@@ -19,7 +19,7 @@ ITEMS = (
 )  # fmt: skip
 HIGHEST = 99
 
-# Fact in the prompt -> step that uses the fact. {a}, {b} are other persons, {x}, {y} how many they have.
+# Fact in the prompt -> step that uses the fact. {a}, {b} are other persons, who have {x} and {y} items.
 STEPS = {
     "{v} has {n} more {i} than {a}.": "{a} has {x}, so {v} has {x} + {n} = {r} {i}.",
     "{v} has {n} fewer {i} than {a}.": "Take {n} from the {x} of {a}: {x} - {n} = {r} {i} for {v}.",

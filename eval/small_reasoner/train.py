@@ -20,13 +20,13 @@ from eval.tiny_reasoner.task import split_of
 
 IGNORE = -100
 BATCH_TOKENS = 2400
-#: The share of training steps with short problems, which teach arithmetic and format, and the problems' size.
+#: The share of training steps with short problems, and the problems' size. They teach arithmetic and format.
 SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
-#: Only this share of the words that are no numbers counts in the loss: the words are learnt soon, and logits of
-#: 49,152 tokens are costly. NUMBER_WEIGHT is the weight of numbers in the loss.
+#: In the loss, digits have the weight NUMBER_WEIGHT. Of the other tokens only WORDS_SHARE is counted, because
+#: words are learnt soon and logits of 49,152 tokens are costly.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
-Example = tuple[list[int], list[int]]  # token ids; the next tokens, IGNORE in the prompt
+Example = tuple[list[int], list[int]]  # token ids; for each the next token, or IGNORE in the prompt
 
 
 def examples(

@@ -51,7 +51,7 @@ def last_boxed(text: str) -> str:
 
 
 def _braced(text: str) -> str:
-    """The part of ``text`` before the brace that closes one opened before ``text``; "" if no brace does."""
+    """The part of ``text`` before its first unmatched closing brace; "" if there is no such brace."""
     depth, escaped = 1, False
     for i, char in enumerate(text):
         if escaped or char == "\\":

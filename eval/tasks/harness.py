@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# lm-eval's progress bars count requests that it prepares, not requests that servers have answered.
+# Progress bars are off, because lm-eval's count the requests that it prepares, not those that are answered.
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 from lm_eval import evaluator
@@ -69,7 +69,7 @@ class Problem:
     messages: list[dict[str, str]]
     body: Mapping[str, Any]  # further fields of the request
     max_tokens: int | None = None  # None means the run's own limit
-    group: str = ""  # a class of problems, as those with a wrong draft
+    group: str = ""  # a class of problems, such as those with a wrong draft
 
     @property
     def forced(self) -> bool:
@@ -82,7 +82,7 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model, but not its client, which keeps neither times nor token counts."""
+    """lm-eval's chat model without lm-eval's client, because it keeps neither times nor token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -153,7 +153,7 @@ class EvalTask:
             text if problem.forced else _after_thinking(text, opens_thinking)
             for problem, text in zip(self.problems, texts, strict=True)
         ]
-        # There is a sample for each filter; the last filter, the most lenient, is kept.
+        # There is a sample for each filter. That of the last filter, the most lenient, is kept.
         samples = {sample["doc_id"]: sample for sample in self._evaluate(lambda _: answers)}
         return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares answers in LaTeX with math-verify, in a process that may fail.
+"""Compares answers in LaTeX by means of math-verify, in a process that may fail.
 
 This is a separate module, because lm-eval loads the functions of task files under module names that the child
 process cannot import."""

@@ -17,7 +17,7 @@ MAX_NEW_TOKENS = 1024
 
 
 def chat_template(gap: str) -> str:
-    """A chat template that writes a marker of the role, ``gap``, the message and ``gap`` for each message."""
+    """A chat template. For each message it writes a marker of the role, ``gap``, the content and ``gap``."""
     turn = f"('{USER}{gap}' if m['role'] == 'user' else '{ASSISTANT}{gap}') + m['content']"
     return (
         f"{{%- for m in messages -%}}{{{{- {turn} + '{gap}' -}}}}{{%- endfor -%}}"

@@ -86,7 +86,7 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
 
 def llama2() -> PreTrainedTokenizerFast:
     """SentencePiece BPE: ``▁`` for spaces; newlines and rare characters are bytes."""
-    # Which of several equally rare characters a trainer keeps differs by run.
+    # Only ASCII: which of several equally rare characters a trainer keeps differs by run.
     text = TEXT.encode("ascii", "ignore").decode().replace("\n", "").replace(" ", "▁")
     split = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
     trained = _train(models.BPE(unk_token="<unk>"), split, trainers.BpeTrainer, [text] * 40)

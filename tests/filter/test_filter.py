@@ -53,7 +53,7 @@ def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair
     """Stage 1 by the paper's text: compares with every earlier step, one after the other."""
     _, proposals = propose(phrases, max_step_tokens=10_000)
     steps = [proposal.step for proposal in proposals]
-    # As in the papers, steps are compared without their delimiter, one token each.
+    # As in the papers, steps are compared without their delimiters, here one token each.
     texts: list[Any] = [dataclasses.replace(s, token_ids=s.token_ids[:-1]) for s in steps]
     signatures = [signature(Words().decode(list(step.token_ids))) for step in steps]
     found = []
@@ -141,7 +141,7 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
 def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
     assert len(proposals[-1].pairs) == 3
-    # A step of the same tokens in another order is as similar as a copy, and newer.
+    # Newer steps with the same tokens in another order are as similar as the copy: they come first.
     one, other = "line c = 3 - 4 . here now .", "line c = 4 - 3 . here now ."
     for checks, shares in ((2, False), (3, True)):
         knobs = {"block": 4, "max_structure_checks": checks}
@@ -355,7 +355,7 @@ def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=200), st.randoms(use_true_random=False))
 def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: random.Random) -> None:
-    """Orders give equal results to the last bit, because native code sums in another order."""
+    """Every order must give the same bits, because native code sums in another order."""
     tau = dynamic_threshold(np.array(sims), 0.9, 0.7)
     shuffled = rng.sample(sims, len(sims))
     assert dynamic_threshold(np.array(shuffled), 0.9, 0.7) == tau

@@ -101,7 +101,7 @@ _TEXT = (
 def test_same_results_as_the_filter_in_this_process(
     make: Make, knobs: dict[str, Any], markers: messages.Markers
 ) -> None:
-    """The process, fed in pieces of growing size, gives the results of a filter in this process."""
+    """The filter's process, fed in growing pieces, gives the results of a filter in the test."""
     config = FilterConfig(block=2, **knobs)
     span = ReasoningSpan(*markers, True) if markers else None
     local = RequestFilter(config, Words.classes, Words.vocabulary, 5, span)
@@ -149,7 +149,7 @@ def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
         feed(step_filter, [request], _STEP * steps)
         taken = take_all(step_filter)
         assert (len(taken), step_filter.steps_shed) == (10, shed)
-    # Shed steps are not candidates.
+    # Steps that were shed (dropped) are not candidates.
     assert taken[-1].counters.candidates == 19
     assert taken[0].pairs[0][0] == 101 * len(_STEP)
 
@@ -387,7 +387,7 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
-    """Unpickling the vocabulary that the process receives does not load them either."""
+    """Unpickling the vocabulary that the process receives loads neither torch nor SGLang."""
     step_filter = make(vocabulary=read("gpt2"))
     feed_new(step_filter)
     take_all(step_filter)

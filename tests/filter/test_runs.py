@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal runs against brute force, and which block reads which, and when."""
+"""Compares equal runs with brute force, and checks which block reads which block, and when."""
 
 import dataclasses
 import itertools
@@ -55,7 +55,7 @@ def test_runs_are_those_of_brute_force(
         else:
             at += page
     if newest:
-        # Earlier blocks are equal or do not overlap.
+        # Two earlier blocks begin at one position or do not overlap.
         starts = sorted({earlier for _, earlier in found})
         assert all(b - a >= block for a, b in itertools.pairwise(starts))
     else:
@@ -109,7 +109,7 @@ def test_the_earlier_block_reads_the_newest_of_its_chain() -> None:
     assert rule.release([(12, 8)], 13) == []
     assert rule.release([(18, 0)], 22) == [(0, 18), (8, 18)]
     assert rule.release([], 26) == [(12, 18)]
-    # Readers move on with the block that they read.
+    # Readers of block 18 follow it to block 40, so that only (18, 40) is released.
     assert rule.release([(40, 8)], 44) == [(18, 40)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of a token stream are those of the decoded text split at blank lines; and bytes of tokens."""
+"""Tests that token streams have the steps of their text, split at blank lines, and tests bytes of tokens."""
 
 import functools
 import logging
@@ -73,7 +73,7 @@ def test_long_steps_are_cut() -> None:
     assert spans_of(pieces, max_step_tokens=3) == [(0, 3), (3, 6), (6, 8), (8, 11)]
     # A delimiter right after a cut does not open a step.
     assert spans_of(["a", "b", "\n", "\n", "c", "\n\n"], max_step_tokens=2) == [(0, 2), (4, 6)]
-    # A token with text that completes a blank line starts the next step.
+    # A token that completes a blank line and has text behind it starts the next step.
     assert spans_of(["one", "\n", "\ntwo\n", "\n", "\n", " "]) == [(0, 2), (2, 4)]
 
 
@@ -110,8 +110,8 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
 # -- with tokenizers of every kind --
 #
 # A token with text on both sides of a blank line, or between two blank lines, belongs as a whole to
-# the step that was open before it; the next step starts behind the token. This equals a token whose
-# own blank lines are removed and replaced by a blank line behind it.
+# the step that was open before it; the next step starts behind the token. The steps are as if
+# the token's own blank lines were removed and one blank line were put behind the token.
 
 _STRADDLES = re.compile(
     rb"[^ \t\r\n][ \t\r]*\n[ \t\r]*\n[ \t\r\n]*[^ \t\r\n]"  # text on both sides
@@ -145,7 +145,7 @@ def test_any_text(name: str, text: str) -> None:
     if not across:
         assert steps == split_text(decoded)
         return
-    # One blank line behind each straddling token, none inside.
+    # Moves blank lines inside each straddling token behind it, as one blank line.
     pieces = [*vocabulary.pieces]
     for token in across:
         pieces[token] = pieces[token].translate(None, _WHITE.encode()) + b"\n\n"
@@ -196,7 +196,7 @@ def test_same_steps_as_splitting_the_text_at_markers(
     for part, is_inside in zip(parts, where, strict=True):
         steps = [step.strip() for step in part.split("\n\n")]
         expected += [step for step in steps if step and is_inside]
-    # Without a marker at its end the last step is still open.
+    # An end marker is added, as without one the last step would still be open.
     words = Words()
     token_ids = words.encode(" ".join([*pieces, "</think>"]))
     opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
@@ -276,7 +276,7 @@ def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "sglang_reasoncache"):
         vocabulary = vocabulary_of(_Custom(str))
     assert vocabulary.text(_Custom(str).encode("th x. (y)\n\nz")) == "th x. (y)\n\nz"
-    # Decoding loses characters that span several tokens, which the log says.
+    # Decoding loses characters that span several tokens; the log says so.
     assert "sequences differ" in caplog.text
     with pytest.raises(ValueError, match="cannot read the tokens of int"):
         vocabulary_of(5)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF001, SIM905, E501 - signs look alike on purpose; lists of texts stay short
-"""Structure signatures: which formal steps are equal, which differ, and which steps are prose. And hostile text:
-every read is bounded, nothing raises, nothing is evaluated."""
+"""Structure signatures: which formal steps are equal, which differ, and which steps are prose. Hostile text is
+read in bounded time, raises nothing and is never evaluated."""
 
 import builtins
 import contextlib
@@ -221,7 +221,7 @@ def test_tolerance(first: str, second: str, distance: int) -> None:
 def test_trees_over_the_edit_bound_match_only_if_equal() -> None:
     text = "x = " + " + ".join(str(i) for i in range(40))
     first, other = signature(text), signature(text.replace("x", "y"))
-    # 40 terms, the sum, the left side, the relation, the root.
+    # A tree has 44 nodes: 40 terms, the sum, the left side, the relation, the root.
     for bound, is_near in ((44, True), (43, False)):
         assert same_structure(first, other, 1, Limits(max_edit_nodes=bound)) is is_near
         assert same_structure(first, signature(text), 1, Limits(max_edit_nodes=bound))
@@ -411,7 +411,7 @@ def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> 
     best = 1.0
     for _ in range(3):
         request = RequestFilter(FilterConfig(fixed_tau=0.0), classes, vocabulary, 0)
-        # Put directly into the history, so that none of them was a candidate before.
+        # Steps are put directly into the history, so that none of them was a candidate before.
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
             assert isinstance(request._matcher, StepMatcher)

@@ -122,7 +122,7 @@ FEW = [
 
 @dataclasses.dataclass
 class Rig:
-    """A case's tensors. Slots that no row names hold NaN, slot 0 (SGLang's padding) too."""
+    """A case's tensors. All slots that no row names, also slot 0 (SGLang's padding), hold NaN."""
 
     case: Case
     keys: torch.Tensor
@@ -139,8 +139,8 @@ class Rig:
         return self.case.query_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """The expected plan, entry by entry. With ``merge`` a position that shares its slot with the slot's
-        cached position has no entry: the entry's tile gets a rotation instead."""
+        """The expected plan, entry by entry. With ``merge``, if a row has a slot at its cached position, other
+        positions with this slot have no entries: rotations in the tile of its entry stand for them."""
         indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []
@@ -189,7 +189,7 @@ class Rig:
         return RowPlan(torch.tensor(indptr).int(), indices, shifts, found_rotations)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
-        """fp64 keys of the plan's entries where they are used, ``[total, kv_heads, query_dim]``."""
+        """fp64 keys of the plan's entries, rotated to uses, ``[total, kv_heads, query_dim]``."""
         slots = plan.kv_indices.long()
         keys = self.turned(self.keys.float()[slots].double(), plan.shift)
         return self.with_values(keys, slots)
@@ -246,7 +246,7 @@ def make(case: Case, seed: int = 3) -> Rig:
         at = torch.arange(count)
         cached_at[slots] = at
         if case.rotary_dim and count:
-            # Positions share in runs of 8, like blocks; the first and the last are shifted very far.
+            # Runs of 8 positions share, like blocks; the first and last position are shifted very far.
             away = torch.rand((count + 7) // 8, generator=generator) < case.shared
             away = away.repeat_interleave(8)[:count]
             near = torch.randint(-50, 50, (len(away),), generator=generator)
@@ -256,7 +256,7 @@ def make(case: Case, seed: int = 3) -> Rig:
                 cached_at[slots[0]] = TABLE - 1
                 cached_at[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
         for _ in range(round(case.repeated * count / 10) if count > 20 else 0):
-            # Repeats go forward or back, also over positions that already share or repeat.
+            # A run is repeated later or earlier, also over positions that already share or repeat.
             run, to, source = torch.randint(1, count - 20, (3,), generator=generator).tolist()
             run = 1 + run % 20
             slots[to : to + run] = slots[source : source + run].clone()
@@ -279,7 +279,7 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
     filled = buffer.float()
     filled[where] = float("nan")
     buffer.copy_(filled.to(buffer.dtype))
-    # Else the tests would prove nothing.
+    # Without NaN in exactly these slots the tests would prove nothing.
     assert torch.equal(buffer.float().isnan().any(dim=(1, 2)), where) and where[0]
     assert buffer.float()[where].isnan().all()
 
@@ -320,7 +320,7 @@ def assert_attention(
 
 
 def make_rotation(rotary_dim: int, is_neox: bool) -> KeyRotation | None:
-    """Plain rotation of the first ``rotary_dim`` dims, base 10,000; None for 0 of them."""
+    """Plain rotation of the first ``rotary_dim`` dims, base 10,000; None if ``rotary_dim`` is 0."""
     if not rotary_dim:
         return None
     powers = torch.arange(0, rotary_dim, 2).double() / rotary_dim
@@ -356,7 +356,7 @@ def lay_out(
 
 
 def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """fp64 ``[tokens, heads, dim]``, pairs of dims multiplied by complex ``[tokens, pairs]``."""
+    """fp64 keys whose pairs of dims are multiplied by ``turn``, complex ``[tokens, pairs]``."""
     half, turn = turn.shape[1], turn[:, None]
     x, rest = keys[..., : 2 * half], keys[..., 2 * half :]
     if is_neox:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels compiled for GPUs that are not here: resources by their machine code, held to limits for
-several compute capabilities, and the width of their loads."""
+"""Compiles Triton kernels for GPUs that are not here, and checks by the machine code that resources stay within
+limits for several compute capabilities, and by PTX that loads are wide."""
 
 import contextlib
 import re
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no comp
 
 GPUS = 80, 90, 100
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-#: What pointers point at -> names of these arguments, unless a case says otherwise.
+#: Element types -> names of pointers to such elements, unless a case says otherwise.
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
     "tile_ptr by following",
@@ -58,13 +58,13 @@ class Resources(NamedTuple):
     shared: int  # bytes of a program
 
 
-#: A kernel, its constants, and what pointers point at if not as in POINTERS.
+#: A kernel, its constants, and names of pointers -> element types that differ from POINTERS.
 _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
 
 @contextlib.contextmanager
 def standing_in(gpu: int) -> Iterator[GPUTarget]:
-    """Makes ``gpu`` Triton's active GPU, by which, and not by the target, Triton chooses instructions."""
+    """Makes ``gpu`` Triton's active GPU: Triton chooses instructions by it, and not by the target."""
     target = GPUTarget("cuda", gpu, 32)
     driver: Any = triton.runtime.driver
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
@@ -220,7 +220,7 @@ def limits_of(gpu: int, name: str) -> Resources:
 NARROW = r"ld\.global\.(?:b8|b16|u8|u16)\b"
 
 
-#: Every kernel for every GPU; without ``long`` tests each kernel for one GPU, in turns.
+#: Every kernel for every GPU. If ``long`` tests are left out, each kernel has one GPU, in turns.
 COMPILED = [
     pytest.param(name, gpu, marks=[] if (i - j) % len(GPUS) == 0 else pytest.mark.long)
     for i, name in enumerate(KERNELS)
@@ -246,7 +246,7 @@ def test_resources(name: str, gpu: int) -> None:
         copied = r"cp\.async\.cg\.shared\.global \[[^\]]+\], \[[^\]]+\], 0x10"
         assert "mma" in ptx
         assert re.search(r"ld\.global\.v4\.b32" if "e4m3 128x512" in name else copied, ptx)
-        # Interleaved rotations read single neighbours.
+        # Only interleaved rotations, which read single neighbours, may have narrow loads.
         assert "interleaved" in name or not re.findall(NARROW, ptx)
     elif name.startswith("distance"):
         # At least one wide load for each of two blocks of K and of V.

@@ -108,7 +108,7 @@ BY_ENGINE = pytest.mark.parametrize(
 
 @BY_ENGINE
 def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
-    """Slots that no row names hold NaN, so that reading one would show."""
+    """Slots that no row names hold NaN, so the output would show that such a slot was read."""
     rig = make(case)
     plan = plan_of(rig, backend)
     assert_plans(plan, rig.plan())
@@ -265,8 +265,8 @@ def test_plan(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_plan_of_evicted_neighbours(backend: str) -> None:
-    """Evicted positions yield no rotation, whatever position slot 0 (SGLang's padding) is cached at, even if it
-    would continue a run of rotations."""
+    """Evicted positions yield no rotation, whatever the cached position of slot 0 (SGLang's padding), even one
+    that would continue a run of rotations."""
     row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
     rig = make(Case())
     where: dict[str, Any] = dict(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that only Triton's kernels need, on a GPU or interpreted together with ``test_attention.py``, which
-has the tests of all backends."""
+"""Tests that only Triton's kernels need. They run on a GPU, or interpreted together with
+``test_attention.py``, which has the tests of all backends."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
     num_slots = rig.keys.shape[0]
     rows = rig.rows.clone()
     requests, lengths = rig.requests.to(dtype, copy=True), rig.lengths.to(dtype, copy=True)
-    # Requests 0 and 4 cannot be read; in request 1 two entries cannot.
+    # Requests 0 and 4 cannot be read, and two positions of request 1 have slots out of range.
     rows[rig.requests[1], :2] = torch.tensor([num_slots, 2**31 - 1], dtype=torch.int32)
     requests[0], lengths[4] = len(rows), -1
     rig.rows[rig.requests[1], :2] = -1

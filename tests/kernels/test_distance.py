@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV distance on every backend, against blocks gathered first and summed in fp64. Interpreted together with
-``test_attention.py``."""
+"""Compares KV distances on every backend with sums in fp64 over gathered blocks. The interpreter runs these
+tests together with ``test_attention.py``."""
 
 import dataclasses
 import itertools
@@ -281,7 +281,7 @@ def test_layers_of_two_layouts_are_refused(host_of_distances: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
 def test_which_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In host memory C++ computes; without the library PyTorch does."""
+    """C++ computes distances in host memory; without the library, PyTorch does."""
     layers = make_layers(Case(heads=1, k_dim=2, v_dim=2, dtype=torch.float8_e4m3fn))
     try:
         native.library()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the native library comes from; without one there is a reason and no crash."""
+"""Where the native library comes from; if there is none, callers get the reason, and no crash."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from sglang_reasoncache import native
 
 ROOT = Path(__file__).parents[2]
-#: Prints twice the library's path or why there is none. Hides the package ziglang.
+#: Prints the library's path, or why there is none, two times. Hides the package ziglang.
 LOAD = """
 import sys
 sys.modules["ziglang"] = None
@@ -74,7 +74,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
 def test_without_a_compiler_what_is_in_our_cache_is_used(
     tmp_path: Path, spoil: Any, message: str
 ) -> None:
-    """Our cache has a file in place of a build of these sources: it is loaded only if the cache is trusted."""
+    """Our cache has a broken file in place of a build: loading it is tried only if the cache is trusted."""
     flags = (*native._FLAGS, *native._OPTIMISED)
     cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
     (cache / key).mkdir(parents=True, mode=0o700)
@@ -86,7 +86,7 @@ def test_without_a_compiler_what_is_in_our_cache_is_used(
 
 
 def test_no_home_leaves_no_folder_behind(compiler: Path) -> None:
-    """Without a home ``~`` is not expanded: no folder of that name may be created."""
+    """If no home is known, ``~`` is not expanded, and no folder of that name may be created."""
     load(HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
     assert not (ROOT / "~").exists()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain Python model of what memory should hold, and checks that compare. Every KV vector has a
+"""A plain Python model of what memory should hold, and checks of memory against it. Every KV vector has a
 number, its *content*. The model knows for which token sequence a content was computed, whether everything that
 this computation read was exact, and where the content must be found."""
 
@@ -52,20 +52,20 @@ class Track:
     opted_out: bool
     #: Token sequence ending at each position of prompt and output.
     paths: list[Path]
-    #: Content of every written row position, and whether all contents are exact and present.
+    #: Content of every written row position; ``exact``: whether all contents are exact and present.
     shows: list[int] = field(default_factory=list)
-    #: Evicted positions -> the contents that they would show.
+    #: Evicted positions -> the contents that they would show if they were held.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: Blocks accepted, also before a retraction; blocks of this row that share; blocks that could share.
+    #: ``candidates``: blocks accepted, also before a retraction; ``blocks`` share; ``ledger`` could share.
     candidates: list[Pair] = field(default_factory=list)
     blocks: list[Pair] = field(default_factory=list)
     ledger: list[Pair] = field(default_factory=list)
-    #: Positions -> labels, equal for positions that have one slot once all blocks share.
+    #: Positions -> labels; positions with equal labels have one slot once all blocks share.
     labels: dict[int, int] = field(default_factory=dict)
     #: Whether the row came back after a retraction and its candidates were not shared again yet.
     returned: bool = False
-    #: Positions of the row before a retraction, to be evicted again.
+    #: Positions that were evicted before a retraction and must be evicted again.
     evicted_again: set[int] = field(default_factory=set)
     #: Where the next redirected block may start.
     frontier: int = 0
@@ -91,7 +91,7 @@ class Memory:
     def __init__(self, world: World, block: int) -> None:
         self.world, self.block = world, block
         self._roots: dict[str | None, Path] = {}
-        #: Content -> its token sequence, None if not all was exact; content 0 is never used.
+        #: Content -> its token sequence, or None if the row was not exact; content 0 is never used.
         self._exact_for: list[Path | None] = [None]
         self.running: list[Track] = []
         #: Token sequence up to the end of a page -> the page's contents, for every page in the
@@ -164,7 +164,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Notes ledger blocks that began to share; reads them from the state: they cannot be predicted."""
+        """Notes ledger blocks that began to share, read from the state because they cannot be predicted."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
@@ -359,6 +359,6 @@ class Memory:
         many = np.flatnonzero(uses > 1)
         recounted = dict(zip(many.tolist(), uses[many].tolist(), strict=True))
         assert world.allocator.references == recounted, "reference counts differ"
-        # Overwrites freed slots, so that reading one shows.
+        # Overwrites free slots, so that a row that reads one is found.
         slots = (free[:, None] * world.page + np.arange(world.page)).ravel()
         world.write(slots, [NOTHING] * len(slots))

@@ -28,7 +28,7 @@ SALTS = (None, "other")
 
 
 class Composing(RuleBasedStateMachine):
-    """Notes for each position of a row the content that it must show, when it is written or adopted."""
+    """When a position of a row is written or adopted, notes the content that the position must show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
-        # A first chunk before a retraction: its scores must not count any more.
+        # Scores of a first chunk, prefilled before a retraction, must not count any more.
         if req.sampling_params.max_new_tokens == 0:
             repairs.prepare(SimpleNamespace(**{**vars(batch), "extend_lens": [1]}), world.ranks)
         for repaired in repairs.of([req.rid], [1]):

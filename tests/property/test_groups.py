@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random siblings, with a real filter process, over SGLang's pools, allocators, tree and release path.
+"""Random siblings (responses to one prompt) run over a real filter process and SGLang's pools and tree.
 
 Every slot holds a content computed from a token and a salt. Each position of each row and of the tree
 must read the content of its own token and salt, whichever requests ended meanwhile."""
@@ -45,7 +45,7 @@ ENDINGS = ("finish", "finish", "together", "abort", "retract", "retract", "retra
 
 
 class RandomMeter(SlowMeter):
-    """Makes random distances, as equal tokens have equal KV here, so that blocks share in any order.
+    """Makes random distances, so that blocks share in any order; real ones would all be 0 here.
     Distances arrive at any poll, when rows may already be gone."""
 
     arrived = property(lambda _: random.random() < 0.8)  # type: ignore[assignment]
@@ -105,13 +105,13 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 0)
     @rule(phrases=st.lists(PICK, min_size=MAX_ROWS, max_size=MAX_ROWS), steps=st.integers(8, 24))
     def decode(self, phrases: list[int], steps: int) -> None:
-        """Decode steps in which each request repeats a phrase of its own."""
+        """Run decode steps in which each request repeats a phrase of its own."""
         self._decode(phrases, steps)
 
     @precondition(lambda self: len(self.running) + len(self.waiting) > 0)
     @rule(phrase=PICK, steps=st.integers(8, 24))
     def go_on(self, phrase: int, steps: int) -> None:
-        """Readmit waiting requests, then decode steps in which all repeat the same phrase."""
+        """Readmit waiting requests, then run decode steps in which all repeat one phrase."""
         for req in self.waiting[: MAX_ROWS - len(self.running)]:
             self.waiting.remove(req)
             self._restart(req)
@@ -178,7 +178,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
     def evict(self, wanted: int) -> None:
-        """Evict from the tree: it frees all that it counts as evictable, whichever requests run."""
+        """Evict from the tree, which must be able to free all slots that it counts as evictable."""
         allocator, tree = self.world.allocator, self.world.tree
         before, evictable = allocator.available_size(), tree.evictable_size()
         tree.evict(EvictParams(num_tokens=wanted))
@@ -234,7 +234,7 @@ class GroupMachine(RuleBasedStateMachine):
         return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
 
     def _check_tree(self, stored: np.ndarray) -> list[int]:
-        """Pages that the tree names, one entry for each time."""
+        """Pages of the tree's nodes; a page that several nodes name has several entries."""
         found: list[int] = []
         if self.world.setup.core != "python":
             slots = self.world.tree.all_values_flatten().numpy()

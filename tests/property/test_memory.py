@@ -171,7 +171,7 @@ class MemoryMachine(RuleBasedStateMachine):
         track.paths.append(track.paths[-1].step(token))
 
     def _after_decode(self) -> None:
-        """Let the controller see the batch, and predict what it does."""
+        """Predict what the controller does with the batch, then let the controller do it."""
         batch = self.decoding
         self.world.engine.slow = self.starved > 0
         self.starved = max(0, self.starved - 1)
@@ -260,7 +260,7 @@ class MemoryMachine(RuleBasedStateMachine):
         start = max(track.frontier, -(-track.req.kv.cache_protected_len // grid) * grid)
         for gap, source in draws:
             if gap >= 60:
-                # Owned by the tree, not written yet, or overlapping: must be refused.
+                # Blocks owned by the tree, not written yet, or overlapping must be refused.
                 owned = max(track.req.kv.cache_protected_len - block, 0)
                 unwritten = ready // grid * grid
                 hostile = ((0, 0), (owned, 0), (unwritten, 0), (start, start + grid))
@@ -270,7 +270,7 @@ class MemoryMachine(RuleBasedStateMachine):
             choices = (start - block) // grid + 1
             if start + block > ready or choices <= 0:
                 return
-            # Low sources are the prompt, which the tree may own; high ones were just redirected.
+            # Low sources are in the prompt, which the tree may own; high ones were just redirected.
             at = (source % 8 if source & 8 else choices - 1 - source % 8) % choices * grid
             # Half of the time the earlier block and all its readers read the newer block's slots.
             waiting.append(Pair(at, start) if source & 16 else Pair(start, at))
@@ -283,7 +283,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert not track.req.kv.holds_kv
 
     def _finish(self, tracks: list[Track]) -> None:
-        """Finish requests in one batch; SGLang groups their frees."""
+        """Finish requests in one batch, whose slots SGLang frees as one group."""
         left = []
         self.world.allocator.free_group_begin()
         for track in tracks:
@@ -415,7 +415,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._after_decode()
 
     def _make_room(self, batch: list[Track]) -> list[Track]:
-        """Retract from the end until the next step fits; abort the last request that does not."""
+        """Retract from the end until the next step fits; abort one that does not fit alone."""
         while batch and not self.world.can_decode([track.req for track in batch]):
             self.memory.reclaimed()
             victim = batch[-1]
@@ -479,7 +479,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
     def evict(self, wanted: int) -> None:
-        """Evict from the tree: it frees the requested number of slots, if it has as many."""
+        """Evict from the tree, which must free the wanted slots or all that are evictable."""
         self._count()
         allocator, tree = self.world.allocator, self.world.tree
         before, evictable = allocator.available_size(), tree.evictable_size()
@@ -596,7 +596,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     record_property("operations", Machine.operations)
     if Machine.operations < 2000:
         return
-    # The run would prove little if hardly anything had been shared, or come late.
+    # The run would prove little if hardly anything had been shared, or no block had come late.
     assert Machine.blocks_late > 0
     at_once = setup.when == "always"
     assert Machine.blocks_shared > Machine.rules_run // (30 if at_once else 90)

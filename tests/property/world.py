@@ -63,7 +63,7 @@ ENDS = ("finish", "abort", "retract")
 @dataclass(frozen=True)
 class Setup:
     """One way to configure the memory core. Page, block and pool are in tokens. ``need_sort``: freed
-    pages wait unsorted until an allocation runs short. ``prompts``: prompts may be evicted from.
+    pages wait unsorted until an allocation runs short. ``prompts``: policies may evict in prompts.
     ``core``: SGLang's ``tree_core_backend``, "python" or "rust"."""
 
     page: int
@@ -169,8 +169,8 @@ class Eviction(NamedTuple):
 
 @dataclass(frozen=True)
 class ScriptedEvictor(Evictor):
-    """A policy that evicts what the test put into ``waiting`` under a request's name, as far as it may be
-    evicted, when polled about that request. ``about[0]``: the name of the polled request."""
+    """A policy that, when polled about a request, evicts the positions that the test put into ``waiting``
+    under the request's name, if they may go. ``about[0]``: the name of the polled request."""
 
     budget: int | None = 1
     slack: int = 0
@@ -309,13 +309,13 @@ class World:
         return req
 
     def write(self, slots: np.ndarray, contents: Sequence[int]) -> None:
-        """Store every number in all layers, K and V differing, as a forward would."""
+        """Store each slot's content in K and V of all layers, each time as another value."""
         values = np.asarray(contents, dtype=np.float32)[:, None, None]
         for buffer, sign, layer in self._sides:
             buffer[slots] = sign * (values * LAYERS + layer)
 
     def contents(self) -> np.ndarray:
-        """Number stored in every slot; fails where layers, sides or dims disagree."""
+        """The content of every slot; fails if layers, K and V, or dims disagree about it."""
         contents = self._sides[0][0][:, :1, :1] / LAYERS
         for buffer, sign, layer in self._sides:
             assert (buffer == sign * (contents * LAYERS + layer)).all(), "sides of a slot disagree"
@@ -439,7 +439,7 @@ class World:
         req.output_ids.append(token)
 
     def propose(self, req: Req, *pairs: Pair) -> None:
-        """The next token completes a step, and the engine compares it."""
+        """Generate a token that completes a step, so that the engine proposes ``pairs``."""
         state: Any = state_of(req)
         self.engine.waiting[state.followed.id] += pairs
         self.step(req)

@@ -11,8 +11,8 @@ from eval.serving import ServerError, ServerProcess
 from tests.server import tiny_models
 from tests.server.specs import ServerSpec
 
-#: SGLang's own checks: account for every slot after each batch and when idle
-#: (1: silent until one is missing), and look for pages both owned and free.
+#: SGLang's own checks: every slot is accounted for after each batch and when idle (with value 1,
+#: nothing is logged until a slot is missing), and no page is both owned and free.
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -23,8 +23,8 @@ _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak De
 
 
 class ServerPool:
-    """Starts servers when first asked for and keeps the most recent ones alive. A start costs
-    ten seconds of processor time, an idle server up to 3 GB."""
+    """Starts each server when a test first asks for it; keeps the most recently used ones alive.
+    A start takes ten seconds of processor time; an idle server takes up to 3 GB of memory."""
 
     def __init__(self, model_path: Path, log_dir: Path, capacity: int) -> None:
         if capacity < 1:
@@ -76,8 +76,8 @@ class ServerPool:
 
 
 def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
-    """Wait until nothing runs, waits or holds slots, by SGLang's live counters. A slot is held unless it is
-    free or evictable, so leaks and locks that were never released fail here."""
+    """Wait until, by SGLang's live counters, no request runs or waits and no slot is held. A slot is held
+    unless it is free or evictable, so leaks and locks that were never released fail here."""
     deadline = time.monotonic() + timeout_s
     while True:
         server.check_alive()
@@ -111,8 +111,8 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
 
 
 def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
-    """Generate greedily through SGLang's own API; ``options`` join the request body, sampling
-    parameters other than the length under ``sampling_params``."""
+    """Generate greedily through SGLang's own API; ``options`` are added to the request body;
+    ``sampling_params`` among them are added to temperature and length."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
     sampling |= options.pop("sampling_params", {})
     response = server.post("/generate", json={"text": text, "sampling_params": sampling, **options})

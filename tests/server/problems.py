@@ -31,7 +31,7 @@ def problems(count: int, seed: int = 5) -> list[Problem]:
 
 
 def prompts(count: int, seed: int, each: int = 1) -> list[str]:
-    """``count`` prompts for SGLang's own API, each of ``each`` problems."""
+    """``count`` prompts for SGLang's own API; every prompt holds ``each`` problems."""
     todo = [problem.prompt for problem in problems(count * each, seed)]
     return [f"<|user|> {' '.join(todo[at::count])} <|assistant|>" for at in range(count)]
 
@@ -55,8 +55,8 @@ def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
 def respond(
     server: ServerProcess, todo: Sequence[str], most: int = 700, **options: Any
 ) -> list[dict[str, Any]]:
-    """Sends all prompts at once; returns text, tokens, log-probabilities and our endpoint's entry of each.
-    ``inputs``: log-probabilities of the prompt from its second token on, if ``options`` ask for them."""
+    """Sends all prompts at once; returns for each its text, tokens, log-probabilities and our endpoint's entry.
+    ``inputs`` holds log-probabilities of the prompt from its second token on, if ``options`` ask for them."""
     with ThreadPoolExecutor(len(todo)) as pool:
         one = functools.partial(generate, server, max_new_tokens=most, return_logprob=True)
         bodies = [*pool.map(lambda text: one(text, **options), todo)]
@@ -142,8 +142,8 @@ def answers(server: ServerProcess, **extra: Any) -> Answers:
 
 
 def assert_equal_but_for_rounding(one: Answers, other: Answers) -> None:
-    """Tokens are equal. Log-probabilities may differ by up to 0.06, as one side may use rotated copies of
-    keys in bf16, the other queries rotated in fp32. test_equivalence.py compares in fp32."""
+    """Tokens are equal. Log-probabilities may differ by up to 0.1, because one server may read rotated keys
+    stored in bf16 while the other rotates queries in fp32. test_equivalence.py compares in fp32."""
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
         assert tokens == other_tokens
         assert logprobs == pytest.approx(other_logprobs, abs=0.1)

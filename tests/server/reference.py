@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected responses: of a server that evicts, from a Hugging Face model whose attention is masked (the fixture
-``reference`` is its tokenizer and the model); of one that shares, from the fidelity harness, which edits the
-cache of such a model where the server shared."""
+"""Expected responses. Those of a server that evicts come from a Hugging Face model whose attention is masked
+(the fixture ``reference`` is the tokenizer and the model). Those of a server that shares come from the fidelity
+harness, which edits the cache of such a model where the server shared."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -33,8 +33,8 @@ def differences(
 
     Args:
         found: As :func:`respond` returns it.
-        after: How many queries still see a position evicted after the prompt: with the overlap schedule the
-            forward in flight has read it (between chunks there is none). If None, nothing is masked.
+        after: How many queries still see a position that is evicted after the prompt. With the overlap
+            schedule it is 1, that of the forward in flight; else 0. If None, nothing is masked.
     """
     tokenizer, model = reference
     ids = tokenizer(prompt)["input_ids"]
@@ -55,13 +55,13 @@ def assert_masked(
     reference: Any, todo: Sequence[str], found: Sequence[dict[str, Any]], least: int, ratio: float,
     rounding: tuple[float, float] = (0.02, 0.6), after: int = 1,
 ) -> float:  # fmt: skip
-    """Log-probabilities are those of a model that does not see evicted positions; returns the sum of the
-    differences from the model.
+    """Checks that log-probabilities are those of a model that does not see evicted positions; returns the
+    sum of the differences from this model.
 
     Args:
         least: More tokens than this must be compared.
-        ratio: By what factor they must be closer to this model than to one that sees everything.
-        rounding: Bounds of mean and maximum difference of a response: server in bf16, model in fp32.
+        ratio: By what factor the sum must be smaller than that for a model that sees everything.
+        rounding: Bounds of a response's mean and maximum difference, as the server is in bf16.
         after: See :func:`differences`.
     """
     compared, sums = 0, dict.fromkeys((after, None), 0.0)
@@ -119,8 +119,8 @@ _BLOCK = ReasonCacheConfig().block
 
 
 class Replayed:
-    """A server's response, the ``number``-th of its siblings, read through two rows of a cache: a dense row,
-    and a row edited by the harness with the blocks that the response shared."""
+    """Reads a server's response, the ``number``-th of its siblings, through two rows of a cache: a dense row,
+    and a row in which the harness redirects the blocks that the response shared."""
 
     def __init__(
         self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0

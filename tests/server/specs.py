@@ -34,8 +34,8 @@ class ServerSpec:
     model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """A spec with more flags (words, or several with blanks between) and variables, called
-        ``<this>-<name>``."""
+        """This spec, renamed to ``<this>-<name>``, with more flags and environment variables. A
+        string may hold several flags, separated by blanks."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
         of_both = replace(self, name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
@@ -54,7 +54,7 @@ STOCK = ServerSpec("stock")
 SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
 #: KV slots that hold about five responses of the embedded model, so that
-#: requests queue, get retracted and the prefix cache is evicted.
+#: requests queue and are retracted, and the prefix cache is evicted.
 TIGHT = "--max-total-tokens 2400"
 #: The defaults, but with a ``min_age`` for short responses; EAGER does not wait for a shortage.
 SOON = tuple(arguments_of({"min_age": 32}))
@@ -77,8 +77,8 @@ FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank need
 
 
 def retracting(interval: int) -> dict[str, str]:
-    """Every ``interval`` forwards SGLang retracts requests; it recomputes them in pieces, between decode
-    steps of others."""
+    """SGLang retracts requests after every ``interval`` forwards, and recomputes them in pieces, between
+    decode steps of other requests."""
     return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
@@ -137,7 +137,7 @@ SHARING_AND_EVICTING = SHARED.having(
 )
 #: Evicts by attention weights, in a pool with room, so that a reference can repeat its decisions.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-#: Keeps prompts within a hard budget, chunk by chunk; no prefix cache, with the overlap schedule.
+#: Keeps prompts within a hard budget, chunk by chunk; overlap schedule on, prefix cache off.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
@@ -149,8 +149,8 @@ COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
-#: Cannot correct keys: prefill and decode have different backends, so each runs in one phase only.
-#: SGLang's own attention decodes.
+#: Cannot correct keys, which needs one attention backend for prefill and decode: here SGLang's own
+#: attention decodes.
 UNCORRECTED = (
     SHARED.having(
         "uncorrected",
@@ -161,7 +161,7 @@ UNCORRECTED = (
     .for_long_runs()
 )
 
-#: Models of ``tiny_models.py`` with latent attention, and with sliding windows -> SGLang's module.
+#: Models of ``tiny_models.py`` -> SGLang's module, for latent attention and for sliding windows.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 #: The window layers of this model have a pool of their own.
@@ -193,7 +193,7 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
-    # PyTorch's compiler would ask a forked process for its GPU.
+    # Without this, PyTorch's compiler would look for a GPU in a forked process.
     env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1", **_beside(model)}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
@@ -210,7 +210,7 @@ def at_once(model: str) -> ServerSpec:
 def short(model: str) -> ServerSpec:
     """A server with memory for three responses, under forced retractions."""
     pool = (
-        # Beside a window pool SGLang fills the other pool less.
+        # If there is a window pool, SGLang fills the other pool less.
         f"--max-total-tokens {1000 if model in WINDOW_POOL else 1200} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
@@ -251,7 +251,7 @@ HOST_TIER = SHARED.having(
         "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
     },
 )
-#: Prefixes go to the host only when they are evicted; or from the host on to files.
+#: WRITE_BACK moves prefixes to the host only when they are evicted; ON_DISK also writes files.
 WRITE_BACK = HOST_TIER.having(
     "write-back", CROWDED, "--hicache-write-policy write_back"
 ).for_long_runs()

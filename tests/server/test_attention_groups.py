@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP attention: each group of ranks has its own requests and shares among them; all groups run each forward
-together, because of the experts."""
+"""DP attention: each group of ranks has its own requests and shares slots among them; all groups run each
+forward together, as the experts are computed for all of them."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,8 +48,8 @@ def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[s
 @specs.FEW_CORES
 @pytest.mark.parametrize("spec", [specs.GROUPS, specs.GROUPS_OF_TWO])
 def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Four requests of each group share, beside one that opted out; then one group runs while the other is
-    idle."""
+    """In each group four requests share while one has opted out; then one group runs while the other group
+    is idle."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
     jobs = [(i % 2, text, i < 8) for i, text in enumerate(_prompts(10))]
@@ -84,7 +84,7 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
 @specs.FEW_CORES
 @pytest.mark.parametrize("spec", [specs.GROUPS_SHORT])
 def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Each group has memory for two responses, and six requests, one of which opted out. Requests are
+    """Each group has memory for two responses but gets six requests, one of which opted out. Requests are
     retracted, and their blocks share again."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()

@@ -65,7 +65,7 @@ def _logprobs(found: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
 
 
 def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
-    """A cache with the system prompt, and each document computed right behind it and rotated to its place."""
+    """A cache with the system prompt and all documents, each computed behind that prompt and then rotated."""
     whole = reader.cache(1, 2048)
     reader.forward(whole, SYSTEM)
     for document in documents:
@@ -204,7 +204,7 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
     sampling = {"max_new_tokens": 1, "custom_params": custom}
     told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
     assert told.status_code == 400 and "query:SHARE" in told.text
-    # A request that SGLang itself refuses prefills no documents.
+    # If SGLang itself refuses a request, no documents are prefilled for it.
     new = [texts[0][:15:-1], texts[1][:15:-1]]
     for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}, {"json_schema": "{"}):
         prompt = [*SYSTEM, *new[0], *new[1], *QUESTION]
@@ -250,8 +250,8 @@ def test_a_client_marks_messages(server: ServerProcess, texts: list[list[int]]) 
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_documents_in_a_server_that_is_short(server: ServerProcess, texts: list[list[int]]) -> None:
-    """Many requests at once, some with two samples, in a pool for a few: all are answered except those whose
-    client leaves, and no slot is lost."""
+    """Many requests arrive at once, some with two samples, and the pool has room for a few. All are answered
+    except those whose client leaves, and no slot is lost."""
     orders = list(itertools.permutations(range(6), 4))[::9]
 
     def ask(number: int) -> int:

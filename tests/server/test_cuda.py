@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers on a GPU: eight, shared by tests; with FlashInfer and with Triton, with and without graphs."""
+"""Tests share eight servers on a GPU, with FlashInfer and with Triton, with and without graphs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.hip is not None, reason="needs an NVIDIA GPU, this is ROCm"),
 ]
 
-#: Small, so that several servers fit side by side; few graphs, as capturing takes time.
+#: Pools are small, so that several servers fit on a GPU; graphs are few, as capturing takes time.
 _SIZES = "--max-running-requests 16 --max-total-tokens 16384 --mem-fraction-static 0.3"
 _DECODE = "--cuda-graph-bs-decode 1 4 8"
 GRAPHS, NO_GRAPHS = f"{_DECODE} --disable-prefill-cuda-graph", "--disable-cuda-graph"
@@ -42,7 +42,7 @@ ON_CUDA = ServerSpec(
 #: Without flags for attention or positions; with prefill graphs of two sizes.
 ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
-#: Without the overlap schedule, where copies would race with the forward in flight.
+#: These have no overlap schedule: with it, copies would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
 COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **specs.COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of stock SGLang on the CPU platform, with which other tests compare, and responses with
-sharing, compared with the same computation done without sharing memory, also of a language model, which
+"""Compares responses of stock SGLang on the CPU platform with those of our servers, and responses with
+sharing with the same computation done without sharing memory. One test runs a language model, which
 ``make real-model`` makes."""
 
 import functools
@@ -57,7 +57,7 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
 
 @pytest.mark.parametrize("spec", [specs.EXACT])
 def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Equal bit for bit although much could be shared: a request alone never fills half of the pool."""
+    """Answers equal stock's bit for bit and nothing shares: one request never fills half of the pool."""
     assert _run(servers, spec) == _run(servers, specs.STOCK)
     assert servers.get(specs.STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
     totals = report(servers.get(spec))["totals"]
@@ -67,7 +67,7 @@ def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.Se
 
 @pytest.mark.parametrize("spec", [specs.UNCORRECTED])
 def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """One server decodes by ``torch_native``; stock, without our flag, by ``reasoncache_cpu``."""
+    """The server ``spec`` decodes by ``torch_native``; stock decodes by ``reasoncache_cpu``."""
     _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
 
 
@@ -110,7 +110,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.mark.long
 @pytest.mark.skipif(not MODEL.is_dir(), reason=f"no {MODEL}: make real-model makes it")
 def test_a_language_model_computes_what_the_harness_computes(real: ServerProcess) -> None:
-    """Within a response, and across samples of one prompt."""
+    """Blocks share within a response, and across samples of one prompt."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     todo: list[Any] = [
         tokenizer.apply_chat_template(

@@ -74,7 +74,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     follow_up = f"{first} {entry['text']} {first}"
     cached = [generate(server, follow_up, 48)["meta_info"]["cached_tokens"] for _ in range(2)]
     assert cached[0] == lowest // page * page
-    # The second time all of the prompt is cached: it was computed without evictions.
+    # The first follow-up evicted nothing from its prompt, so the second finds it in the cache.
     assert cached[1] > entry["prompt_tokens"] + entry["output_tokens"] - page
 
 
@@ -82,7 +82,7 @@ BUDGET, CHUNK = 96, 64
 
 
 def check_budget(response: dict[str, Any]) -> None:
-    """Checks by the reported evictions that a prompt never holds more than budget and chunk."""
+    """Checks that a prompt, by reported evictions, never holds more than budget plus chunk."""
     held_then, gone, chunks = 0, 0, set()
     for written, _, length in response["evictions"]:
         if written not in chunks:

@@ -19,7 +19,7 @@ from tests.server.problems import OPT_OUT, TO_THE_END, report, told
 #: Tokens of a block.
 _LENGTH = 8
 _WORDS = list("abcdefghijklmnopqrst")
-#: Bound for log-probabilities in fp32 whose sums were made in different orders.
+#: Bound for differences of log-probabilities in fp32 if sums are made in different orders.
 ROUNDING = 2e-3
 #: Whether a layer has a sliding window -> its rotation; if None, keys are read as cached.
 Rotations = dict[bool, KeyRotation] | None
@@ -30,7 +30,7 @@ def _prompts(count: int, first: int = 0) -> list[str]:
 
 
 def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
-    """For each response what ``told`` returns, with log-probabilities as a tensor and default fields."""
+    """What ``told`` returns, with default fields added and log-probabilities converted to tensors."""
     return [
         {"blocks": [], "retractions": 0, **found, "prompt": found["prompt_tokens"]}
         | {"logprobs": torch.tensor(found["logprobs"])}
@@ -106,7 +106,7 @@ class Loop:
         """Mean distance of a server's log-probabilities from this loop's.
 
         Args:
-            blocks: For each block, the first query that reads its source, and first positions of both.
+            blocks: The first query that reads a block's source, and the first positions of block and source.
             rotation: Rotates what is read from another position.
         """
         tokens = prompt + found["tokens"]
@@ -157,7 +157,7 @@ SHORT = [specs.short(name) for name in TRIED if name != "gemma3_text"]
 SHORT += [specs.short("gemma3_text").for_long_runs()]
 AT_ONCE += [specs.at_once(name).for_long_runs() for name in OTHERS + WITH_STATES]
 SHORT += [specs.short(name).for_long_runs() for name in WITH_STATES]
-#: At once, and short of slots.
+#: A server with room for all requests, and a server short of slots.
 ON_TWO_RANKS = [
     pytest.param(specs.on_two_ranks(make("deepseek_v3")), marks=specs.FEW_CORES)
     for make in (specs.at_once, specs.short)

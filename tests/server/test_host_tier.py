@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's hierarchical cache beside sharing: prefixes go to the host and come back to other slots."""
+"""Sharing with SGLang's hierarchical cache: prefixes go to the host and come back to other slots."""
 
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
 def test_a_prefix_that_was_on_the_host_is_read_as_before(
     servers: ServerPool, spec: specs.ServerSpec, tmp_path: Path
 ) -> None:
-    """Loading a prefix must record the cached positions of its new slots: a response that shares reads keys
-    by them."""
+    """When a prefix is loaded, the cached positions of its new slots must be recorded: a response that shares
+    rotates keys by these positions."""
     on_disk = spec is specs.ON_DISK
     server = servers.get(spec.having("", f"--file-storage-path {tmp_path}") if on_disk else spec)
     log = server.log_size()

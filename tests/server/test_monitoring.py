@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``deploy/``: the board, the alert rules and the configuration, with a real Prometheus. And the page at
-``GET /reasoncache/ui`` in a browser, behind a proxy with a path prefix.
+"""Tests the board, the alert rules and the configuration in ``deploy/`` with a real Prometheus, and the page
+at ``GET /reasoncache/ui`` in a browser, behind a proxy with a path prefix.
 
-``REASONCACHE_SCREENSHOT=docs/page.png`` keeps the page's picture, after three minutes of load."""
+``REASONCACHE_SCREENSHOT=docs/page.png`` saves a picture of the page, taken during three minutes of load."""
 
 import contextlib
 import json
@@ -161,8 +161,8 @@ IN_TEXT = "" if PICTURE else HOSTILE
 
 @contextlib.contextmanager
 def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
-    """Forwards paths that begin with PREFIX, demands KEY for single requests, and puts IN_TEXT before the text
-    of each response, as the embedded model has no tokens for IN_TEXT."""
+    """Forwards paths that begin with PREFIX, demands KEY for reports on requests, and puts IN_TEXT before
+    the text of each response, because the embedded model has no tokens for IN_TEXT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -243,7 +243,7 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
         page.click("#ask button")
         expect(page.locator("#ask")).to_be_hidden()
         done = pool.submit(load)
-        # The page opens a finished response that shares by itself.
+        # By itself, the page opens a finished response that shares.
         expect(text.locator(".shared")).not_to_have_count(0, timeout=60_000)
         expect(text).to_contain_text(IN_TEXT)
         text.locator(".shared").first.hover()
@@ -279,7 +279,7 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_a_refresh_takes_the_scheduler_less_than_sglangs_own_report(server: ServerProcess) -> None:
-    """Measures the requests that the page makes for one refresh, and SGLang's ``/server_info``."""
+    """Compares the scheduler's CPU time for a refresh of the page and for ``/server_info``."""
     solve(server, problems(6, seed=71))
     wait_until_idle(server)
     one, count, spent = Server(server), 100, list[float]()

@@ -3,7 +3,7 @@
 
 The ``server`` fixture checks after each test that every slot is back, that a flush resets our totals and
 that the log has no traceback. SGLang's strict memory checks run after every batch. The first test here
-is light, so that its flush precedes the load of the others."""
+is light, so that its server is flushed before the other tests put it under load."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 def test_shares_and_keeps_answers(
     server: ServerProcess, count: int, blocks: int, saved: float, right: float
 ) -> None:
-    """Answers stay right; after a retraction accepted blocks are applied to the recomputed row."""
+    """Answers stay right; accepted blocks share again when a retracted row is recomputed."""
     todo = problems(count)
     answers = solve(server, todo)
     seen = report(server)

@@ -14,7 +14,7 @@ _COMMON: Fields = dict(vocab_size=192, hidden_size=64, intermediate_size=128, nu
 _COMMON |= dict(num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False)
 _COMMON |= dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
 _HYBRID: Fields = dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2)
-#: 3 values a key: with 1, 2 or 4 SGLang would split projections in Triton, which needs a GPU.
+#: 3 value heads a key head: with 1, 2 or 4 SGLang would split projections in Triton, on a GPU.
 _GATED_DELTA: Fields = dict(head_dim=32, full_attention_interval=2, linear_num_value_heads=3)
 _GATED_DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=1)
 _EXPERTS: Fields = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
@@ -26,7 +26,7 @@ _MAMBA_2: Fields = dict(
 )
 _LATENT: Fields = dict(num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=32)
 _LATENT |= dict(qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16)
-#: YaRN, because on a CPU SGLang has no other rotary embedding here. V2 has no ``q_lora_rank``.
+#: YaRN: SGLang has no other rotary embedding for these models on a CPU. V2 has no ``q_lora_rank``.
 _YARN: Fields = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, mscale=1.0, mscale_all_dim=0.5)
 _YARN |= dict(original_max_position_embeddings=2048, beta_fast=32, beta_slow=1)
 _DEEPSEEK: Fields = dict(
@@ -37,8 +37,8 @@ _DEEPSEEK |= dict(moe_intermediate_size=16, routed_scaling_factor=1.0, topk_grou
 #: Every second layer sees all positions, the others ``sliding_window``. OLMo 3 has its checkpoints' fields.
 _WINDOW: Fields = dict(num_hidden_layers=4, head_dim=16, sliding_window=48)
 _WINDOW |= dict(layer_types=["sliding_attention", _FULL] * 2)
-#: Weights of what a layer adds to its input, and factors that shrink them so that responses repeat
-#: themselves; in models of ``_LESS`` those of experts are shrunk too.
+#: Names of weights that make what a layer adds to its input, and factors that shrink them so
+#: that responses repeat themselves; in models of ``_LESS`` the experts' weights are shrunk too.
 _OUTPUTS = tuple(
     f"{name}.weight" for name in ("o_proj", "out_proj", "down_proj", "w2", "output_linear")
 )
@@ -149,7 +149,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= less
-            # The outputs' norm would undo that, so it is set too; Gemma's norms add 1 to weights.
+            # The outputs' norm would undo the factor, so it is set; Gemma's norms add 1 to weights.
             if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else less)
     path = folder / name

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: instead of redirecting a row, copies K and V of the slots that the row would
-read into the row's own slots, keys rotated to where they are used. Answers must be those of sharing."""
+"""An SGLang plugin for a test: it copies K and V from the slots that a redirected row would read into the
+row's own slots, and rotates keys to their new positions. Answers must equal those with redirected rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang plugin for a test: after a request with the id :data:`ARMS` and some batches of block pairs,
-the last tensor-parallel rank runs out of memory under load. After that it runs out of memory once in each call
-that SGLang cannot go on without."""
+the last tensor-parallel rank runs out of memory under load. After that, each call that SGLang cannot go on
+without fails once in the same way on that rank."""
 
 from collections.abc import Sequence
 from typing import Any

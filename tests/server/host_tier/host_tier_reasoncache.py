@@ -13,7 +13,7 @@ def register() -> None:
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Hooked here, as attention is made before the prefix tree, which makes the host pool.
+    # The hook is here because attention is made before the prefix tree, which makes the host pool.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
 
@@ -34,6 +34,6 @@ def copy(
     src_layers: Sequence[torch.Tensor], dst_layers: Sequence[torch.Tensor],
     src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int,
 ) -> None:  # fmt: skip
-    """In place of ``transfer_kv_direct``: copies slots of all layers."""
+    """Replaces ``transfer_kv_direct``: it copies slots of all layers."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang plugin for a test: the state layers of hybrid models in PyTorch. SGLang computes them in Triton,
-which needs a GPU. SGLang still manages slots of states, copies and clears them."""
+which needs a GPU. SGLang still manages, copies and clears the slots of states."""
 
 import importlib
 import itertools
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Qwen3-Next makes its norms on the current device of this module. Unpatched, that is a GPU,
-    # which this machine need not have.
+    # Qwen3-Next makes its norms on the current device of the module that this function returns:
+    # by default that is a GPU, which this machine need not have.
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     # The model is loaded by then, and no forward has run.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
@@ -53,8 +53,8 @@ def convolve(
     has_initial_state: torch.Tensor | None, conv_states: torch.Tensor,
     activation: str | None = "silu", **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``causal_conv1d_fn``: ``x`` ``[dim, tokens]`` of several requests, their states ``[slots, dim,
-    width - 1]``."""
+    """Replaces ``causal_conv1d_fn``: ``x`` is ``[dim, tokens]`` of several requests, ``conv_states`` is
+    ``[slots, dim, width - 1]``."""
     before, out = weight.shape[1] - 1, torch.empty_like(x)
     ends = query_start_loc.tolist()
     for i, slot in enumerate(cache_indices.tolist()[: len(ends) - 1]):
@@ -73,7 +73,7 @@ def convolve_one(
     bias: torch.Tensor | None = None, activation: str | None = None, *,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """``causal_conv1d_update``: ``x`` ``[requests, dim]``, one token each."""
+    """Replaces ``causal_conv1d_update``: ``x`` ``[requests, dim]`` has a token of each request."""
     slots = conv_state_indices.long()
     piece = torch.cat((conv_state[slots].to(x.dtype), x[:, :, None]), dim=2)
     conv_state[slots] = piece[:, :, 1:].to(conv_state.dtype)
@@ -102,8 +102,8 @@ def scan(
     D: torch.Tensor, dt_bias: torch.Tensor, cu_seqlens: torch.Tensor,
     initial_states: torch.Tensor | None, out: torch.Tensor, state_dtype: torch.dtype, **_: Any,
 ) -> tuple[None, torch.Tensor, None]:  # fmt: skip
-    """``mamba_chunk_scan_combined``: ``x`` ``[1, tokens, heads, dim]`` of several requests; returns their
-    last states, too."""
+    """Replaces ``mamba_chunk_scan_combined``: ``x`` is ``[1, tokens, heads, dim]`` of several requests.
+    Fills ``out`` and returns the requests' last states."""
     ends = cu_seqlens.tolist()
     size = len(ends) - 1, *x.shape[2:], b.shape[-1]
     states = torch.zeros(size, dtype=state_dtype)
