@@ -27,7 +27,7 @@ class EditableCache(Cache):
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self.rows, self.length = 1, 0  # rows in use, positions written
         self.at: torch.Tensor | None = None  # where new entries go; None means behind the others
-        self.rounded: dict[int, torch.dtype] = {}  # row -> dtype in which its pool keeps KV
+        self.rounded: dict[int, torch.dtype] = {}  # row -> fp8 dtype to which its new KV is rounded
 
     def update(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares full prefill with repairs of prompts that are composed of prefilled documents."""
+"""Prompts made of prefilled documents: compares each way to repair their KV with full prefill."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Memory:
             self.publishable.setdefault(path, []).append(page)
 
     def repointed(self, track: Track) -> None:
-        """Notes that the tree took over the row's start: the row now shows pages that the tree already had."""
+        """Notes that the row now shows the tree's pages wherever the tree already had them."""
         pages = self._pages(track, track.req.kv.cache_protected_len)
         shown = [content for path, own in pages for content in self.tree.get(path, own)]
         track.shows[: len(shown)] = shown
