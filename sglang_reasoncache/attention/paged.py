@@ -170,11 +170,12 @@ class PagedAttention:
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
-        if reach and self._of_window:
+        own_pool = bool(reach and self._of_window)
+        if own_pool:
             merge, cached_at = False, None
         read = self._rows.req_to_token, *where, cached_at
         plan = plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
-        return self._in_window_pool(plan) if reach and self._of_window else plan
+        return self._in_window_pool(plan) if own_pool else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
         """``plan`` with peers in place of slots. The peer of a slot behind the window is the padding slot."""

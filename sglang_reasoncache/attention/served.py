@@ -34,8 +34,6 @@ REFUSED = {
     "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
 }
-#: SGLang's pool -> a key of ``REFUSED``.
-_POOLS = {"DSATokenToKVPool": "sparse"}
 
 
 class Family(NamedTuple):
@@ -121,11 +119,10 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
         pool = pool.full_kv_pool
     if type(pool) is compat.HybridLinearKVPool:
         pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
-    kind = _POOLS.get(type(pool).__name__)
     if type(pool) is compat.MLATokenToKVPool and pool.qk_rope_head_dim:
         return
-    if kind is not None:
-        raise ValueError(f"{requested_by} does not support {kind} attention: {REFUSED[kind]}")
+    if type(pool).__name__ == "DSATokenToKVPool":
+        raise _sparse(requested_by)
     layout = getattr(pool, "kv_cache_layout", "own layout")
     is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
     if not is_plain or layout != "nhd":
@@ -138,7 +135,11 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 def check_kind(context: TreeCacheBuildContext) -> None:
     """Raises ValueError for a model whose attention layers do not keep keys and values of all positions."""
     if context.is_dsa:
-        raise ValueError(f"{_FLAG} does not support sparse attention: {REFUSED['sparse']}")
+        raise _sparse(_FLAG)
+
+
+def _sparse(requested_by: str) -> ValueError:
+    return ValueError(f"{requested_by} does not support sparse attention: {REFUSED['sparse']}")
 
 
 def window_age(context: TreeCacheBuildContext) -> int:

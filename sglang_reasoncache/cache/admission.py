@@ -90,14 +90,18 @@ class SharingBudget(compat.PrefillBudget):
         wanted: int | None = super().available_chunk_tokens(chunk_limit)
         if wanted is None or self.remaining_total <= 0 or self._reclaim(wanted):
             return wanted
-        if self._there() > 0:
-            return min(wanted, self._there())
-        # If no slot is left, SGLang's two budgets return these values too.
-        return None if isinstance(self, compat.SWAPrefillBudget) else chunk_limit
+        return min(wanted, self._there()) if self._there() > 0 else self._without_slots(chunk_limit)
+
+    def _without_slots(self, chunk_limit: int) -> int | None:
+        """The answer of SGLang's budget when no slot is left."""
+        return chunk_limit
 
 
 class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
     """A :class:`SharingBudget` for a full pool, in which rows share, and a window pool."""
+
+    def _without_slots(self, chunk_limit: int) -> None:
+        return None
 
 
 class SharingForecast:

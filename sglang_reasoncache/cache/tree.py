@@ -62,10 +62,10 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         with self._contained():
             once_more = self.token_to_kv_pool_allocator.once_more
             end = once_more(self._publishable, req, up_to, running)
-        passed = compat.freed_of_window(req.kv, self.page_size)[1]
-        if self.is_swa_enabled and end < up_to and end <= passed:
-            # Nothing is published: SGLang matches a prefix only if the window before its end is cached.
-            end = 0
+        if self.is_swa_enabled and end < up_to:
+            if end <= compat.freed_of_window(req.kv, self.page_size)[1]:
+                # Nothing is published: SGLang matches a prefix only if the window before its end is cached.
+                end = 0
         elif self.is_mamba_enabled and end < up_to:
             # State layers have the state after all ``up_to`` positions, which does not fit a shorter prefix.
             if running:

@@ -85,9 +85,13 @@ def attention_backend(
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
         return backend, AttentionParts(uncorrected=uncorrected)
-    one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
-    queries = _queries(paged, config) if one else None
-    return backend, AttentionParts(paged.rotations, queries, one, uncorrected)
+    runner, rotations = model_runner, paged.rotations
+    if runner.prefill_attention_backend_str != runner.decode_attention_backend_str:
+        return backend, AttentionParts(rotations, uncorrected=uncorrected)
+    queries = _queries(paged, config)
+    return backend, AttentionParts(
+        rotations, queries, serves_policies=True, uncorrected=uncorrected
+    )
 
 
 def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries | None:
