@@ -129,10 +129,10 @@ def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: 
                 told = httpx.get(f"http://{address}/api/v1/{path}", params=params, trust_env=False)
                 return told.raise_for_status().json()["data"]
 
-            # Prometheus starts to scrape only after five seconds.
+            # Prometheus answers with 503 until it is ready, and starts to scrape after five seconds.
             deadline = time.monotonic() + 60
             while True:
-                with contextlib.suppress(httpx.TransportError):
+                with contextlib.suppress(httpx.HTTPError):
                     if ask("query", query="up == 1")["result"]:
                         break
                 assert time.monotonic() < deadline, (tmp_path / "log").read_text()
