@@ -113,8 +113,8 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> st
     words = [tokenizer.decode([token_id]).strip() or "\n" for token_id in ids]
     marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("", "")
     text = " ".join(word.join(marks if i in shared else ("", "")) for i, word in enumerate(words))
-    head = f"\nRequest {entry['rid']}: {positions} positions share earlier slots ({share})."
-    return f"{head} On a terminal green text owns no memory.\n\n{text}"
+    head = f"\nRequest {entry['rid']}: {positions} positions own no slots ({share})."
+    return f"{head} On a terminal their text is green.\n\n{text}"
 
 
 def work(options: Options) -> None:

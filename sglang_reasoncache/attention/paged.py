@@ -126,9 +126,18 @@ class PagedAttention:
         """Reach of a layer (0: whole rows) -> capacity for its plans in a decode graph."""
         widths = {0: self.width, **self._reaches}
         return {
-            reach: self.buffers(batch, batch * min(width, self.width), merge=self.merges)
+            reach: self.buffers(
+                batch,
+                batch * min(width, self.width),
+                merge=self.merges and not self._in_own_pool(reach),
+            )
             for reach, width in widths.items()
         }
+
+    def _in_own_pool(self, reach: int) -> bool:
+        """Whether layers that see ``reach`` positions (0: all) have a window pool. Their keys are read as
+        cached, because slots in a window pool are never shared."""
+        return bool(reach and self._of_window)
 
     def plan_into(
         self, buffers: PlanBuffers, requests: Tensor, lengths: Tensor, reach: int = 0
@@ -137,9 +146,18 @@ class PagedAttention:
         in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
-        read = self._rows.req_to_token, requests, lengths, self._cached_at
-        seen = self._reaches.get(reach, 0)
-        return self.readable(plan_into(buffers, *read, num_slots=self._num_slots, reach=seen))
+        own_pool, seen = self._in_own_pool(reach), self._reaches.get(reach, 0)
+        read = self._rows.req_to_token, requests, lengths, None if own_pool else self._cached_at
+        plan = plan_into(buffers, *read, num_slots=self._num_slots, reach=seen)
+        return self._in_window_pool(plan) if own_pool else self.readable(plan)
+
+    def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
+        """Queue the plans of a decode graph, as part of the graph. :meth:`begin_graph` came before."""
+        for reach, side in buffers.items():
+            plan = self.plan_into(side, batch.req_pool_indices, batch.seq_lens, reach)
+            if reach:
+                # A window pool's plan is not in ``side``: the graph makes it anew.
+                self.windows[reach] = plan
 
     def readable(self, plan: RowPlan) -> RowPlan:
         """``plan``, without its shifts if keys are read as cached. Buffers hold shifts, all 0, even then."""
@@ -158,7 +176,8 @@ class PagedAttention:
         where = batch.req_pool_indices, batch.seq_lens
         if lengths is not None:
             where = batch.req_pool_indices, upload(lengths.numpy(), self.device)
-        seen = self._reaches.get(reach, 0)
+        own_pool, seen = self._in_own_pool(reach), self._reaches.get(reach, 0)
+        merge = merge and not own_pool
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu if lengths is None else lengths
             if lengths is not None and seen:
@@ -170,10 +189,7 @@ class PagedAttention:
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
-        own_pool = bool(reach and self._of_window)
-        if own_pool:
-            merge, cached_at = False, None
-        read = self._rows.req_to_token, *where, cached_at
+        read = self._rows.req_to_token, *where, None if own_pool else cached_at
         plan = plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
         return self._in_window_pool(plan) if own_pool else plan
 

@@ -177,9 +177,7 @@ class SharedSlotReads(PagedBackend):
         if self.paged.rows is None:
             super().init_forward_metadata_in_graph(forward_batch)
             return
-        where = forward_batch.req_pool_indices, forward_batch.seq_lens
-        for reach, buffers in self._graphs[-1].items():
-            self.paged.plan_into(buffers, *where, reach)
+        self.paged.plan_graph(self._graphs[-1], forward_batch)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
         """The point after which a forward reads no rows. In a decode step our plan has been made by then, in

@@ -29,7 +29,6 @@ BESIDE_WINDOWS = (
 )
 #: Attention -> why it is refused, or why nothing is shared.
 REFUSED = {
-    "window pool on CUDA": "nothing shared: our kernels there read one pool",
     "other windows": "nothing shared: rotations unknown",
     "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
     "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
@@ -64,9 +63,8 @@ FAMILIES = (
     Family("Ring", "latent, lightning", ""),
     Family("DeepSeek-V3.2, GLM-5", "sparse", ""),
     Family("Gemma 2 and 3, EXAONE 4, OLMo 3", "full, windows", "tiny Gemma 3 and OLMo 3: CPU"),
-    Family("Mellum 2 on a CPU", "full, windows in their own pool", "tiny"),
-    Family("gpt-oss and Mellum 2 with `--disable-hybrid-swa-memory`", "full, windows", "not tried"),
-    Family("gpt-oss and Mellum 2 on CUDA without the flag", "window pool on CUDA", ""),
+    Family("Mellum 2", "full, windows in their own pool", "tiny: CPU"),
+    Family("gpt-oss", "full, windows in their own pool", "not tried"),
     Family("Gemma 4, MiMo-V2, Step-3.5, Llama 4", "other windows", ""),
 )
 

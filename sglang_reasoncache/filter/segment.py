@@ -104,7 +104,6 @@ class Segmenter:
     def close(self, end: int) -> tuple[int, int] | None:
         """End the open step before position ``end``. Returns its start and end, or None."""
         start, self.start = self.start, None
-        self._pending_newline = False
         return None if start is None else (start, end)
 
 

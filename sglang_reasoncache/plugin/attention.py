@@ -156,8 +156,6 @@ def _why_not(model_runner: ModelRunner) -> str:
     found = refusals.in_the_way_of_corrected(model_runner.server_args)
     if found:
         return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
-    if compat.window_layers(model_runner.token_to_kv_pool) and model_runner.device != "cpu":
-        return f"{_CORRECTED} does not run on CUDA {served.BESIDE_WINDOWS}"
     runs = f"this server runs {model_runner.decode_attention_backend_str}"
     return f"{_CORRECTED} needs --attention-backend {', '.join(compat.OUR_BACKENDS)}, {runs}"
 
@@ -216,8 +214,6 @@ def make_cuda(
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
-    if compat.window_layers(model_runner.token_to_kv_pool):
-        raise ValueError(f"{requested_by} does not run {served.BESIDE_WINDOWS}")
     found = refusals.in_the_way_of_corrected(model_runner.server_args)
     refusals.refuse(requested_by, found)
     latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))

@@ -82,9 +82,6 @@ def test_an_open_step_can_be_closed() -> None:
     assert segmenter.close(0) is None
     assert [segmenter.push(token, 5 + token) for token in (0, 1)] == [None, None]
     assert (segmenter.close(7), segmenter.close(7)) == ((5, 7), None)
-    # The newline before ``close`` does not count.
-    assert [segmenter.push(token, 7 + i) for i, token in enumerate((0, 1))] == [None, None]
-    assert segmenter.start == 7
 
 
 _MADE_UP = st.sampled_from(

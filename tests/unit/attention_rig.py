@@ -10,6 +10,7 @@ import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.models.olmo2 import Olmo2Attention
 
@@ -45,7 +46,8 @@ class Rig:
     """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
 
     ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``window``: positions that a query
-    sees besides its own; 0 means all.
+    sees besides its own; 0 means all. ``own_pool``: if not 0, the layer with the window has a window pool,
+    where SGLang has freed what the newest ``own_pool`` tokens of a row do not see.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Rig:
         interleaved: bool = False,
         latent: bool = False,
         window: int = 0,
+        own_pool: int = 0,
     ) -> None:
         generator = torch.Generator().manual_seed(23)
         self.generator = generator
@@ -74,9 +77,20 @@ class Rig:
         if latent:
             heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROTATED)
         kind: Any = MLATokenToKVPool if latent else MHATokenToKVPool
-        sizes = dict(size=size, page_size=1, layer_num=2, **heads_of_pool)
-        self.pool = kind(**sizes, dtype=dtype, device="cpu", enable_memory_saver=False)
-        self.buffers = self.pool.kv_buffer if latent else [*self.pool.k_buffer, *self.pool.v_buffer]
+        layers: Any = dict(layer_num=2, enable_memory_saver=False)
+        #: A row's slot -> the slot in layer 1; the last entry is for an evicted position.
+        self.peers = torch.arange(size + 2)
+        if own_pool:
+            kind, layers = SWAKVPool, dict(size_swa=size, swa_attention_layer_ids=[1])
+            heads_of_pool["full_attention_layer_ids"] = [0]
+            self.peers[1:] = size - torch.arange(size + 1)
+            self.peers[-1] = -1
+        sizes = dict(size=size, page_size=1, **layers, **heads_of_pool)
+        self.pool = kind(**sizes, dtype=dtype, device="cpu")
+        if own_pool:
+            self.pool.register_mapping(self.peers)
+        sides = [compat.kv_of(self.pool, layer) for layer in (0, 1)]
+        self.buffers = [*sides[0], *sides[1]]
         for buffer in self.buffers:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         self.rows = ReqToTokenPool(len(lengths), CONTEXT, "cpu", False)
@@ -89,8 +103,8 @@ class Rig:
         )
         order = torch.randperm(size, generator=generator) + 1
         # Slots that no row names hold NaN; of these only slot 0, SGLang's padding, may be read.
-        for buffer in self.buffers:
-            buffer[order[-64:]] = float("nan")
+        for buffer, peer in zip(*sides, strict=True):
+            buffer[order[-64:]] = peer[self.peers[order[-64:]]] = float("nan")
         self.row_of = torch.arange(1, len(lengths) + 1)
         for row, slots in zip(self.row_of, order.split([*lengths, 64])[:-1], strict=True):
             self.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
@@ -98,15 +112,19 @@ class Rig:
             elsewhere = torch.randint(0, CONTEXT, at.shape, generator=generator)
             stays = torch.rand(at.shape, generator=generator) >= shifted
             self.cached_at.record(slots, torch.where(stays, at, elsewhere))
+            if own_pool:
+                self.peers[slots[: max(len(slots) - own_pool - window, 0)]] = 0
         rope = factory.get_rope(dims, dims, CONTEXT, BASE, not interleaved, None, torch.float32)
         self.scale = self.query_dim**-0.5
         shape = heads, self.query_dim, self.scale, kv_heads
         sees = dict(v_head_dim=self.v_dim, sliding_window_size=window or -1)
         self.layer = RadixAttention(*shape, layer_id=1, **sees)
         model: Any = torch.nn.ModuleList([rope, self.layer])
+        self.layers = [self.layer]
         if window:
             sees["sliding_window_size"] = -1
-            model = _olmo(rope, RadixAttention(*shape, layer_id=0, **sees), self.layer)
+            both = [RadixAttention(*shape, layer_id=0, **sees), self.layer]
+            model, self.layers = _olmo(rope, *both), both if own_pool else self.layers
         #: ``unread``: positions of a window that a decode step leaves out, as in ``PagedBackend``.
         self.window, self.unread = window, 0
         #: SGLang's model runner, with the fields that the start of a server on CUDA reads.
@@ -197,20 +215,23 @@ class Rig:
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
         """fp64 attention ``[tokens, heads, dim]`` to keys rotated to where they are used; evicted
         positions are masked."""
-        keys, values = (side.double() for side in compat.kv_of(self.pool, 1))
+        layer = self.layer.layer_id
+        keys, values = (side.double() for side in compat.kv_of(self.pool, layer))
         found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             at, evicted = torch.arange(end), slots < 0
             slots = slots.clamp_min(0)
             by = (at - self.cached_at.positions[slots])[:, None] * self.frequencies
+            if layer in compat.window_layers(self.pool):
+                slots, by = self.peers[slots], torch.zeros(1, 1)
             k = turned(keys[slots], torch.polar(torch.ones_like(by), by), not self.interleaved)
             if self.latent:
                 k = torch.cat((values[slots], k), dim=2)
             q = next(query)
             own = torch.arange(end - len(q), end)[:, None]
             hidden = evicted | (at > own)
-            if self.window:
+            if layer and self.window:
                 decode = batch.forward_mode.is_decode()
                 hidden |= at < own - self.window + (self.unread if decode else 0)
             out, _ = dense(q, k, values[slots], self.scale, hidden=hidden, cap=logit_cap)

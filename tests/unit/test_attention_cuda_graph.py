@@ -26,6 +26,7 @@ from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_att
 from sglang.srt.runtime_context import get_parallel
 from transformers import Qwen3Config
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants, compile_attention
 from sglang_reasoncache.kernels.paged import PagedKv
@@ -190,7 +191,7 @@ def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
 #: Options of a rig, by name.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "latent": dict(interleaved=True, latent=True),
-    "window": dict(window=17), "wide": dict(window=500),
+    "window": dict(window=17), "wide": dict(window=500), "window pool": dict(window=17, own_pool=30),
 }  # fmt: skip
 
 
@@ -200,7 +201,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mark of each batch decides whether keys are read where they are used, or as cached; SGLang's own
     kernels run prefills of latent rows. In SGLang's kernels a decode step leaves out the oldest position of a
-    window; a prefill does not."""
+    window; a prefill does not. Slots in a window pool are never shared."""
     if kind != "plain":
         shrink_launches(monkeypatch)
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, **KINDS[kind])
@@ -212,12 +213,17 @@ def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPa
         for runner, new in ((backend, [1, 1, 1]), (graphs, [1, 1, 1]), (backend, [1, 3, 30])):
             batch = rig.batch(new)
             mark(batch, shifts)
-            rig.cached_at.positions[batch.out_cache_loc] = 7
-            found = rig.forward(runner, batch)
-            assert torch.equal(rig.cached_at.positions[batch.out_cache_loc].long(), batch.positions)
-            corrected = shifts and not (rig.latent and new[-1] > 1)
-            assert close(rig, found, batch) == (settled or corrected)
-    assert graphs.replayed == [SHIFTED, PLAIN, SHIFTED, PLAIN]
+            at = batch.out_cache_loc
+            for layer in rig.layers:
+                rig.layer = layer
+                rig.cached_at.positions[at] = 7
+                found = rig.forward(runner, batch)
+                assert torch.equal(rig.cached_at.positions[at].long(), batch.positions)
+                corrected = shifts and not (rig.latent and new[-1] > 1)
+                own_pool = layer.layer_id in compat.window_layers(rig.pool)
+                assert close(rig, found, batch) == (settled or corrected or own_pool)
+    labels = SHIFTED, PLAIN, SHIFTED, PLAIN
+    assert graphs.replayed == [label for label in labels for _ in rig.layers]
 
 
 @under_interpreter
@@ -328,7 +334,7 @@ def moved(part: Any) -> Any:
     found = copy.copy(part)
     for name, value in vars(part).items():
         if name != "req_generation":
-            setattr(found, name, on_device(value))
+            setattr(found, name, moved(value) if hasattr(value, "k_buffer") else on_device(value))
     found.device = "cuda"
     return found
 
@@ -392,8 +398,13 @@ def test_hooks_and_plans_do_not_wait(new: list[int], corrected: bool) -> None:
 
 @under_interpreter
 @pytest.mark.usefixtures("device")
-def test_latent_rows_on_a_stand_in() -> None:
-    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, interleaved=True, latent=True)
+@pytest.mark.parametrize("kind", ["latent", "window pool"])
+def test_latent_rows_and_window_pools_on_a_stand_in(kind: str) -> None:
+    rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, **KINDS[kind])
     backend = on_stand_in(rig)
-    for runner in (None, Replayed(backend)):
-        check_on_stand_in(rig, backend, NEW["decode"], runner=runner)
+    for layer in rig.layers:
+        rig.layer = layer
+        for runner in (None, Replayed(backend)):
+            check_on_stand_in(rig, backend, NEW["decode"], runner=runner)
+    if not rig.latent:
+        check_on_stand_in(rig, backend, NEW["with-prefix"])

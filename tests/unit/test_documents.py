@@ -101,6 +101,8 @@ def test_what_the_code_names_is_in_its_page() -> None:
     assert totals == SharingStats().to_dict().keys()
     names = re.findall(r"^`(\w+)`$", _table("architecture", "reason"), re.MULTILINE)
     assert names == [each.value for each in Refusal]
+    page = Path(report.__file__).with_name("page.html").read_text()
+    assert not [name for name in names if f" {name}: " not in page]
     assert re.findall(r"`([^`]+)`", _table("filter", "preset")) == [*PRESETS]
     table = TEXT["kernels"].partition("\n| layer | served |")[2].partition("\n\n")[0]
     layers = re.findall(r"^\| (.*?) \| `(.*?)`", table, re.MULTILINE)
