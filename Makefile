@@ -44,8 +44,8 @@ setup:
 demo: setup
 	$(PYTHON_ENV) -m eval.demo $(DEMO_ARGS)
 
-# Small operators lose more to threads that spin than they gain. A worker holds up to two
-# servers of 3 GB each.
+# One thread, because waiting threads cost small operators more than they save. A worker holds up
+# to two servers of 3 GB each.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON_ENV) -m pytest
 IN_PARALLEL := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 

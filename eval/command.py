@@ -20,11 +20,11 @@ def option(
     metavar: str | None = None,
     in_place: bool = False,
 ) -> Any:  # fmt: skip
-    """A field of a class of options; ``text`` is its help. Its annotation says how a word is read. A ``bool``
-    is a switch. A ``tuple[X, ...]`` is written ``a,b``, or as several words if positional. A ``Mapping`` may be
-    given several times. Any other type is called with the word. If ``read`` is given, it makes the value from
-    the word instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place`` makes a
-    positional argument that may be left out."""
+    """A field of a class of options. ``text`` is the flag's help. The field's annotation says how a word of the
+    command line is read. A ``bool`` is a switch. A ``tuple[X, ...]`` is written ``a,b``, or as several words if
+    positional. A ``Mapping`` may be given several times. Any other type is called with the word. ``read``, if
+    given, makes the value instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place``
+    makes a positional argument that may be left out."""
     about: dict[str, Any] = {"help": text, "read": read, "bounds": (least, most, choices)}
     about |= {"metavar": metavar, "in_place": in_place}
     if default is dataclasses.MISSING:
@@ -88,7 +88,7 @@ def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def module_of(kind: type) -> str:
-    """The name, as ``python -m`` takes it, of the module that defines ``kind``."""
+    """The name of the module that defines ``kind``, as ``python -m`` takes the name."""
     spec = getattr(sys.modules[kind.__module__], "__spec__", None)
     return (spec.name if spec else kind.__module__).removesuffix(".__main__")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads JSONL files that anybody may have written."""
+"""Reads JSONL files that anybody may have written, so any line may be bad."""
 
 import json
 import os

@@ -42,7 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
-    """The method that ``NAME[:key=value,...]`` stands for. If it shares, it takes from ``defaults`` the
+    """The method that ``NAME[:key=value,...]`` stands for. A method that shares takes from ``defaults`` the
     settings that it does not set itself. Raises MethodError if a name, key or value is bad."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.redundancy`` measures how much responses repeat themselves. It uses the production filter,
-but no model. Writes redundancy.md."""
+"""``python -m eval.redundancy`` measures how much responses repeat themselves, with the filter that servers run
+but without a model. Writes redundancy.md."""
 
 import re
 import sys
@@ -56,9 +56,9 @@ class Speller:
 
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
-    """Counts of one response: ``steps``, with a last step even if no blank line ends it; ``candidates``, steps
-    similar to an earlier one; ``end_RULE`` and ``time_RULE``, tokens in proposed blocks, at the end and summed
-    over decode steps; ``held``, all tokens, summed over decode steps."""
+    """Counts of one response: ``steps``, including a last step that no blank line ends; ``candidates``, steps
+    similar to an earlier step; ``end_RULE`` and ``time_RULE``, tokens in proposed blocks, at the end and summed
+    over decode steps; ``held``, all tokens so far, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
     rules = {"default": filter_config(default, default.block, 1)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
@@ -70,7 +70,7 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
         left = [tokens - proposal.step.end + 1 for proposal in proposals]
         found[f"end_{name}"] = sum(sizes)
         found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
-        # Each rule overwrites these counts, so the last rule's stay. They do not depend on the block size.
+        # The counts of the last rule stay. They are the same for every block size.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
         found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     return found

@@ -29,7 +29,7 @@ MODEL_NAME = "default"
 
 LEAN_START = Path(__file__).with_name("lean_start")
 _TAIL_LINES, _LINE_WIDTH = 60, 300
-# After this line in its log a server only looks alive: for two minutes SGLang waits for its own answer.
+# A server that logs this line only looks alive: for two minutes SGLang waits for an answer from itself.
 _PORT_TAKEN = "error while attempting to bind on address"
 
 
@@ -39,8 +39,8 @@ class ServerError(RuntimeError):
 
 class ServerProcess:
     """Runs ``python -m sglang.launch_server`` as a context manager, or from :meth:`start` to :meth:`close`.
-    ``flags`` replace our defaults. ``env`` sets variables; None removes one. Device ``"cpu"`` hides every GPU
-    and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
+    ``flags`` win over our defaults. ``env`` sets variables; None removes a variable. Device ``"cpu"`` hides all
+    GPUs and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
     def __init__(
         self, model_path: str | Path, *, flags: Sequence[str] = (),
@@ -139,7 +139,7 @@ class ServerProcess:
                 process.wait(grace_s)
         _kill_group(process.pid)
         if self._guard is not None:
-            # The guard must not kill the group when the pipe closes: a new group may have its number by then.
+            # The guard is killed, because when the pipe closes, a new group may have this group's number.
             self._guard.kill()
             self._guard.communicate()
         process.wait()
@@ -195,7 +195,7 @@ def _environment(
 ) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONUNBUFFERED"] = "1"
-    # With this variable, each of the three processes would compile some thousand modules.
+    # With this variable, all three processes would compile some thousand modules at every start.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     # The server sends its warm-up request to itself, not through a proxy.
     env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
@@ -227,8 +227,8 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """Starts a shell that kills a process group once this process is gone. The shell waits until a pipe closes
-    that only this process holds; the pipe closes even if SIGKILL ends this process."""
+    """Starts a shell that kills a process group once this process is gone. The shell waits until a pipe closes.
+    Only this process holds the pipe, so the pipe closes even if SIGKILL ends this process."""
     pipes: dict[str, Any] = dict(
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

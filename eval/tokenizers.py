@@ -13,7 +13,7 @@ class TokenizerError(ValueError):
 def load_tokenizer(model: str, local: bool = False) -> Any:
     """A tokenizer of ``transformers``; ``model`` is a folder or, unless ``local``, a name on the hub. Raises
     TokenizerError if there is no tokenizer or it cannot be read."""
-    # Imported here, because it takes seconds and most programs that import this module do not need it.
+    # Imported here, because transformers takes seconds and most importers of this module do not need it.
     from transformers import AutoTokenizer
 
     try:

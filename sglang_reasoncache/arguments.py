@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings as words on a command line."""
+"""Translates settings to words on a command line, and back."""
 
 from collections.abc import Mapping
 from types import NoneType
 from typing import Any, get_args
 
-#: Settings with a flag of their own; all others go through :data:`SET`.
+#: Settings with a flag of their own. All other settings are given with the flag :data:`SET`.
 FLAGS = (
     "policy",
     "preset",
@@ -18,7 +18,7 @@ FLAGS = (
 )
 SET = "--reasoncache-set"
 _BOOLEANS = {"true": True, "false": False}
-#: Type -> its name in messages.
+#: Type of a setting -> name of the type in messages.
 CALLED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
@@ -28,7 +28,7 @@ def flag_of(field: str) -> str:
 
 
 def arguments_of(values: Mapping[str, object]) -> list[str]:
-    """The words that give ``values`` on the command line. A value of None is left out."""
+    """The words on the command line that set ``values``. A value of None is left out."""
     given = {name: text_of(value) for name, value in values.items() if value is not None}
     words = [word for name in FLAGS if name in given for word in (flag_of(name), given[name])]
     others = [f"{name}={text}" for name, text in given.items() if name not in FLAGS]
@@ -46,7 +46,7 @@ def kind_of(hint: Any) -> type:
 
 
 def value_of(text: str, kind: type) -> Any:
-    """The value whose :func:`text_of` is ``text``. Raises ValueError that names the wanted type."""
+    """The inverse of :func:`text_of`. Raises ValueError with the name of ``kind`` if the text does not fit."""
     try:
         if kind is not str and ("_" in text or not text.isascii()):
             raise ValueError("Python reads 1_0 as 10")

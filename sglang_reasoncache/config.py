@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All settings of an operator in one frozen record, with defaults, bounds and help texts."""
+"""The operator's settings in one frozen record, with defaults, bounds and help texts."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
 
 
 class ConfigError(ValueError):
-    """A setting of ours has a bad value; the message names flag, bound and value."""
+    """A setting has a bad value. The message names the flag, the bound and the value."""
 
     def __init__(self, name: str, bound: str, value: object) -> None:
         super().__init__(f"{flag_of(name)} must be {bound}, got {value!r}")
@@ -31,13 +31,13 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """The field of a setting. Help texts show ``values`` as its value. It may be None if its default is."""
+    """Make a setting's field. Help texts show ``values`` as value. None is allowed only as the default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
 
 
-#: Settings that only the comparison of steps reads (``match=steps``).
+#: Settings that are read only with ``match=steps``.
 _OF_STEPS = frozenset((
     "align", "fixed_tau", "length_factor", "structure_tolerance", "tau_soft",
     "tau_strict", "use_structure",
@@ -205,19 +205,19 @@ class ReasonCacheConfig:
 
     @property
     def shares(self) -> bool:
-        """False when no block can ever be shared."""
+        """False if no block can ever share."""
         return self.policies.shares and self.percentile > 0
 
     @property
     def shares_at_once(self) -> bool:
-        """True if ``when`` is ``always``. Also True if a policy evicts at every poll, because blocks that share
-        leave that policy fewer positions to evict."""
+        """Whether blocks share as soon as they are found: with ``when=always``, and if a policy evicts at every
+        poll. The more blocks share before such a policy runs, the fewer positions it evicts."""
         evicts = any(policy.when == ALWAYS for _, policy in self.policies.evictors)
         return self.when == "always" or evicts
 
     @property
     def is_active(self) -> bool:
-        """False when rows are never touched."""
+        """False if no row of ``req_to_token`` is ever changed."""
         return self.shares or bool(self.policies.evictors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,12 +225,12 @@ class ReasonCacheConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "ReasonCacheConfig":
-        """The config with the given ``values``, and the preset's values for the rest. Raises ConfigError
-        for an unknown name, a bad value, and a value that nothing reads."""
+        """The config with ``values``; the preset and defaults give the other settings. Raises ConfigError for
+        an unknown name, a bad value, and a value that ``match=runs`` would ignore."""
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
-        # sglang.Engine takes keywords of any type; the constructor refuses a preset that is no text.
+        # sglang.Engine takes keywords of any type. The constructor refuses a preset that is no text.
         row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         config = cls(**{**row, **values})  # type: ignore[arg-type]
         for name in sorted(_OF_STEPS & values.keys()) if config.match == "runs" else ():
@@ -239,7 +239,7 @@ class ReasonCacheConfig:
         return config
 
 
-#: Name -> field.
+#: Name of a setting -> its dataclass field.
 SETTINGS = {field.name: field for field in dataclasses.fields(ReasonCacheConfig)}
 
 
@@ -256,10 +256,10 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         return
     if bounds is not None:
         within = "between {} and {}".format(*bounds)
-        # Checked because sglang.Engine takes keywords of any type; a flag's text was parsed to the right type.
+        # sglang.Engine takes keywords of any type. The text of a flag was parsed to the right type before.
         if type(value) not in ((int,) if kind is int else (int, float)):
             raise ConfigError(field.name, f"{CALLED[kind]} {within}", value)
-        # A NaN compares false with everything, so it fails here as well.
+        # This check also refuses NaN, because a NaN compares false with everything.
         if not bounds[0] <= value <= bounds[1]:
             raise ConfigError(field.name, within, value)
     elif kind in (bool, str) and not isinstance(value, kind):
@@ -267,8 +267,8 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def parse_setting(name: str, text: str) -> Any:
-    """The value that an operator's text gives a setting. Raises ConfigError for an unknown name or a text that
-    does not fit the setting's type."""
+    """Parse ``text``, an operator's value of the setting ``name``. Raises ConfigError for an unknown name, and
+    for a text that does not fit the setting's type."""
     if name not in SETTINGS:
         raise ConfigError(name, "one of " + ", ".join(SETTINGS), text)
     try:
@@ -278,7 +278,7 @@ def parse_setting(name: str, text: str) -> Any:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """The settings in ``key=value,...``; values have no commas. Raises ValueError for any other text."""
+    """Parse ``key=value,...``; values have no commas. Raises ValueError for any other text."""
     if not isinstance(text, str):
         # sglang.Engine takes keywords of any type.
         raise ValueError(f"{SET} must be key=value,..., got {text!r}")
@@ -301,5 +301,5 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
 
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:
-    """The config that ``plugin/flags.py`` attached to SGLang's record; None if the flag is off."""
+    """The config that ``plugin/flags.py`` attached to SGLang's record. None without --enable-reasoncache."""
     return getattr(server_args, "_reasoncache", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A platform on which a stock SGLang server runs without a GPU, for tests and the demo."""
+"""An SGLang platform that runs a stock server without a GPU, for tests and the demo."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from sglang_reasoncache.compat import ATTENTION_FIELDS
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """The CPU without SGLang's package of CPU kernels: PyTorch runs all operators except attention."""
+    """A CPU without SGLang's CPU kernels. PyTorch runs all operators; only attention has a C++ kernel."""
 
     _enum = PlatformEnum.OOT
     # If this declared Triton, the paged allocator would launch Triton kernels on CPU tensors.
@@ -21,11 +21,11 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Choose the attention backend if the operator named none."""
         from sglang_reasoncache.plugin import cpu_attention
 
-        # By now ``server_args`` has SGLang's choice; ``_raw_input`` has the operator's.
+        # By now ``server_args`` holds SGLang's choice. ``_raw_input`` holds what the operator chose.
         given = getattr(server_args, "_raw_input", None) or {}
         if not any(given.get(name) for name in ATTENTION_FIELDS):
             server_args.attention_backend = cpu_attention.default_backend()
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """There is no device to pin host memory for."""
+        """False, because there is no device to pin host memory for."""
         return False

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a client says in the OpenAI API's ``custom_params``: whether its request shares, and which parts of
-its prompt are documents."""
+"""Reads what a client sends in ``custom_params``: whether the request shares, and which parts of the prompt
+are documents. A document is prefilled once and then read by every prompt that contains it."""
 
 import re
 from collections.abc import Sequence
@@ -18,19 +18,19 @@ _SPELLINGS = {
 }
 #: The keys by which a client marks documents, and chooses a repair.
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Limit of documents in a prompt. While a request waits, each document is looked up in the cache repeatedly.
+#: Most documents in a prompt, because a waiting request looks up each document in the cache repeatedly.
 MOST = 256
-#: Limit of (tokens before the documents) x (documents), because each document's look-up includes those tokens.
+#: Most (tokens before the documents) x (documents), because each document's look-up includes those tokens.
 _MOST_BEFORE = 1 << 19
 
 
 @dataclass(frozen=True)
 class Repair:
-    """Which tokens of moved documents are computed again.
+    """Which tokens of *moved* documents are computed again. A document moves if it was prefilled elsewhere.
 
     Attributes:
         first: Tokens at the beginning of each document (EPIC, arXiv 2410.15332).
-        share: This share of the documents' tokens is computed again: the tokens that the query attends to most.
+        share: Share of the tokens, 0 to 1. The tokens that the query attends to most are computed again.
     """
 
     first: int = 0
@@ -38,8 +38,8 @@ class Repair:
 
 
 def repair_of(text: object) -> Repair:
-    """The repair called ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for any other text;
-    the message says what the text must be."""
+    """Parse ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for any other text, with a message
+    that says what the text must be."""
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
@@ -55,10 +55,10 @@ class Documents:
     """Documents that follow one another in a prompt.
 
     Attributes:
-        start: Position of the first document. The tokens before it are the *base*: every document is prefilled
-            directly behind the base, without the other documents.
+        start: Position of the first document. The tokens before this position are the *base*. Every document is
+            prefilled directly behind the base, without the other documents.
         ends: The position behind each document, ascending.
-        repair: What is computed again.
+        repair: Which tokens are computed again.
     """
 
     start: int
@@ -72,9 +72,9 @@ class Documents:
 def documents_of(custom_params: object, length: int | None = None) -> Documents | None:
     """The documents that ``custom_params`` mark; None if they mark none.
 
-    ``length``: tokens of the prompt; None if not known yet. Raises ValueError that names the first wrong
-    span: spans are ``[start, end]`` in tokens, follow one another without a gap, and leave out at least
-    the last token of the prompt, which is always computed. Raises ValueError for an unknown repair, too.
+    Spans are ``[start, end]`` in tokens and follow one another without a gap. They leave out at least the
+    last token of the prompt, because SGLang always computes that token. ``length``: number of tokens of the
+    prompt, None if unknown. Raises ValueError for a wrong span, which the message names, or a wrong repair.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
     spans, repair = custom.get(KEY), custom.get(REPAIR_KEY, "none")
@@ -105,15 +105,15 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
 
 
 def check_before(tokens: int, documents: int) -> None:
-    """Raises ValueError if ``tokens`` (before the documents) times ``documents`` is too large."""
+    """Raises ValueError if (tokens before the documents) x (number of documents) is too large."""
     if tokens * documents > _MOST_BEFORE:
         told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
         raise ValueError(f"custom_params: {KEY} {told}, got {tokens} x {documents}")
 
 
 def asks_to_share(custom_params: object) -> bool:
-    """Whether a request's ``custom_params`` let it share; True if they do not say. Raises ValueError if
-    ``custom_params`` is not an object, or if its value for sharing is neither true nor false."""
+    """Whether ``custom_params`` let a request share; True without an entry :data:`OPT_OUT_KEY`. Raises
+    ValueError if ``custom_params`` is no object, or if the entry is neither true nor false."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
     value = (custom_params or {}).get(OPT_OUT_KEY)
@@ -128,8 +128,8 @@ def asks_to_share(custom_params: object) -> bool:
 
 
 def allows(req: Request) -> bool:
-    """False if the request opted out, so that its row is left alone. Also False if ``custom_params`` is
-    invalid and no frontend refused it; see ``plugin/hooks.py``."""
+    """False if the request opted out. Also False if its ``custom_params`` are invalid and no frontend refused
+    them (``_after_verify`` in ``plugin/hooks.py``)."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError from the repr of a deeply nested value
@@ -137,7 +137,7 @@ def allows(req: Request) -> bool:
 
 
 def takes_part(req: Request) -> bool:
-    """Whether a request's row may be touched at all."""
+    """Whether sharing and eviction may change a request's row: never with beams, media or embeddings."""
     return (
         allows(req)
         and req.beam_group is None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the CPU platform. It imports nothing of SGLang, because SGLang calls all such entry points.
-
-It answers only if ``SGLANG_PLATFORM`` names it, because any answer replaces the machine's own platform.
+"""Entry point of the CPU platform. SGLang calls such entry points even if nobody asked for their platforms, so
+this module imports nothing of SGLang. It answers only if ``SGLANG_PLATFORM`` names the platform, because any
+answer replaces the machine's own platform.
 """
 
 import os
@@ -11,10 +11,10 @@ PLATFORM_NAME = "reasoncache_cpu"
 
 
 def activate() -> str | None:
-    """Return the class path of the CPU platform if it was asked for by name.
+    """The class path of the CPU platform if ``SGLANG_PLATFORM`` names this platform, else None.
 
-    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on, because parts of SGLang would then
-    use different devices.
+    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on: in both cases parts of SGLang
+    would use different devices.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
@@ -31,7 +31,7 @@ def activate() -> str | None:
             f"{torch.cuda.device_count()}: unset SGLANG_PLATFORM, or hide them with "
             'CUDA_VISIBLE_DEVICES=""'
         )
-    # Use large pages: with 4 KB pages almost each row of a pool costs an address translation (docs/kernels.md).
-    # PyTorch reads this variable when it first allocates; an operator's own value stays.
+    # Use large pages: with 4 KB pages almost every slot that is read costs a TLB miss (docs/kernels.md).
+    # PyTorch reads this variable when it first allocates. A value that the operator set stays.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"

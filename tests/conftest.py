@@ -22,8 +22,8 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Forks server processes
-    unless a spec says otherwise, because imports would take two thirds of a server's start."""
+    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Servers are forked,
+    unless a spec says otherwise, because without a fork imports take two thirds of a server's start."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["REASONCACHE_FORK"] = "1"
 
@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks server tests and sorts them by server (parameter ``server`` or ``spec``), so that each server
-    starts once. Server tests run last. Under pytest-xdist they run first, each group on one worker, and
-    tests marked ``slow`` run next, so that no worker is left with a long test at the end."""
+    starts once. Server tests run last. Under pytest-xdist server tests run first, each group on one worker,
+    then tests marked ``slow``, so that no worker has a long test left at the end."""
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Writes each failure at once to the file descriptor REASONCACHE_FAILURES, because pytest shows none if a
-    signal ends a run that takes too long. Under pytest-xdist only the controller writes."""
+    """Writes each failure at once to the file descriptor REASONCACHE_FAILURES, because pytest shows no failure
+    if a signal ends the run. Under pytest-xdist only the controller process writes."""
     to = os.environ.get("REASONCACHE_FAILURES")
     if to and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         lines = report.longreprtext.splitlines()[-25:]
@@ -68,7 +68,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Makes uninitialized memory read as NaN, so that a test sees what was left unwritten."""
+    """Fills uninitialized memory with NaN, so that a test notices elements that were never written."""
     import torch
 
     torch.use_deterministic_algorithms(True)
@@ -79,7 +79,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def few_objects() -> Iterator[None]:
-    """Exempts all imported objects from garbage collection, which would take a second each time."""
+    """Exempts all existing objects from garbage collection: with them a collection takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -96,7 +96,7 @@ def model_path() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model_path: Path) -> Any:
-    """Tokenizer and fp32 Hugging Face model, whose attention a test can mask."""
+    """Tokenizer and fp32 Hugging Face model. A test can mask the model's attention."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -146,7 +146,7 @@ def published_config() -> Iterator[None]:
 
 @pytest.fixture
 def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs SGLang's rotary module on our platform: on other platforms the module needs a CUDA kernel."""
+    """Has SGLang's rotary module run on our platform, because on others the module needs a CUDA kernel."""
     from sglang.srt.layers.rotary_embedding import base
 
     from sglang_reasoncache.cpu_platform import TorchCpuPlatform

@@ -2,8 +2,8 @@
 """A stand-in for a CUDA device, as strict as CUDA: its tensors report ``cuda:0`` but are in host memory.
 
 Operations that CUDA forbids raise RuntimeError or TypeError. Inside :func:`no_wait`, operations that wait for
-the device raise too, including some that ``torch.cuda.set_sync_debug_mode("error")`` misses. PyTorch's
-own device stand-ins (fake tensors, PrivateUse1) hold no numbers, or do not report ``cuda``."""
+the device raise too, also some that ``torch.cuda.set_sync_debug_mode("error")`` misses on a GPU. PyTorch's own
+stand-ins cannot serve: fake tensors hold no numbers, PrivateUse1 does not report ``cuda``."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
 CUDA = torch.device("cuda", 0)
-#: Functions that give the host a device tensor's numbers, or (_MOVES) move a tensor.
+#: Functions that give a device tensor's numbers to the host; _MOVES: functions that move a tensor.
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _READS |= {"__repr__", "__format__", "__complex__"}
 _NUMPY = {"numpy", "__array__", "__array_wrap__", "__dlpack__"}
 _MOVES = {"to", "cpu", "cuda", "type_as"}
-#: Factories that read Python numbers; for a device they copy the numbers from pageable memory.
+#: Factories that read numbers of the host. For a device they copy from pageable memory, which waits.
 _FROM_HOST = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
 _INDEX = torch.ops.aten.index.Tensor
 _INDEXING = (
@@ -37,11 +37,11 @@ _INDEXING = (
 
 
 class WouldWait(RuntimeError):
-    """The host would have to wait for the content of a tensor; the message names the operator."""
+    """The host would have to wait for a tensor's content. The message names the operator."""
 
 
 class Refused(TorchDispatchMode):
-    """Raises WouldWait where the host needs the shape or the value of an operator's result."""
+    """Raises WouldWait if the host needs to know the shape or the value of an operator's result."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,7 +82,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Event:
-    """Like a CUDA event. The second query after a record returns True and finishes the queue."""
+    """Like a CUDA event. The second query after a record returns True and delivers the queued copies."""
 
     def __init__(self, device: "StrictDevice") -> None:
         self._device, self._asked = device, False
@@ -101,7 +101,7 @@ class _Event:
 
 
 class StrictDevice(TorchFunctionMode):
-    """Copies to the host arrive at :meth:`finish`; until then the host reads rubbish."""
+    """Copies to the host that do not block arrive at :meth:`finish`. Until then the host reads rubbish."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class StrictDevice(TorchFunctionMode):
                 done()
 
     def _copied(self, host: Tensor, source: Tensor, what: str, non_blocking: bool) -> None:
-        """Copies to the host; copies that do not block are queued, and arrive in order."""
+        """Copies to the host. A copy that does not block is queued; queued copies arrive in order."""
         if not (non_blocking and self.is_pinned(host)):
             self.waits(what)
             host.copy_(source)
@@ -194,7 +194,7 @@ class StrictDevice(TorchFunctionMode):
         return tree_map(_on_device, found) if device else found
 
     def _check_indices(self, name: str, args: Any, tensors: list[Tensor]) -> None:
-        """Refuses host tensors, except scalars, among device tensors; host indices need a copy that waits."""
+        """Refuses host tensors among device tensors, except scalars. Host indices need a copy that waits."""
         indexing = name in ("__getitem__", "__setitem__", "index_put_", "index_put")
         here = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim()]
         if indexing and not isinstance(args[0], DeviceTensor):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags, their refusals and the switch that enables the plugin, through SGLang's own parser."""
+"""Our flags, what is refused, and the flag that enables the plugin. Some tests start SGLang itself."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _server_args(**fields: object) -> Any:
-    """SGLang's ``ServerArgs`` with its defaults except for ``fields``, which SGLang does not check here."""
+    """SGLang's ``ServerArgs`` with the defaults, except for ``fields``, which SGLang does not check here."""
     record = compat.ServerArgs(model_path="unused")
     for name, value in fields.items():
         assert hasattr(record, name)
@@ -82,7 +82,7 @@ def test_few_flags_are_shown() -> None:
 
 
 def test_settings_of_several_lists_add_up() -> None:
-    """A flag wins over the list, a later list over an earlier one."""
+    """A flag wins over a list of settings, and a later list wins over an earlier list."""
     lists = SET, "match=steps,warmup=3, tau-soft=0.1", SET, "warmup=4,block=2"
     config = _config("--reasoncache-block", "8", *lists)
     assert (config.warmup, config.tau_soft, config.block) == (4, 0.1, 8)
@@ -109,7 +109,7 @@ def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> No
 
 
 def test_messages_name_flags_that_can_be_typed() -> None:
-    """A message names a setting that has no flag as an operator would type it."""
+    """All flags that the code names exist. Settings without a flag are named as keys of a list."""
     known = {flag_of(name) for name in FLAGS} | {SET}
     for file in Path(arguments.__file__).parent.rglob("*.py"):
         named = set(re.findall(r"--reasoncache-[a-z-]*[a-z]", file.read_text()))
@@ -160,7 +160,7 @@ def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 def _python(*argv: str, platform: str = "reasoncache_cpu") -> subprocess.CompletedProcess[str]:
-    """Runs Python on ``platform`` without a GPU, and without the switch that a parent may have set."""
+    """Runs Python on ``platform`` without a GPU, and without the variable that enables the plugin."""
     env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
     env |= {"SGLANG_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
@@ -201,8 +201,8 @@ print("attention:", *base.attention_backends_of(base.resolving_view(args)))
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
-    """Without our flag only argument parsing is hooked. With our flag alone, SGLang chooses FlashInfer, with
-    which keys are corrected; ``test_attention_cuda.py`` tests the other cases."""
+    """Without our flag only argument parsing is hooked. With our flag alone SGLang chooses FlashInfer, so that
+    keys can be corrected. ``test_attention_cuda.py`` tests the other cases."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: flashinfer flashinfer" in done.stdout, done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU platform is never activated unless it is named."""
+"""The CPU platform is activated only if SGLANG_PLATFORM names it."""
 
 import os
 import subprocess

@@ -17,7 +17,7 @@ OTHER = "nothing here looks like that"
 def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """Runs the program; returns the name of each table row -> its cells."""
     out, traces = tmp_path / "out", write_rows(tmp_path / "traces.jsonl", *rows)
-    # Without a newline at the end, as some programs write files.
+    # Some programs write files without a newline at the end.
     traces.write_text(traces.read_text(encoding="utf-8").removesuffix("\n"), encoding="utf-8")
     command.run(Options, work, [str(traces), "--out", str(out), *options])
     lines = (out / "redundancy.md").read_text().splitlines()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Triton tests run: on a GPU if there is one, else under Triton's interpreter.
+"""Runs Triton tests on a GPU, if there is one, and under Triton's interpreter.
 
-Once imported, the interpreter replaces all of Triton, so interpreted tests
-run in a process of their own, which runs their file again."""
+Once imported, the interpreter replaces all of Triton in a process. So a process of its own runs the file of
+the tests again, under the interpreter."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ if INTERPRETED:
         return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
 
     def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        """Caches a module's builtins: Triton spends half of the time on finding them at every call."""
+        """Finds a module's builtins once. Triton finds them at every call, which takes half of the time."""
         for name in _builtins(module):
             if is_builtin(member := getattr(module, name)):
                 interpreter._patch_attr(module, name, member, builder, scope)
@@ -43,7 +43,7 @@ if INTERPRETED:
 
 
 def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """``python ARGUMENTS`` under the interpreter, from the project's root."""
+    """Runs ``python ARGUMENTS`` under the interpreter, in the project's root."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -55,7 +55,7 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
     )
 
 
-#: File -> files whose tests run in its process: importing SGLang takes seconds in each process.
+#: File -> more files that run in the same process, because importing SGLang takes seconds in each process.
 _BESIDE = {
     "test_attention": [
         f"tests/kernels/test_{name}.py" for name in ("attention_triton", "distance", "plan")
@@ -66,7 +66,7 @@ _BESIDE = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
-    """The tests of the importing file, at least one, also pass under the interpreter."""
+    """The tests of the file that imports this test also pass under the interpreter; at least one runs."""
     files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
     done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -83,7 +83,7 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shrink_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes short rows take several tiles, in few programs: the interpreter takes 10 ms for an idle program."""
+    """Launches fewer programs, each with more tiles: an idle program takes the interpreter 10 ms."""
     for name, value in _SMALL.items():
         monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
 

@@ -20,7 +20,7 @@ def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) ->
 
 
 def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) -> list[Any]:
-    """Results of ``work(rank, group)``, a module-level function, on both ranks, each within ``seconds``."""
+    """Results of ``work(rank, group)`` on both ranks, within ``seconds``. ``work``: a module-level function."""
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
     arguments = str(folder / "meet"), answers, work

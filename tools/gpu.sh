@@ -1,21 +1,21 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# What needs an NVIDIA GPU. tools/gpu.sh [PART...]; without a name kernels, servers and bench, which
-# end within 540 s together, enough on one H100 whose compiled kernels are cached (~/.cache,
-# ~/.triton; the first run compiles them: SECONDS_A_PART=3600).
+# Runs what needs an NVIDIA GPU: tools/gpu.sh [PART...]. The default is kernels, servers and bench, which
+# end within 540 s together. This is enough on one H100 if ~/.cache and ~/.triton have the compiled
+# kernels. The first run compiles them, so give it SECONDS_A_PART=3600.
 #
 #   kernels             tests/kernels on the device, and that no hook of ours waits for it
 #   servers             tests/server/test_cuda.py, three servers at a time
 #   bench               decode attention against FlashInfer; BENCH_ARGS go to eval.bench.attention,
 #                       for which the device is cuda
 #   memcheck racecheck  the kernels under compute-sanitizer, an hour each at most
-#   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, likewise;
+#   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, an hour at most;
 #                       LOAD_ARGS go to eval.bench.servers: LOAD_ARGS="--only waiting,together"
 #
-# Failed tests are shown at once. A part that fails, or that its time limit (SECONDS_A_PART) ends,
-# keeps no other from running. Logs and a summary go to build/bench/gpu. Exit status 0 if all passed,
-# 1 if one did not, 2 where there is no GPU to run on.
+# Failed tests are shown at once. If a part fails or reaches its time limit (SECONDS_A_PART), the others
+# run nevertheless. Logs and a summary go to build/bench/gpu. The exit status is 0 if all parts passed, 1
+# if one did not, 2 for a wrong command line, without a usable GPU, or if the set-up failed.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 out=build/bench/gpu
@@ -34,7 +34,7 @@ for name; do
     *) fail "part must be kernels, servers, bench, memcheck, racecheck or load, got $name" ;;
     esac
 done
-# Before 9 GB are installed for nothing.
+# Checked first, because the set-up would install 9 GB for nothing.
 command -v nvidia-smi >/dev/null 2>&1 ||
     fail "no nvidia-smi on PATH: this needs an NVIDIA GPU and its driver"
 gpus=$(nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total,memory.free \
@@ -66,7 +66,7 @@ rm -f "$out"/*.log "$out/summary.md"
 } >"$out/summary.md"
 
 failed=0
-# Where tests/conftest.py shows failures at once.
+# tests/conftest.py writes failures to descriptor 3 at once, because output goes to a log.
 exec 3>&2
 export REASONCACHE_FAILURES=3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
@@ -84,7 +84,7 @@ part() {
     case "$*" in
     *" -m pytest "*)
         counts=$(grep -E '[0-9] (passed|failed|skipped).* in [0-9]' "$out/$name.log" | tail -n 1)
-        # pytest is content with tests that were all skipped.
+        # pytest exits with 0 even if all tests were skipped.
         case "$status $counts" in "0 "*[0-9]" passed"*) ;; "0 "*) status=none ;; esac
         ;;
     esac
@@ -102,7 +102,7 @@ part() {
     echo "gpu: $name $result, $took s, $out/$name.log $counts" >&2
 }
 
-# Of tests/kernels what neither other engines nor the interpreter run.
+# Selects the tests of tests/kernels that run Triton kernels on the device.
 on_device="triton and not interpreted"
 
 sanitized() {
@@ -113,7 +113,7 @@ sanitized() {
         echo "| $1 | failed: compute-sanitizer is not installed | |" >>"$out/summary.md"
         return
     fi
-    # Memory of its own for each tensor, so that reading past one shows.
+    # Each tensor gets its own memory, so that a read past its end is found.
     part "$1" 3600 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         "$sanitizer" --tool "$1" --error-exitcode 86 --target-processes all \
         "$python" -m pytest -x tests/kernels -k "$on_device"
@@ -125,7 +125,7 @@ for name; do
         part kernels 160 "$python" -m pytest tests/kernels tests/unit/test_no_wait.py \
             -k "($on_device) or gpu" -n 8
         ;;
-    # A worker ends its server before it starts the next one.
+    # Each of three workers ends its server before it starts the next one.
     servers)
         part servers 270 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
             tests/server/test_cuda.py -n 3 --dist loadgroup --no-loadscope-reorder

@@ -22,8 +22,8 @@ echo "sanitize: AddressSanitizer and UndefinedBehaviorSanitizer" >&2
 export CXX="$cxx -fno-omit-frame-pointer -fsanitize=address,undefined"
 export REASONCACHE_CACHE_DIR="$scratch/cache"
 "$python" -c 'from sglang_reasoncache import native; native._build(native._source_root())'
-# The interpreter is not instrumented, so the runtimes are loaded before it; its own
-# leaks are not ours.
+# The interpreter is not instrumented, so the sanitizers' runtimes are preloaded. Leaks
+# are not reported, because the interpreter itself leaks.
 export ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1
 LD_PRELOAD="$($cxx -print-file-name=libasan.so) $($cxx -print-file-name=libubsan.so)" \
     "$python" -m pytest tests/native/test_kernels.py tests/kernels/test_attention.py \

@@ -12,11 +12,11 @@ namespace attention {
 // A tile has this many entries of a request. Every rotation of a tile has a bit for each entry.
 constexpr std::int64_t kRotationTile = 64;
 
-// A call has one query per request. Each query reads its own range of entries.
+// Each query of a call reads a range of entries. Queries of one request may read the same entries.
 struct DecodeCall {
-  const void* query;  // of request 0, head 0
+  const void* query;  // query 0, head 0
   void* out;          // [batch][num_heads][v_dim]
-  std::int64_t batch;
+  std::int64_t batch;         // queries
   std::int64_t num_heads;     // a multiple of the KV heads
   std::int64_t q_row_stride;  // elements
   std::int64_t q_head_stride;
@@ -25,10 +25,10 @@ struct DecodeCall {
   const std::int32_t* kv_indices;  // [total]
   const std::int32_t* shift;       // [total], null if no key is shifted
   std::int64_t total;
-  // The first tile of request b has the number begin[b] / 64 + b. A tile has the rotations from
-  // tile_ptr[tile] to tile_ptr[tile + 1], which is not included. If bit i of bits[r] is set, the
-  // tile uses the key of its entry i after a rotation by by[r] positions. The first rotation of a
-  // tile is by 0. A tile without rotations uses each key once, as cached.
+  // The first tile of query b has the number begin[b] / 64 + b. A tile's rotations are
+  // tile_ptr[tile] up to, but not including, tile_ptr[tile + 1]. If bit i of bits[r] is set, the
+  // tile uses the key of its entry i after a rotation by by[r] positions. A tile's first rotation
+  // is by 0. A tile without rotations uses each key once, as cached.
   const std::int32_t* tile_ptr;  // [total / 64 + batch + 1], null if there are no rotations
   const std::int32_t* by;        // [rotations]
   const std::uint64_t* bits;     // [rotations]
@@ -59,9 +59,9 @@ extern "C" {
 // Writes kv_indptr [batch + 1], kv_indices [capacity], shift [capacity] (null exactly if cached_at
 // is null), and is_shifted: whether any shift is not 0. If tile_ptr [capacity / 64 + batch + 1] is
 // not null, entries are merged: if a row names a slot at the position of its cached key and also at
-// other positions, those get rotations (see DecodeCall) instead of entries. Rotations are written
-// to `by` and `bits` [capacity + capacity / 64 + batch], their number to `rotations`. `is_shifted`
-// is then 0, and `shift` means nothing. If the status is not OK, the plan is unspecified.
+// other positions, the latter get rotations (see DecodeCall) instead of entries. Rotations go to
+// `by` and `bits` [capacity + capacity / 64 + batch], their number to `rotations`. `is_shifted` is
+// then 0, and `shift` means nothing. If the status is not OK, the plan is unspecified.
 RC_EXPORT std::int32_t reasoncache_plan(
     const std::int32_t* rows, std::int64_t num_rows, std::int64_t row_stride, std::int64_t width,
     const std::int64_t* requests, const std::int64_t* lengths, std::int64_t batch,

@@ -4,7 +4,7 @@
 //
 // A worker alternates between the queries of a unit, one tile of entries at a time, roughly in slot
 // order. Requests that decode together get neighbouring slots, so the next query reads the same
-// memory pages. If a worker took one whole query after another, it would look up every page anew.
+// memory pages. Whole queries one after another would miss in the TLB for every page again.
 #pragma once
 
 #include <algorithm>
@@ -69,7 +69,7 @@ class Worker {
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
-    int first = 0;           // which of the call's `bits` is for the tile's first entry
+    int first = 0;           // the bit of the call's `bits` for the tile's first entry
     std::uint64_t mask = 0;  // a bit for each entry of the tile
     std::uint64_t own = ~std::uint64_t{0};  // bits of the entries whose keys are used as cached
   };
@@ -134,9 +134,9 @@ class Worker {
     prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
-  // Returns the next tile as a step. A round skips a query whose next tile begins at a slot far
-  // above the lowest slot at which a next tile begins. A query that shares many slots has fewer
-  // tiles for the same number of positions; without the skips it would get ahead of the others.
+  // Returns the next tile as a step. A round takes a tile of each query, but skips a query whose
+  // next tile begins at a much higher slot than the lowest next tile. A query that shares many
+  // slots has fewer tiles. Without the skips, this query would get ahead of the others.
   Step take(const Unit& unit) {
     const auto queries = static_cast<std::size_t>(unit.last_query - unit.first_query);
     for (;;) {
@@ -208,8 +208,8 @@ class Worker {
     heads(std::integral_constant<int, 1>{});
   }
 
-  // Adds a tile to the results of kHeads query heads, from place `head` on, after own_scores has
-  // written the entries' own scores. The weights of an entry's rotations are added to its own
+  // Adds a tile to the results of kHeads query heads, from place `head` on. own_scores has written
+  // the entries' own scores before. An entry's weights under its rotations are added to its own
   // weight before the product with its value. Each pass takes the rotations that fit into scores_.
   template <int kHeads>
   void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {

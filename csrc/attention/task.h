@@ -33,7 +33,7 @@ class Task {
  public:
   Task(const Pool& pool, const DecodeCall& call);
 
-  // Fills `units` with enough units for `threads` threads. Returns the number of entries they read.
+  // Fills `units` with enough work for `threads` threads. Returns how many entries the units read.
   std::int64_t divide(std::int64_t threads);
 
   std::int64_t chunks(std::int64_t query) const {

@@ -23,7 +23,7 @@ constexpr std::int64_t kLine = 64;
 // While row i is read, the cache lines of row i + kAhead are prefetched.
 constexpr std::int64_t kAhead = 2;
 // While row i is read, the first address of row i + kPagesAhead is prefetched, so that the CPU
-// translates it in time. A row is seldom on a memory page that was read lately.
+// translates the address in time. Few rows are on a memory page that was read lately.
 constexpr std::int64_t kPagesAhead = 16;
 
 struct Task {
@@ -39,7 +39,7 @@ struct Task {
   std::int64_t entries() const { return pairs * block; }
 };
 
-// One token's K or V in both blocks, and the offsets in memory to the rows that are prefetched.
+// One token's K or V in both blocks, and the distances in memory to the rows to prefetch.
 template <class Element>
 struct Row {
   const Element* x;
@@ -49,8 +49,8 @@ struct Row {
 
   RC_INLINE Row at(std::int64_t offset) const { return {x + offset, y + offset, next_x, next_y}; }
 
-  // Prefetches from the later row what corresponds to this row's `bytes` bytes from element `index`
-  // on. A prefetch is only a hint, so it may get any address.
+  // Prefetches `bytes` bytes of the later row, from element `index` on. A prefetch is only a hint,
+  // so any address is allowed.
   RC_INLINE void fetch(std::int64_t index, std::int64_t bytes) const {
     const auto from_x = reinterpret_cast<std::uintptr_t>(x + index) + next_x;
     const auto from_y = reinterpret_cast<std::uintptr_t>(y + index) + next_y;

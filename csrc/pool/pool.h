@@ -33,8 +33,8 @@ enum reasoncache_status : std::int32_t {
   REASONCACHE_NO_MEMORY = 9,  // memory is missing, and outputs are unspecified
 };
 
-// Layers that have the same layout, and the model's rotary table. In arrays of two the first
-// element is for keys, the second for values.
+// Layers of one layout, and the model's rotary table. In arrays of two, the first element is for
+// keys, the second for values.
 struct reasoncache_pool {
   const void* const* bases;  // [num_layers][2], address of slot 0, head 0
   std::int64_t num_layers;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of the compiler's vector types. They have as many fp32 lanes as a register of the target.
-// They work with GCC and clang on any machine; intrinsics are used only where they help.
+// Vectors of the compiler's vector types, with as many fp32 lanes as a register of the target. GCC
+// and clang compile these types for any machine. Intrinsics are used only if they are faster.
 #pragma once
 
 #include <cstdint>

@@ -13,8 +13,8 @@
 namespace reasoncache {
 namespace {
 
-// How long a helper spins for the next call before it sleeps: layers of one forward follow
-// each other within this time, forwards of an idle server do not.
+// How long a helper thread spins for the next call before sleeping. The layers of a forward follow
+// each other within this time, the forwards of an idle server do not.
 constexpr std::chrono::microseconds kSpin{50};
 
 void relax() {
@@ -43,7 +43,7 @@ bool Workers::grow(int helpers) {
   try {
     for (; threads_ < helpers; ++threads_) std::thread([this] { help(); }).detach();
   } catch (const std::exception&) {
-    // The system gives no more threads, so the existing ones do the work.
+    // The system gives no more threads, so the existing threads do the work.
   }
   return threads_ > 0;
 }

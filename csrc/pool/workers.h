@@ -12,12 +12,12 @@ namespace reasoncache {
 
 class Workers {
  public:
-  // Returns the object of this process, which is made on first use and again in a forked child.
+  // Returns this process's object. First use makes the object; a forked child makes its own.
   static Workers& get();
 
   // Calls body(context) here and on up to `helpers` other threads, and returns when all these calls
-  // have returned. The body divides the work by itself. If it is called only once, for example
-  // while another call is in progress, it must do all the work. It must not throw.
+  // have returned. The body divides the work by itself, and must do all of it if called only once,
+  // for example while another call is in progress. The body must not throw.
   void run(int helpers, void (*body)(void*), void* context);
 
  private:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention`` times our decode attention and SGLang's (CPU) or FlashInfer's (GPU).
 
-The calls take turns on one pool. The memory bandwidth is measured, too. Writes ``build/bench/kernels.json``,
-with a part for each device."""
+The calls take turns on one pool. The memory bandwidth is measured for comparison. Writes
+``build/bench/kernels.json``, with a part for each device."""
 
 import argparse
 import json

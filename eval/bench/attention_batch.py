@@ -52,7 +52,7 @@ def shared_blocks(
     tokens: int, fraction: float, draw: torch.Generator, run: int = RUN
 ) -> torch.Tensor:
     """Draws blocks of ``run`` tokens to share, ``fraction`` of ``tokens`` in all, and for each an earlier block
-    that is not shared. Returns their numbers, ``[2, pairs]``. The first and newest block are never shared."""
+    that is not shared. Returns both blocks' numbers, ``[2, pairs]``. The first and last are never shared."""
     others = max(0, (tokens - 1) // run - 1)
     shared = torch.zeros(1 + others, dtype=torch.bool)
     count = min(others, round(fraction * tokens / run))

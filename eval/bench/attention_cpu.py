@@ -36,7 +36,7 @@ class CpuBatch(Batch):
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # At most 8 layers; 1 GB is enough, because it exceeds the CPU's caches. Latent rows are slow: 2 layers.
+        # Layers of 1 GB in all, or 8 layers, exceed the CPU's caches. Latent rows are slow: 2 layers.
         self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
         size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
         if shape.rotated:
@@ -157,8 +157,8 @@ class CpuBatch(Batch):
         return [{"step_ms": (time.perf_counter() - start) * 1e3}]
 
     def _alone(self) -> list[dict[str, float]]:
-        """Time SGLang's backend, which copies every latent row for each head. So only one layer of one request
-        is timed, in its second run, and the time is multiplied by the numbers of layers and requests."""
+        """Time SGLang's backend, which copies every latent row for each head and is slow. So one layer of one
+        request is timed, in a second run. This time is multiplied by the numbers of layers and requests."""
         alone = self._batch_of(1)
         alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
         for _ in range(2):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times decode attention on a GPU, on one layer's pool: ours and, if FlashInfer is installed, FlashInfer's.
-FlashInfer reads pages of one token, and the time of its planning is not counted.
+FlashInfer reads pages of one token. The time that FlashInfer plans is not counted.
 
     python -m eval.bench.attention_cuda
 
@@ -123,9 +123,9 @@ def measured(
     bench: Callable[[Call], list[float]] = _bench,
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each of :data:`SHARES`: ``ms``, times of calls that take turns (FlashInfer reads each
-    request's own slots); ``of_copy``, the rate at which ours read K and V of all positions / the copy rate;
-    and ``plan_of_step``, the share of a step of 32 layers that planning takes. Raises RuntimeError if a result
-    is wrong."""
+    request's own slots); ``of_copy``, the rate at which our kernel reads K and V of all positions, divided by
+    the copy rate; and ``plan_of_step``, the share of a step of 32 layers that planning takes. Raises
+    RuntimeError if a result is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
     for percent, run in SHARES:
         batch.share(percent, run)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-documents`` compares full prefill with prompts made of cached documents, on SmolLM2.
 
-``python -m eval.fidelity --documents`` measures generated tasks. Then stock SGLang and ours take turns. Each
-has prefilled 50 documents before, and each prompt has 8 of them, in random order. Writes ``documents.json``."""
+First ``eval.fidelity --documents`` measures generated tasks. Then live servers, stock and ours, take turns.
+Both have prefilled 50 documents; a prompt has 8 of these in random order. Writes ``documents.json``."""
 
 import itertools
 import json
@@ -210,7 +210,7 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
-    """A side's times, also divided by stock's times, and its computed tokens / the tokens of documents."""
+    """A side's times, also divided by stock's times, and the tokens that it computed / those of documents."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",
@@ -224,7 +224,7 @@ def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
 
 
 def work(options: Options) -> None:
-    """Measure and write the results. What ``eval.fidelity`` has measured before is not measured again."""
+    """Measure and write the results. Prompts that ``eval.fidelity`` measured before are not measured again."""
     path, draw = options.out / "documents" / "questions.jsonl", Tasks().rows
     rows = itertools.chain(*(draw(task, options.questions) for task in options.tasks))
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))

@@ -34,8 +34,8 @@ _PAUSE_SECONDS = 0.004
 
 
 def measure(step_filter: FilterProcess, streams: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Measures the CPU time that the filter process needs for each finished step, and the scheduler's thread
-    for each decode step of 32 requests."""
+    """Measures the CPU time of the filter process for each finished reasoning step, and of the scheduler's
+    thread for each decode step of 32 requests."""
     endless = [itertools.cycle(tokens) for tokens in streams]
     requests = array("q", [step_filter.open(0, True) for _ in range(_REQUESTS)])
     counts = array("q", [_INTERVAL] * _REQUESTS)

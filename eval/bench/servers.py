@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.servers BENCH`` makes runs of ``eval.run`` that belong together, and their report.
+"""``python -m eval.bench.servers BENCH`` makes the runs of ``eval.run`` of a bench, and one report of them.
 
 Stock SGLang and ours take turns on the same problems. After a stop, the same command on the same commit
 continues the bench."""
@@ -30,7 +30,7 @@ from eval.tokenizers import load_tokenizer
 
 #: Name of a run of a bench -> its flags for ``eval.run``.
 Runs = dict[str, str]
-#: Lets SGLang admit requests until the pool is full, as it advises if requests wait although slots are free.
+#: Lets SGLang fill the pool. SGLang's documents advise this flag if requests wait although slots are free.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
@@ -40,8 +40,8 @@ LOOPING = 20_000
 
 
 def serve(traces: Path | None) -> Runs:
-    """Two workloads of the embedded model (``noise`` has nothing to share), and two replays of ``traces``, on a
-    model made from them. Stock runs 2 pieces at a time, ours up to 4; 8 divide evenly by both."""
+    """Two workloads of the embedded model (``noise`` has nothing to share), and two replays of ``traces`` on a
+    model made from them. Each has 8 responses, because stock runs 2 pieces at a time, ours up to 4."""
     runs = {
         "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
@@ -159,7 +159,7 @@ _EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache
 
 
 def policies(_: Path | None) -> Runs:
-    """Compares evictors with random sharing, and with the papers' sharing. This saves 10% or 22%; the embedded
+    """Compares evictors with random sharing, and with the papers' sharing, which saves 10% or 22%: the embedded
     reasoner's steps do not allow more. SnapKV evicts only prompts. The pool has room for all requests in
     flight, so memory does not affect the answers."""
     methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs sides in turns, in many rounds, and measures the memory bandwidth in between. Other work on the machine
-changes within seconds, so it affects all sides alike."""
+changes within seconds, so with turns it affects all sides alike."""
 
 from __future__ import annotations
 

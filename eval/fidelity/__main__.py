@@ -34,7 +34,7 @@ _RUN, _LOOPS = 32, 0.1
 
 
 class Response(NamedTuple):
-    """A row of a file. ``tokens`` end at the cap. The first ``prompt`` tokens are the question."""
+    """A row of a file. ``tokens`` are cut at ``--cap``. The first ``prompt`` tokens are the question."""
 
     name: str
     group: str
@@ -138,8 +138,8 @@ def chosen(options: Options, tokenizer: Any) -> list[Response]:
 def measure(
     options: Options, items: Sequence[Response | Prompt], settings: Sequence[str], begin: Begin
 ) -> Iterator[Mapping[str, Any]]:
-    """Yields a record for each item, and appends it to a JSONL file at once. Records there with the same
-    settings are used again, so that a run that was cut off goes on where it stopped."""
+    """Yields a record for each item, and appends the record to a JSONL file at once. Records in that file with
+    the same settings are used again, so that a run that was cut off goes on where it stopped."""
     path, known, scores = options.out.with_suffix(".jsonl"), {}, None
     given = options.documents or options.responses
     if given is not None and path.resolve() in (given.resolve(), given.resolve() / path.name):

@@ -27,8 +27,8 @@ _GRAMMAR = (
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to treat a KV cache. ``filter`` proposes blocks to share; ``evictor`` evicts (callers replace its
-    budget). ``pool`` is the fp8 dtype of the cache; None keeps the model's dtype."""
+    """A way to treat a KV cache. ``filter`` proposes blocks to share. ``evictor`` evicts; callers replace the
+    evictor's budget. ``pool`` is the fp8 dtype of the cache; None keeps the model's dtype."""
 
     name: str
     filter: FilterConfig | None = None
@@ -57,7 +57,7 @@ def parse(name: str) -> Arm:
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
     if direction == "oldest":
-        knobs.setdefault("min_age", 0)  # The papers use this direction, without a least age.
+        knobs.setdefault("min_age", 0)  # The papers use this direction, and set no least age.
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
@@ -99,7 +99,7 @@ def default_names() -> list[str]:
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
     """Returns the arms of these names, evictors last. Raises ValueError if a name is bad or given twice, or if
-    there are evictors but ``like`` is not the name of an arm that shares."""
+    there are evictors and ``like`` names no arm that shares."""
     arms = sorted(map(parse, names), key=lambda arm: arm.evictor is not None)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")

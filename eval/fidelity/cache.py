@@ -16,9 +16,9 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class EditableCache(Cache):
-    """KV of several arms that read the same tokens. Each arm has a row. ``keys`` and ``values`` are ``[layers,
-    rows, heads, capacity, head_dim]``; new keys are rotated for their positions. ``visible`` ``[rows,
-    capacity]`` is false for positions that cannot be read."""
+    """KV of rows, such as those of several arms, that read the same tokens. ``keys`` and ``values`` are
+    ``[layers, rows, heads, capacity, head_dim]``; new keys are rotated for their positions. ``visible``
+    ``[rows, capacity]`` is false for positions that cannot be read."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
         super().__init__(layers=[])
@@ -166,7 +166,7 @@ def _attention(
     watch: Watch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes the same as transformers' sdpa, but does not copy KV heads. ``watch`` is called for row 0."""
+    """Computes the same as transformers' sdpa, but does not copy KV heads. ``watch`` gets row 0 only."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")

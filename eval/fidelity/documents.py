@@ -27,7 +27,7 @@ _CHUNK = 256  # tokens of one forward
 
 class Prompt(NamedTuple):
     """A row of the file. The first document is ``tokens[start : ends[0]]``; each further document begins where
-    the previous one ends. The answer is ``tokens[answer:]``."""
+    the previous document ends. The answer is ``tokens[answer:]``."""
 
     name: str
     group: str
@@ -106,8 +106,8 @@ def parse(name: str) -> tuple[str, Repair | SamKV]:
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
-    """The positions, ascending, of the highest ``scores``, fp32 ``[positions]``, in all documents except the
-    first, which has not moved. Their number is ``share`` of the tokens of all documents."""
+    """The positions, ascending, with the highest ``scores``, fp32 ``[positions]``: as many as ``share`` of the
+    tokens of all documents. The first document has not moved, so none of its positions is chosen."""
     first, end = prompt.ends[0], prompt.ends[-1]
     count = round(share * (end - prompt.start))
     return (highest_of(scores[first:end].cpu(), count) + first).tolist()

@@ -29,15 +29,15 @@ from sglang_reasoncache.sharing.state import Candidate, RequestState
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
-#: A threshold accepts no block before it has seen this many distances. An arm has one for all responses.
+#: A threshold accepts no block before it has seen this many distances. An arm uses one for all responses.
 _WARM_UP = 32
 #: More positions than any response has.
 _FAR = 1 << 32
 
 
 class ArmCache:
-    """An arm's row in the cache of a response (row 0 until the arm's first edit), and the slot that each
-    position would have in a server. ``number`` is unique among responses that lend each other slots."""
+    """An arm's row in the cache of a response (row 0 until the arm's first edit), and the slots that its
+    positions would have in a server. ``number`` is unique among responses that lend each other slots."""
 
     def __init__(
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
@@ -60,7 +60,7 @@ class ArmCache:
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Add to the ledger the block pairs that the threshold accepts. Then share the pairs of least distance
-        until the arm has saved its ``need`` (by default, share all)."""
+        until the arm's ``need`` is saved. By default ``need`` is 1, so all pairs share."""
         block = self._block
         # As in a server, no position is redirected twice.
         pairs = [pair for pair in pairs if self._state.claim(Candidate(*pair), block)]
@@ -82,8 +82,8 @@ class ArmCache:
             self.read(dst_start, src_start, self)
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, perhaps another
-        response. Does nothing if another response also has slots of the first block: none would be freed."""
+        """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, maybe another response.
+        Does nothing if another response also names slots of the first block, as none would be freed."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return

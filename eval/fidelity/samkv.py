@@ -17,7 +17,7 @@ from eval.fidelity.cache import EditableCache, Reader
 if TYPE_CHECKING:
     from eval.fidelity.documents import Prompt
 
-#: Arm -> whether recomputed KV replaces the old KV or is mixed with it; "" means that nothing is recomputed.
+#: Arm -> how recomputed KV is used: in place of old KV, or mixed with it; "" means that nothing is recomputed.
 UPDATES = {"samkv": "overwrite", "samkv-fusion": "fusion", "samkv-select": ""}
 
 
@@ -76,9 +76,9 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
 def select(
     reader: Reader, cache: EditableCache, prompt: Prompt, found: Sequence[Profile]
 ) -> list[int]:
-    """The online step: hides in row 0 what the request does not read; returns the positions to recompute.
+    """The online step: hides in row 0 the positions that the request does not read; returns those to recompute.
     ⚠ Positions are those of the whole prompt. Scores use queries and keys before rotation, because a profile is
-    made before its document has a place in a prompt. All layers read the same blocks, as in a server."""
+    made before the document has a place in a prompt. All layers read the same blocks, as in a server."""
     end, visible = prompt.ends[-1], cache.visible[0]
     visible[prompt.start : end] = False
     visible[[at for one in found for at in one.ends]] = True
@@ -99,8 +99,8 @@ def select(
         layers = range(len(one.most))
         extremes = (scores[-1][layers, which] for which in (one.most, one.least))
         counts.append(math.ceil(top_p(anchor, *extremes) * len(middle)) if middle else 0)
-    # Cross-context filter: the best middle blocks of all documents are read. Their number is the mean number
-    # in a document. ⚠ For this, scores are normalised over all middle blocks, then averaged over layers.
+    # Cross-context filter: the best middle blocks of all documents are read, as many as a document has on
+    # average. ⚠ For this, scores are normalised over all middle blocks, then averaged over layers.
     every = torch.cat(scores, dim=1)
     apart = every - every.mean(1, keepdim=True)
     normal = (apart / apart.norm(dim=1, keepdim=True).clamp(min=1e-6)).mean(0)
@@ -120,14 +120,14 @@ def select(
 
 def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> float:
     """Eq. 2: the share of a document's middle blocks to read, a mean over layers. ⚠ A layer counts as 0 also if
-    the score of ``least``, and so of every block, is not below that of the anchor."""
+    the least important block scores no lower than the anchor."""
     inside = (least < anchor) & (anchor <= most)
     return float(torch.where(inside, (most - anchor) / (most - least), 0).mean())
 
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes attention ``[tokens, tokens]``, queries by keys. Returns for each key its alpha, so that ``distance
-    ** -alpha`` fits the attention of later tokens by least squares, and the mean of that attention."""
+    """Takes attention ``[tokens, tokens]``, queries by keys. Returns for each key alpha and the mean attention
+    of later tokens. By least squares ``distance ** -alpha`` fits the attention of later tokens."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()
@@ -147,7 +147,7 @@ def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> 
 
 
 def _stable(layers: int) -> range:
-    """The stable layers, N*. ⚠ They are the last eighth, not calibrated, as in the paper's three models."""
+    """The stable layers, N*. ⚠ Not calibrated: the last eighth of all layers, as in the paper's models."""
     return range(layers - math.ceil(layers / 8), layers)
 
 

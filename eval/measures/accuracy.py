@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures how many answers are right, and how that differs from dense on the same problems.
+"""Measures how many answers are right, and compares a method with dense (stock SGLang) on the same problems.
 
 A problem's seeds form a cluster. Intervals of shares are Wilson's, at the effective number of answers;
 those of other values (F1, lengths) are Student's t over problems. Intervals of differences are Newcombe's
@@ -113,7 +113,7 @@ def _series(values: Mapping[Key, float]) -> pd.Series:
 
 
 def _effective(series: pd.Series) -> float:
-    """The number of independent answers whose mean varies as much; at least the number of problems."""
+    """The number of independent answers whose mean varies as much as the mean here; at least one a problem."""
     problems = series.groupby(level=0).mean()
     error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
     effective = float(series.var(ddof=0)) / error if error else 0.0
@@ -126,7 +126,7 @@ def _wilson(share: float, n: float) -> tuple[float, float]:
 
 
 def _phi(x: pd.Series, y: pd.Series, weight: float) -> float:
-    """Newcombe's correlation of paired zeros and ones, with his correction towards 0."""
+    """Newcombe's correlation of paired zeros and ones, with his correction to 0; a pair counts ``weight``."""
     both, neither = weight * (x * y).sum(), weight * ((1 - x) * (1 - y)).sum()
     only_x, only_y = weight * (x * (1 - y)).sum(), weight * (y * (1 - x)).sum()
     scale = (both + only_x) * (only_y + neither) * (both + only_y) * (only_x + neither)

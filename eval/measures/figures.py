@@ -30,7 +30,7 @@ class Figures:
     cpu_per_token: float | None  # CPU seconds of schedulers and their processes per output token
     mean_running: float | None  # requests in the batch, averaged over logged decode steps
     saving: float | None  # slots saved / positions of running requests, mean over decode steps
-    across: float | None  # share of the saved slots that other responses to the prompt lend
+    across: float | None  # share of the saved slots that is due to reading other responses
     final_saving: float | None  # ``saving`` at the end of a response, mean of responses
     affected: float | None  # redirected or evicted / all positions of finished requests
     peak_slots: int | None  # KV slots in use, over logged decode steps
@@ -72,7 +72,7 @@ def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Mo
 
 
 def ratio(served: Served, name: str) -> float | None:
-    """Weighted mean of a ratio over all schedulers that share; 0 if none shares, None if no total has it."""
+    """Weighted mean of the ratio ``name`` over all schedulers that share; 0 if none shares, None if unknown."""
     totals = served.totals()
     if not totals:
         return 0.0

@@ -15,7 +15,7 @@ FORCED = "forced_tokens"
 
 class ForcedTokens(CustomLogitProcessor):
     """Makes every token except the recorded one impossible. The place in the record follows from the number of
-    tokens with KV, also after a retraction. Logits behind the end of the record are not changed."""
+    tokens with KV, also after a retraction. Once the record has ended, logits are not changed."""
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None

@@ -11,8 +11,8 @@ from eval.runs.servers import Server
 from eval.serving import MODEL_NAME, ServerError
 
 _WHERE = "the model's context or the KV slots"
-# SGLang logs a decode line every --decode-log-interval steps. Its metrics show only the moment of the query.
-# Shared and evicted positions need no slot of their own.
+# The log is read, because SGLang's metrics show only the moment of a query. SGLang logs a decode line every
+# --decode-log-interval steps. Shared and evicted positions need no slot of their own.
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
 _SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
@@ -59,7 +59,7 @@ def measure(
     cell: Cell, requests: Sequence[Request], server: Server, advance: Callable[[], object], *,
     log_interval: int, timeout_s: float, in_flight: int | None = None, attempts: int = 1,
 ) -> Served:  # fmt: skip
-    """Measure a cell and write it. ``advance`` is called after each answered request. Raises OSError,
+    """Measure a cell and write its files. ``advance`` is called after each answered request. Raises OSError,
     ServerError if the server died, RunError if requests run on at the end or the flush is refused."""
     server.clear()
     offset, cpu_before = server.process.log_size(), server.cpu_seconds()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the requests of a run by the official OpenAI client, streaming, without the client's own retries."""
+"""Sends the requests of a run with the official OpenAI client, which streams and does not retry by itself."""
 
 import asyncio
 import contextlib

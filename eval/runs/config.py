@@ -50,8 +50,8 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> None:
-    """Write the configuration of a new run. For an old run, check that its configuration is equal, except in
-    fields that may differ. Raises RunError that names the first other field that differs."""
+    """Write the configuration of a new run. For an old run, check that all fields are equal, except those that
+    may differ. Raises RunError that names the first wrong field."""
     if not (run / CONFIG).exists():
         write_json(run / CONFIG, config)
         return
@@ -92,7 +92,7 @@ def describe_machine() -> dict[str, Any]:
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # torch is not asked for the GPUs, because then this process would take some of their memory.
+    # torch is not asked for the GPUs, because it would take some of their memory for this process.
     gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),

@@ -18,7 +18,7 @@ class Response:
 
     problem_id: str
     request_id: str
-    text: str  # all that was streamed; reasoning sent in its own field comes first, in <think> tags
+    text: str  # all that was streamed; reasoning from a separate field comes first, in <think> tags
     prompt_tokens: int  # counted by the server, like output_tokens
     output_tokens: int
     started: float

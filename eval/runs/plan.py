@@ -16,8 +16,8 @@ from eval.tiny_reasoner import CHECKPOINT
 
 #: Flags for servers of the embedded model, because SGLang's default is meant for large machines.
 _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
-#: Tokens of a piece of a streamed response; SGLang sends the first piece at once. A piece costs the client some
-#: 180 us on a core that a server may need.
+#: Tokens of a piece of a streamed response; SGLang sends the first token at once. Pieces are not smaller,
+#: because each costs the client some 180 us on a core that a server may need.
 _STREAM_INTERVAL = "8"
 _LONGEST = 32_768  # tokens of response and reasoning, if neither task nor operator sets a limit
 _WARM_UP_TOKENS = 512  # of warm-up responses; longer ones of a large model would take minutes
@@ -37,8 +37,8 @@ class Step:
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
-    """All methods for each task and seed, in reverse order for every second seed. So drift affects all methods
-    alike, and successive cells often need the same server."""
+    """All methods for each task and seed, in reverse order for every second seed. So a drift of the machine
+    affects all methods alike, and successive cells often need the same server."""
     return [
         Step(task, seed, method)
         for task in tasks

@@ -52,7 +52,7 @@ class Server:
         _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int:
-        """Flush the idle server, so that its totals restart; return the number of slots still in use. Raises
+        """Flush the idle server, so that totals restart; return the number of slots still in use. Raises
         RunError if requests do not end or the flush is refused, ServerError if the server died."""
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
@@ -83,8 +83,8 @@ class Server:
 
 
 class Servers:
-    """Keeps servers by their flags; a context manager. At most ``keep`` servers are up: before a new one
-    starts, the least recently used server is closed. Logs go into the run's folder."""
+    """Keeps servers by their flags; a context manager. At most ``keep`` servers are up: before a new server
+    starts, the least recently used is closed. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs, self._keep = run / "servers", keep

@@ -65,7 +65,7 @@ class Session:
     opens_thinking: bool
 
     def work(self) -> bool:
-        """Measure and grade every cell. Returns True if all could be measured and no request failed."""
+        """Measure and grade every cell. Returns True if all cells were measured and no request failed."""
         options, whole = self.plan.options, True
         for step in order(options.tasks, self.methods, options.seeds):
             try:
@@ -116,8 +116,8 @@ class Session:
 
 
 def grade(cell: Cell, task: EvalTask, opens_thinking: bool) -> list[Result]:
-    """Let lm-eval grade a cell. Returns a result for each problem, in order. A request without a response
-    counts as wrong; to leave it out would favour the method that fails most."""
+    """Let lm-eval grade a cell. Returns a result for each problem, in order. A problem without a response
+    counts as wrong, because leaving it out would favour the method that fails most."""
     answered = cell.answered()
     failed = {row.problem_id: row.error for row in cell.responses() if row.error is not None}
     texts = [answered[p.id].text if p.id in answered else "" for p in task.problems]

@@ -49,7 +49,7 @@ class Difficulty:
     min_checks: int = 2
     max_checks: int = 4
     #: ``shuffled`` puts the facts in any order, ``fewer`` adds facts with differences. The model was trained
-    #: with both, but is weak at them.
+    #: on such problems, but is weak at them.
     shuffled: bool = False
     fewer: bool = False
 

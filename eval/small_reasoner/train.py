@@ -20,10 +20,10 @@ from eval.tiny_reasoner.task import split_of
 
 IGNORE = -100
 BATCH_TOKENS = 2400
-#: The share of training steps with short problems, and the problems' size. They teach arithmetic and format.
+#: The share of training steps with short problems, and their size. Short problems teach arithmetic and format.
 SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
-#: In the loss, digits have the weight NUMBER_WEIGHT. Of the other tokens only WORDS_SHARE is counted, because
-#: words are learnt soon and logits of 49,152 tokens are costly.
+#: In the loss, digits have the weight NUMBER_WEIGHT. Of the other tokens a share of WORDS_SHARE is counted,
+#: because words are learnt soon and logits over 49,152 tokens are costly.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
 Example = tuple[list[int], list[int]]  # token ids; for each the next token, or IGNORE in the prompt

@@ -42,7 +42,7 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
 
 def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:
     """Reads rows ``{id, question, answer}``. If ``largest`` is not 0, answers must be integers from 0 to
-    ``largest``. If an answer has ``####``, only the text behind it counts, as in GSM8K."""
+    ``largest``. If an answer has ``####``, only the text behind the last ``####`` counts, as in GSM8K."""
 
     def made(row: Mapping[str, Any]) -> dict[str, Any]:
         given = row.get("answer")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters and graders of the task files in this folder. Responses may be hostile, so all work is bounded."""
+"""Filters and graders of the task files in this folder. All work is bounded, as responses may be hostile."""
 
 import re
 from collections import deque

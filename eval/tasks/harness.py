@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Progress bars are off, because lm-eval's count the requests that it prepares, not those that are answered.
+# Progress bars are off, because lm-eval's bars count prepared requests, not answered requests.
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 from lm_eval import evaluator
@@ -39,7 +39,7 @@ HUB = {
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
-# Streams 16 tokens at a time, because on a small machine parsing each token alone costs as much as decoding it.
+# 16 tokens are streamed at a time, because on a small machine parsing a token costs as much as decoding it.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
 _THINK, _THINK_END = "<think>", "</think>"
 _MAX_GRADED_CHARS = 100_000  # graders see only the end of a response, where answers are
@@ -82,7 +82,7 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model without lm-eval's client, because it keeps neither times nor token counts."""
+    """lm-eval's chat model without lm-eval's client, because that client drops times and token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -153,7 +153,7 @@ class EvalTask:
             text if problem.forced else _after_thinking(text, opens_thinking)
             for problem, text in zip(self.problems, texts, strict=True)
         ]
-        # There is a sample for each filter. That of the last filter, the most lenient, is kept.
+        # Each filter gives a sample. The sample of the last filter, the most lenient, is kept.
         samples = {sample["doc_id"]: sample for sample in self._evaluate(lambda _: answers)}
         return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
 

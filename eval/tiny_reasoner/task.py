@@ -18,9 +18,9 @@ SPECIAL = (PAD, EOS, USER, ASSISTANT, THINK, THINK_END, STEP_END, BOX, BOX_END)
 FORMAL = frozenset((*DIGITS, *LETTERS, *OPERATORS, "="))
 ORDINALS = ("one", "two", "three", "four")
 
-# The letter that a step defines determines the step's wording, so greedy decoding has one right
+# The letter that a step computes determines the step's wording, so greedy decoding has one right
 # continuation. The letters of a problem have distinct styles, so steps of the first pass are not
-# similar. A step starts with its line, ``v = u o y``; x is the value of u, r the result.
+# similar. A step starts with a line of the problem, ``v = u o y``; x is the value of u, r the result.
 LONG_STYLES = (
     "{v} = {u} {o} {y} . here {u} {x} , so work it out : {x} {o} {y} = {r} , now {v} {r} .",
     "{v} = {u} {o} {y} ; we know {u} {x} which then makes {x} {o} {y} = {r} "
@@ -121,7 +121,7 @@ def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
 
 
 def _chain(rng: random.Random, count: int) -> tuple[str, int, list[_Line]]:
-    """Draws the given variable, its value, and ``count`` lines. Each line uses the variable before it."""
+    """Draws the given variable, its value, and ``count`` lines. Each line uses the previous line's variable."""
     styles = len(LONG_STYLES)
     names = [
         LETTERS[s + styles * rng.randrange(len(LETTERS) // styles)]

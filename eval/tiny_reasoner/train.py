@@ -19,8 +19,8 @@ from eval.tiny_reasoner import task as tiny
 from eval.tiny_reasoner.model import TOKEN_ID, build_model, encode, save_checkpoint
 
 IGNORE = -100
-# (first step, difficulty, share of drill). Short problems come first, because look-up and arithmetic are learnt
-# many times faster from them.
+# (first step, difficulty, share of drills). Short problems come first, because the model learns look-up and
+# arithmetic from them many times faster.
 CURRICULUM = (
     (0, tiny.Difficulty(2, 4, 0, 1), 0.5),
     (150, tiny.Difficulty(2, 4, 0, 2), 0.1),
@@ -50,7 +50,7 @@ class Example:
 
 
 def drill(rng: random.Random, facts: int = 24) -> Example:
-    """An example of arithmetic alone. It has a fact in every six tokens; a problem has one in thirty."""
+    """An example of arithmetic alone. A drill has a sum in every six tokens; a problem has one in thirty."""
     words: list[str] = []
     for _ in range(facts):
         x, y, op = rng.randrange(10), rng.randrange(10), rng.choice(tiny.OPERATORS)
@@ -66,7 +66,7 @@ def conversation(problem: tiny.Problem) -> Example:
 
 
 def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
-    """Yields a batch for each step. Its problems have similar lengths, so that little is padded."""
+    """Yields a batch for each step. The problems of a batch have similar lengths, so that little is padded."""
     ready: list[list[Example]] = []
     for step in range(steps):
         if not ready:

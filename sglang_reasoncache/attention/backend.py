@@ -17,8 +17,8 @@ _Stock: Any = object
 class PagedBackend(_Stock):
     """A mixin in front of one of SGLang's backends. Our kernels run the forwards that have a plan.
 
-    Evicted positions, whose row entries are below 0, are skipped. SGLang's backend runs a forward without a
-    plan, unless ``always_ours``.
+    SGLang's backend runs all other forwards, but none if ``always_ours``. Our kernels skip evicted positions:
+    the row entries of these are below 0.
     """
 
     always_ours = False
@@ -33,13 +33,13 @@ class PagedBackend(_Stock):
         requested_by: str,
         **stock: Any,
     ) -> None:
-        """``cached``: slots' cached positions, from which keys are rotated to the positions that read them;
-        None reads every key as cached. ``requested_by``: the flags that request this backend; every message
-        begins with them. ``stock``: arguments of SGLang's backend. Raises ValueError for anything that is not
-        supported, and for an embedding that cannot rotate keys."""
+        """``cached``: the position for which each slot's key was rotated. Keys are rotated from there to the
+        positions that read them; None reads keys as cached. ``requested_by``: flags that begin every message.
+        ``stock``: arguments of SGLang's backend. Raises ValueError for anything that is not supported, and for
+        an embedding that cannot rotate keys."""
         check_attention(model_runner, requested_by)
         self.requested_by = requested_by
-        # Made before SGLang's backend takes memory, because this may raise.
+        # PagedAttention may raise, so it is made before SGLang's backend takes memory.
         self.paged = PagedAttention(model_runner, cached, self.unread)
         super().__init__(model_runner, **stock)
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the pages of a pool by this project's kernels, on the pool's device.
+"""Attention over a paged KV pool by this project's kernels, on the pool's device.
 
-Shifted keys are rotated to the positions where they are read; evicted positions are skipped. On a GPU the host
-does not wait for the device: it sizes a plan by the row lengths in host memory.
+A *plan* lists the slots that a forward reads. Evicted positions have none. A key that was cached for another
+position is rotated. On a GPU the host need not wait to plan: row lengths in host memory bound a plan's size.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def once_more(work: _Method) -> _Method:
-    """Decorates a method that :meth:`Containment.once_more` may call again after it raised, because the method
-    only makes new results or overwrites old ones."""
+    """Decorates a method so that :meth:`Containment.once_more` calls the method again if the first call raises.
+    The method may only make new results or overwrite old ones."""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -49,32 +49,32 @@ def once_more(work: _Method) -> _Method:
 
 
 class PagedAttention:
-    """Plans forwards and runs our kernels. One per attention backend. Layers share a forward's plan, but
-    those with sliding windows have others: in a decode step one for each size, in a prefill one for their pool.
+    """Plans forwards and runs our kernels. One per attention backend. Layers without sliding windows share a
+    plan. Layers with windows have others: in a decode step one for each size, in a prefill one for their pool.
 
-    ``rows`` is the plan of a decode step by our kernels, ``extend_plan`` is the plan of a prefill by them.
+    ``rows`` is the plan of a decode step, ``extend_plan`` that of a prefill; None if SGLang's kernels run.
     """
 
     def __init__(
         self, model_runner: ModelRunner, cached: CachedPositions | None, unread: int = 0
     ) -> None:
-        """See ``PagedBackend``; ``unread``: number of positions of a window that a decode step does not read.
+        """See ``PagedBackend``. ``unread``: how many of a window's oldest positions decode steps leave out.
         Raises ValueError if ``cached`` is given and the model has no embedding that can rotate keys."""
         self.allocator = model_runner.token_to_kv_pool_allocator
         self._rows = model_runner.req_to_token_pool
         self._pool = pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
         self.cached = cached
-        #: Whether a decode step reads a slot only once, even if a row names the slot several times.
+        #: Whether plans of decode steps are merged (:class:`RowPlan`), to read a slot of a row only once.
         self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
         #: Layer id -> rotation of the layer's keys. None if keys are read as cached.
         self.rotations: dict[int, KeyRotation] | None = None
-        #: Whether the pool has latent rows.
+        #: Whether the pool has latent rows (MLA).
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
-        #: Layers with KV in a window pool, where they read *peers* of a row's slots. Peers are never shared.
+        #: Layers with KV in a window pool. A slot's *peer* is the same token's slot there; never shared.
         self._of_window = compat.window_layers(pool)
         self._peers: Any = getattr(pool, "translate_loc_from_full_to_swa", None)
         if cached is not None:
@@ -116,14 +116,14 @@ class PagedAttention:
     def buffers(
         self, batch: int, entries: int | None = None, *, merge: bool = False
     ) -> PlanBuffers:
-        """Capacity for plans of ``batch`` requests and ``entries`` (None: whole rows) on a GPU."""
+        """GPU memory for plans of ``batch`` requests with ``entries`` slots in total (None: whole rows)."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         entries = batch * self.width if entries is None else entries
         return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
     def graph_buffers(self, batch: int) -> dict[int, PlanBuffers]:
-        """Reach of a layer (0: whole rows) -> capacity for its plans in a decode graph."""
+        """Positions that a layer sees (0: all) -> memory for plans of such layers in a decode graph."""
         widths = {0: self.width, **self._reaches}
         return {
             reach: self.buffers(
@@ -160,7 +160,7 @@ class PagedAttention:
                 self.windows[reach] = plan
 
     def readable(self, plan: RowPlan) -> RowPlan:
-        """``plan``, without its shifts if keys are read as cached. Buffers hold shifts, all 0, even then."""
+        """``plan``, but without shifts if keys are read as cached: all shifts in the buffers are 0 then."""
         return plan if self.cached is not None else plan._replace(shift=None)
 
     def _plan(
@@ -202,7 +202,7 @@ class PagedAttention:
     def forget(self) -> None:
         """Forget all plans. Nothing is planned until the next forward begins."""
         self.rows: RowPlan | None = None
-        #: Positions that a window sees -> plan of the layers with this window, in addition to ``rows``.
+        #: Positions that a window sees -> plan of the layers with this window. Other layers read ``rows``.
         self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
         #: The plan of a prefill for layers with a window pool.
@@ -213,7 +213,7 @@ class PagedAttention:
             self.queries.forget()
 
     def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
-        """The repairs in this prefill: tokens of documents that it computes again or scores."""
+        """This prefill's repairs: tokens of documents to compute again, and requests to score."""
         repairs: Any = getattr(self.allocator, "repairs", None)
         if repairs is None or batch.rids is None or batch.extend_seq_lens_cpu is None:
             return []
@@ -252,7 +252,7 @@ class PagedAttention:
 
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
-        """Use the plans in ``buffers``, which the decode graph that is captured or replayed next will fill."""
+        """Use the plans in ``buffers``. The decode graph fills these plans when it is captured or replayed."""
         size = batch.batch_size
         plans = {reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()}
         self.rows, self.windows = plans.pop(0), plans
@@ -263,7 +263,7 @@ class PagedAttention:
         self._evicted = evicted
         lengths = None
         if self._repairs and batch.seq_lens_cpu is not None:
-            # Rows are read at least up to ``least``: repaired positions may lie beyond SGLang's row length.
+            # SGLang's row length may end before repaired positions, so rows are read at least up to ``least``.
             lengths = batch.seq_lens_cpu.clone()
             for placed in self._repairs:
                 lengths[placed.number].clamp_(min=placed.least)
@@ -335,7 +335,7 @@ class PagedAttention:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
                 where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
-                # If memory for a layer's weights is missing, scores leave the layer out: they only rank tokens.
+                # Without memory for attention weights, scores lack this layer. Scores only rank tokens.
                 with contextlib.suppress(RuntimeError):
                     add_attention(query, *where, scored.received, reach)
         # Under DP attention SGLang pads ``q``, so that all groups gather the same number of tokens.
@@ -370,8 +370,8 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """The factors of logits and of outputs. They include the scales by which SGLang divided keys and values
-        before caching them. SGLang divides neither latent rows nor a pool of the model's dtype."""
+        """The factors for logits and outputs. SGLang divides keys and values by scales before it caches them.
+        The factors undo this. Latent rows, and pools of the model's dtype, hold undivided numbers."""
         if self.latent or self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float

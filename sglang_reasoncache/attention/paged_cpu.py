@@ -17,7 +17,7 @@ class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
         super().__init__(model_runner, cached, requested_by=flag)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Plan a forward; every layer reads the plan."""
+        """Plan a forward before its layers run."""
         paged, mode = self.paged, forward_batch.forward_mode
         paged.forget()
         if forward_batch.out_cache_loc is None or mode.is_idle():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
-A forward that reads neither shifted slots nor evicted positions runs SGLang's kernels; any other forward runs
-ours. A decode graph includes the planning. With latent attention SGLang's kernels run every prefill: they can,
-because cached prefixes have no shifted slots.
+A *shifted* slot is read at another position than its key was rotated for. Our kernels run forwards with shifted
+slots or evicted positions, SGLang's run all others. Decode graphs include the planning. With latent attention
+SGLang's kernels run every prefill, because cached prefixes have no shifted slots.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ PLAIN, SHIFTED = "plain", "shifted"
 
 
 class GraphVote(enum.IntEnum):
-    """Which decode graph a group of DP attention can run. The groups take the smallest vote.
+    """A DP attention group's vote for a decode graph. All groups run the graph of the smallest vote.
 
-    A vote replaces a bool of SGLang's: EAGER is false, SHIFTED and PLAIN are true.
+    A vote replaces SGLang's bool "can run a graph": EAGER is false, SHIFTED and PLAIN are true.
     """
 
     EAGER, SHIFTED, PLAIN = range(3)
@@ -43,8 +43,8 @@ class GraphVote(enum.IntEnum):
 class MarkedRids(list[str]):
     """The request ids of a batch, marked with what its rows hold.
 
-    SGLang passes this list, a field of ``ForwardBatch``, on to every copy of the batch. A batch whose
-    ids are a plain list was not looked at: its rows may hold anything.
+    SGLang passes this list, a field of ``ForwardBatch``, on to every copy of the batch. If a batch has a
+    plain list, nobody has looked at its rows: they may hold anything.
 
     Args:
         rids: The request ids.
@@ -75,8 +75,8 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
-        # Buffers for plans of decode graphs. Replays follow one another on one stream, so graphs can
-        # share buffers: each graph uses the buffers that were the newest when it was captured.
+        # Buffers for plans of decode graphs. Graphs can share buffers, because replays follow one another
+        # on one stream. A graph uses the newest buffers of the time of its capture.
         self._graphs: list[dict[int, PlanBuffers]] = []
         self._graph_variant: str | None = None
 
@@ -132,7 +132,7 @@ class SharedSlotReads(PagedBackend):
         return self._graph_variant
 
     def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
-        """Allocate the plans of graphs of up to ``max_bs`` requests."""
+        """Allocate memory for plans of decode graphs with up to ``max_bs`` requests."""
         super().init_cuda_graph_state(max_bs, *args, **kwargs)
         if self._graphs and self._graphs[-1][0].batch >= max_bs:
             return
@@ -147,7 +147,7 @@ class SharedSlotReads(PagedBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Does what must happen outside a graph before its capture or replay."""
+        """Do the work before a graph's capture or replay that cannot be part of the graph."""
         self.paged.forget()
         if not forward_batch.forward_mode.is_decode_or_idle():
             self.paged.record(forward_batch)
@@ -157,9 +157,8 @@ class SharedSlotReads(PagedBackend):
         if variant == PLAIN:
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
         elif variant == SHIFTED and self._graphs:
-            # SGLang's preparation is skipped: this graph has none of SGLang's kernels, and in a
-            # capture the preparation would replace the plans that the plain graph of this size
-            # reads.
+            # SGLang's preparation is skipped, because this graph has none of SGLang's attention kernels. In a
+            # capture, the preparation would also replace the plans that the plain graph of this size reads.
             self.paged.begin_graph(self._graphs[-1], forward_batch)
         else:
             raise RuntimeError(
@@ -168,8 +167,8 @@ class SharedSlotReads(PagedBackend):
             )
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Queues what becomes part of a graph: recording cached positions of new slots, choosing which queries
-        are kept, and our plan."""
+        """Queue the work that becomes part of a graph: record cached positions of new slots, choose which
+        queries to keep, make our plan."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata_in_graph(forward_batch)
             return
@@ -180,8 +179,8 @@ class SharedSlotReads(PagedBackend):
         self.paged.plan_graph(self._graphs[-1], forward_batch)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
-        """The point after which a forward reads no rows. In a decode step our plan has been made by then, in
-        the graph or before a forward without a graph."""
+        """The stage after which a forward reads no more rows. Planning a decode step reads rows in the graph,
+        or before a forward without a graph, so the stage is not before ``IN_REPLAY``."""
         stock = super().shared_read_ends(fm)
         if not fm.is_decode_or_idle():
             return stock
@@ -203,7 +202,7 @@ class GraphVariants:
 
 
 def compile_attention(paged: PagedAttention) -> None:
-    """Compile Triton kernels, so that the first forwards do not wait seconds. The pool is only read."""
+    """Compile Triton kernels, so that the first forwards do not wait seconds. Writes nothing to the pool."""
     # The plans are for row 0, which belongs to no request.
     zero = torch.zeros(1, dtype=torch.int64, device=paged.device)
     plan, merged = (

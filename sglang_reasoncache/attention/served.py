@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which models are served, and which of these with corrected positions, by their KV pool, attention
-layers and rotary embedding. Flags are checked in ``plugin/refusals.py``."""
+"""Decides by KV pool, attention layers and rotary embedding whether a model is served, and whether shared keys
+can be rotated to the positions that read them. ``plugin/refusals.py`` checks flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BESIDE_WINDOWS = (
     "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
     "into one pool, which takes more memory a token"
 )
-#: Attention -> why it is refused, or why nothing is shared.
+#: Kind of attention -> why the server refuses it, or why nothing is shared.
 REFUSED = {
     "other windows": "nothing shared: rotations unknown",
     "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
@@ -36,7 +36,7 @@ REFUSED = {
 
 
 class Family(NamedTuple):
-    """A row of the table in docs/index.md. ``tried``: with which model, on which device."""
+    """A row of the table in docs/index.md. ``tried``: which models were run, on which device."""
 
     models: str
     attention: str
@@ -88,14 +88,14 @@ ROTARY_KINDS = (
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
 )
-#: Attention module -> its attribute which, if true, makes it scale each dim of a key by a learned weight after
-#: the rotation.
+#: Attention module -> its attribute that switches on a scaling. With it, each dim of a key is multiplied by a
+#: learned weight after the rotation.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules whose keys have no position if the module has no rotary embedding, as in Kimi-Linear
-#: the module DeepseekV2AttentionMLA. In such models only the state layers depend on positions.
+#: Attention modules that cache keys without a position if they have no rotary embedding. Kimi-Linear uses
+#: DeepseekV2AttentionMLA in this way. In such models only the state layers depend on positions.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention", "DeepseekV2AttentionMLA")
-#: Attention modules, in models with sliding windows, whose rotation of keys is known: their own rotary
-#: embedding rotates the keys, unless :func:`_rotation_of` says otherwise.
+#: Attention modules that are served in models with sliding windows, because their rotation is known: by the
+#: module's own rotary embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
     *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
     *("GptOssAttention", "MellumAttention"),
@@ -106,7 +106,7 @@ FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
-    """Raises ValueError for a pool whose buffers are neither ``[slots, heads, head_dim]`` nor latent rows.
+    """Raises ValueError unless buffers are ``[slots, heads, head_dim]`` or latent rows; also for paged windows.
 
     ``requested_by``: the flag that needs such buffers; the message begins with this flag.
     """
@@ -131,7 +131,7 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
 
 
 def check_kind(context: TreeCacheBuildContext) -> None:
-    """Raises ValueError for a model whose attention layers do not keep keys and values of all positions."""
+    """Raises ValueError for a model with DeepSeek sparse attention (DSA)."""
     if context.is_dsa:
         raise _sparse(_FLAG)
 
@@ -141,8 +141,8 @@ def _sparse(requested_by: str) -> ValueError:
 
 
 def window_age(context: TreeCacheBuildContext) -> int:
-    """Positions at least this many tokens before a row's end are already free in the window pool; 0 without
-    such a pool. Raises ValueError for a flag that excludes a window pool."""
+    """A position this many tokens before a row's end has no slot in the window pool any more. 0 without a
+    window pool. Raises ValueError for a flag that cannot be combined with such a pool."""
     if not context.is_hybrid_swa:
         return 0
     if context.enable_hierarchical_cache:
@@ -153,12 +153,12 @@ def window_age(context: TreeCacheBuildContext) -> int:
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:
-    """Raises ValueError for flags that exclude latent attention. SGLang's kernels run the prefills, which
-    therefore must not read shared slots."""
+    """Raises ValueError for flags that cannot be combined with latent attention. There SGLang's kernels run the
+    prefills. These kernels do not rotate keys, so a prefill must not read shared slots."""
     reads = "a prefill would read keys of shared slots as they are cached"
     given = {
         "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
-        # With these backends a group's decode steps run as a prefill while another group prefills.
+        # With these backends a DP group decodes by SGLang's prefill code while another group prefills.
         "--moe-a2a-backend with DP attention": (
             compat.get_parallel().attn_dp_size > 1
             and args.moe_a2a_backend in ("pplx", "deepep_v2"),
@@ -172,7 +172,7 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
-    """The CUDA backend of SGLang with which our kernels serve a model, or None if they do not serve it.
+    """SGLang's CUDA backend that our mixin extends to serve a model; None if the model is not served.
 
     ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: the model has multi-head latent
     attention.
@@ -189,7 +189,7 @@ def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | Non
 
 
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
-    """Raises ValueError naming the first thing that our attention kernels do not compute."""
+    """Raises ValueError that names the first feature of a model which our attention kernels lack."""
     if model_runner.model_config.is_encoder_decoder:
         raise ValueError(f"{requested_by} does not support encoder-decoder models")
     if not model_runner.spec_algorithm.is_none():
@@ -215,13 +215,13 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
 
 
 def is_without_positions(model: torch.nn.Module) -> bool:
-    """Whether a key of ``model`` is the same at every position, so that reading it as cached is exact."""
+    """Whether ``model`` caches keys without positions, so that any position may read a key as cached."""
     owners = [type(owner).__name__ for _, owner in _owners(model)]
     return set(owners) <= set(WITHOUT_POSITIONS) and bool(owners) and not _rotary_modules(model)
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool. Layers that stand for state layers are left out, and, with
+    """SGLang's attention layers that read the pool. Left out: layers that stand for state layers, and, with
     latent attention, layers that read the expanded keys and values of a prefill."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
@@ -243,8 +243,8 @@ def reach_of(layer: AttentionLayer) -> int:
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
     """Layer id -> rotation of the layer's keys, on the rows' device. Layers of equal rotation share an object.
 
-    In a model with sliding windows, layers may rotate differently. Raises ValueError as :func:`key_rotation`
-    does, and for an unknown attention module in such a model.
+    Raises ValueError as :func:`key_rotation` does. In models with sliding windows rotations of layers may
+    differ. There an unknown attention module, or multimodal input, raises ValueError too.
     """
     model, most = model_runner.model, model_runner.model_config.context_len
     device = model_runner.req_to_token_pool.req_to_token.device
@@ -278,10 +278,10 @@ def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[in
 
 
 def _rotation_of(owner: Any, model: torch.nn.Module) -> tuple[Any, bool]:
-    """The module that rotates keys of ``owner``, and whether they are rotated at all."""
+    """The rotary embedding of the attention module ``owner``, and whether the module rotates keys at all."""
     kind = type(owner).__name__
     if kind == "Gemma3Attention":
-        # The module's own embedding, which lacks the scaling, is not used.
+        # SGLang does not use the module's own embedding, which lacks the scaling.
         [text] = (m for m in model.modules() if hasattr(m, "rotary_emb_local"))
         return (text.rotary_emb_local if owner.is_sliding else text.rotary_emb), True
     never = kind == "Exaone4Attention" and owner.sliding_window_pattern and not owner.is_sliding
@@ -304,8 +304,8 @@ def key_rotation(
 ) -> KeyRotation:
     """The rotation of keys, read from the rotary embedding that all attention layers share.
 
-    ``latent_dims``: number of rotated dims, which follow the latent in a latent row; None if the attention
-    is not latent.
+    ``latent_dims``: number of rotated dims, which are the last dims of a latent row; None if attention is not
+    latent.
 
     Raises:
         ValueError: the model has no rotary embedding, or several; angles are not linear in the position; keys
@@ -332,8 +332,8 @@ def key_rotation(
 
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """The rotary modules of a model, even if they are not a RotaryEmbedding of SGLang (LongRoPE, dual chunk).
-    Vision layers are skipped, because they cache no keys."""
+    """The rotary modules of a model, also those of SGLang that do not derive from RotaryEmbedding (LongRoPE,
+    dual chunk). Vision layers are skipped, because they cache no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     found = [child for _, owner in _owners(model) for child in owner.children()]
     return [
@@ -344,7 +344,7 @@ def _rotary_modules(model: torch.nn.Module) -> list[Any]:
 
 
 def _owners(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """Modules that have one of SGLang's attention layers as a child, with their names."""
+    """Name and module, for each module that has one of SGLang's attention layers as a child."""
     return [
         (name, module)
         for name, module in model.named_modules()
@@ -353,12 +353,12 @@ def _owners(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _check_rotated_keys(name: str, owner: torch.nn.Module, latent_dims: int | None) -> None:
-    """Raises ValueError if ``owner`` has an attention layer whose cached keys are not rotated, or are
-    changed after their rotation."""
+    """Raises ValueError if the attention module ``owner`` caches keys that are not rotated, or are changed
+    after their rotation."""
     children = list(owner.children())
     heads = {latent_dims or c.qk_head_dim for c in children if isinstance(c, compat.RadixAttention)}
     kind = type(owner).__name__
-    # A rotary module made for a part of the head is refused: it does not tell which dims it rotates.
+    # A rotary module for a part of the head is refused, because nothing tells which dims are rotated.
     sizes = {c.head_size for c in children if isinstance(c, compat.RotaryEmbedding)}
     if not sizes:
         raise ValueError(

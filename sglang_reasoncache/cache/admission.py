@@ -13,11 +13,11 @@ _LEAST_RUNNING = 512
 class SharingBudget(compat.PrefillBudget):
     """SGLang's ``PrefillBudget`` with two additions.
 
-    It counts the slots that running requests can free by sharing. Of the slots that SGLang reserves for future
-    output (``total_offset - current_offset``) it reserves the share ``1 - credit``; ``credit`` is in [0, 1).
+    Slots that running requests can free by sharing count as free. Of the slots that SGLang reserves for future
+    output (``total_offset - current_offset``) only the share ``1 - credit`` is reserved, ``credit`` in [0, 1).
 
     Reservations may rely on sharing, because decode retracts requests if slots are missing later. Slots that a
-    prompt needs now are freed before it is admitted, because a failed allocation would end the scheduler.
+    prompt needs now are freed before its admission, because a failed allocation would end the scheduler.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class SharingBudget(compat.PrefillBudget):
     def prepare_load_back(
         self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
     ) -> bool:
-        """Whether slots exist for the tokens to load from the host and to compute now: ``full_tokens`` without
-        its ``max_new_tokens`` of output. ``credit`` plays no part, because a load takes its slots at once."""
+        """Whether slots exist for the tokens to load from the host and to compute now: ``full_tokens`` minus
+        ``max_new_tokens`` of output. ``credit`` does not count, because a load takes its slots at once."""
         return (
             self._reclaim(self.ceil_paged_tokens(full_tokens - max_new_tokens)) or self._refuse()[0]
         )
@@ -107,9 +107,9 @@ class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
 class SharingForecast:
     """Forecasts which share of output positions will need no slot.
 
-    The forecast is the higher of two shares: the share among finished requests, whose weights fade
-    exponentially over ``horizon`` output tokens, and the share among running requests, which counts because
-    long responses finish late. ``limit``: the highest forecast, in [0, 1).
+    The forecast is the higher of two shares. In the share among finished requests, weights fade exponentially
+    over ``horizon`` output tokens. The share among running requests counts too, because long responses finish
+    late. ``limit``: the highest forecast, in [0, 1).
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's slot allocators with reference counts for shared pages.
 
-SGLang's own code allocates. Our code frees: a shared page loses one reference for each entry that named it, and
-returns to the free list with its last reference. The host knows which entries of a row share
+SGLang's own code allocates. Our code frees: a shared page loses a reference for each freed entry that named the
+page, and returns to the free list with its last reference. The host knows which entries of a row share
 (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
@@ -83,11 +83,11 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     references: PageReferences
     #: Whether a position may read a slot whose key was rotated for another position. Stays True until a flush.
     has_shifted_slots: bool
-    #: Whether rows may have entries below 0 (evicted positions). It stays True until a flush.
+    #: Whether rows may have entries below 0 (evicted positions). Stays True until a flush.
     has_evicted: bool
     #: Row index in ``req_to_token`` -> the host's copy of that row. A row without an entry shares nothing.
     rows: dict[int, HostRow]
-    #: Recomputes tokens of documents in composed prompts.
+    #: Recomputes some tokens of documents in prompts that are composed of cached documents.
     repairs: Repairs
     #: The prefix tree, and the ``Controller``. None until they exist.
     tree: Any = None
@@ -95,7 +95,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     budget: type = SharingBudget
     has_window_pool = False
     #: Calls a function that may be called twice. The plugin sets this to :meth:`Containment.once_more`,
-    #: which calls the function a second time if it raises.
+    #: which calls the function a second time if the first call raises.
     once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
 
@@ -121,7 +121,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         nothing waits for the device.
 
         Args:
-            slots: The entries, int ``[entries]`` on the device: whole pages; the last page may be cut.
+            slots: The entries, int ``[entries]`` on the device: whole pages, except that the last may be cut.
             known: The host's copy of these entries, see ``SharedRadixCache.known_of``.
         """
         page, first = self.page_size, known[:: self.page_size]
@@ -134,15 +134,15 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
 
     def row_of(self, index: int) -> HostRow:
-        """The host's copy of the live row with this index in ``req_to_token``; made if there is none yet."""
+        """The host's copy of the live row ``index`` of ``req_to_token``. Makes a copy if there is none yet."""
         if index not in self.rows:
             self.rows[index] = HostRow()
         return self.rows[index]
 
     def commit(self, change: Change, *, evicts: bool = False) -> int:
-        """Make a prepared change, all of it or nothing. Returns how many slots became free.
+        """Make a prepared change. Returns how many slots became free.
 
-        ``evicts``: the change evicts positions. Only two steps can fail: SGLang's own free, which is tried
+        ``evicts``: whether the change evicts positions. Only two steps can fail: freeing slots, which is tried
         twice, and setting the counts, if host memory is used up. After either failure SGLang cannot go on.
         """
         self.has_evicted = self.has_evicted or evicts
@@ -156,8 +156,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages; the last page
-        may be cut."""
+        """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages, except that the
+        last page may be cut."""
         if self.tree is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         else:
@@ -175,8 +175,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
             self.once_more(lambda: self._release_unreferenced(torch.cat(held)))
 
     def _free_unknown(self, *some: torch.Tensor) -> None:
-        """Take away one reference for each page id in ``some``. On a GPU this waits for the device while
-        any page is shared."""
+        """Take away one reference for each page id in ``some``. On a GPU this waits for the device if any page
+        is shared or any position was evicted."""
         self.commit(self.once_more(self._prepare_unknown, some))
 
     def _prepare_unknown(self, some: tuple[torch.Tensor, ...]) -> Change:
@@ -232,9 +232,8 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
     """An allocator for page sizes above 1. Only whole pages are shared."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots in any order. If the most frequent slot of a page occurs n times, the page
-        loses n references, because rows may name a page several times, and may end inside a page. SGLang's
-        ``free`` would count each page once."""
+        """Free slots in any order. Rows may name a page several times, and may end inside a page. So a page
+        loses as many references as its most frequent slot has copies. SGLang's ``free`` counts a page once."""
         if self.free_group is None:
             free_index = self.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:
@@ -258,9 +257,9 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
 
 class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
-    """Has page size 1 and a second pool for layers with sliding windows. Rows name, and share, slots of the
-    full pool. A slot's peer in the window pool has KV of the position for which the slot was computed; SGLang
-    frees the peer once the window has passed it. A position reads another's slot only without a peer."""
+    """An allocator for page size 1 with a second pool, for layers with sliding windows. Rows name and share
+    slots of the full pool. A slot's *peer* is the window pool's slot of the same token. SGLang frees the peer
+    once the window has passed. A position reads another position's slot only after its own peer was freed."""
 
     budget, has_window_pool = WindowSharingBudget, True
 
@@ -276,7 +275,7 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
         self.free_full_segment(free_index, start_pos=start_pos)
 
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """SGLang's method without its check for peers, because the source of a block may still have peers."""
+        """SGLang's method, but slots may have peers: slots of a shared block's source may still have theirs."""
         if self.references:
             self._free_known(free_index, start_pos)
         else:
@@ -290,7 +289,7 @@ Shared = SharedTokenAllocator | SharedPagedAllocator | SharedWindowAllocator
 
 
 def shared_allocator_of(stock: Any) -> Shared:
-    """Our allocator to replace ``stock``, which SGLang has made. Raises ValueError for unknown allocators."""
+    """Our allocator to replace SGLang's allocator ``stock``. Raises ValueError for unknown allocators."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:

@@ -10,7 +10,7 @@ import torch
 
 
 class CachedPositions:
-    """``positions``: int32 ``[num_slots]`` on the pool's device, written in the same forward as the slots."""
+    """``positions``: int32 ``[num_slots]`` on the pool's device, written in the forward that writes the KV."""
 
     def __init__(self, num_slots: int, device: str | torch.device) -> None:
         self.positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
@@ -24,8 +24,8 @@ class CachedPositions:
         """Record positions 0, 1, ... for ``slots``: int ``[length]``, a path of the prefix tree from its root.
         SGLang is loading some of these slots from the host.
 
-        ``stream``: the CUDA stream on which the overlap schedule runs forwards; None on a CPU. Recording waits
-        for this stream: a forward in flight may still read the old position of a slot that was freed meanwhile.
+        ``stream``: the CUDA stream on which the overlap schedule runs forwards; None on a CPU. Recording is
+        queued there: the forward in flight may still read the old position of a slot that was freed meanwhile.
         """
         if stream is None:
             self.record(slots, torch.arange(len(slots), device=slots.device))
@@ -35,10 +35,10 @@ class CachedPositions:
         with torch.cuda.stream(stream):
             self.record_path(slots)
         slots.record_stream(stream)
-        # The current stream waits too, because forwards run on it without the overlap schedule.
+        # The current stream waits too: without the overlap schedule, forwards run on the current stream.
         current.wait_stream(stream)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
-        """By how many positions to rotate each slot's key so that it is read at ``used_at``: int32, shaped as
-        ``slots`` and ``used_at``."""
+        """Positions by which to rotate each slot's key for a reader at ``used_at``: int32, shaped as ``slots``
+        and ``used_at``."""
         return used_at.to(torch.int32) - self.positions[slots.long()]

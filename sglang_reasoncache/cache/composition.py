@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes a prefix from several paths of the prefix tree. The first path gives the base and the first
-document. Every other path begins with the same base too, and gives only its document."""
+"""Composes a prefix from several paths of the prefix tree. Each path holds the *base*, which is the tokens
+before the first document, and a document. The base is read from the first path."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Composition(int):
 
     @property
     def kept(self) -> int:
-        """Number of positions that are not computed. To SGLang these are the first positions of the prompt, and
-        the positions of ``again`` follow them up to ``length``."""
+        """Number of positions that are not computed. SGLang is told that these are the first of the prompt, and
+        that the positions to compute begin behind them."""
         return self.length - len(self.again)
 
     def slots(self, path_slots: Callable[[int], torch.Tensor]) -> torch.Tensor:
@@ -72,7 +72,7 @@ class CompositionLock(list[Any]):
 
 def marked(req: Request | None) -> Documents | None:
     """The documents that a request marks. None if it marks none, marks them wrongly, opted out, or has KV that
-    depends on more than its tokens. The request keeps the result, as it is matched often while it waits."""
+    depends on more than its tokens. The request keeps the result, because a waiting one is matched often."""
     if req is None:
         return None
     if not hasattr(req, _ATTRIBUTE):
@@ -86,8 +86,8 @@ def marked(req: Request | None) -> Documents | None:
 
 
 def compose(documents: Documents, key: Any, match: Callable[[Any], Any]) -> Composition | None:
-    """Compose the documents that come before the first one that the tree lacks. Returns None for fewer than
-    two documents, because a prefix with a single document is an ordinary prefix.
+    """Compose the documents of a prompt, up to the first document that the tree lacks. Returns None for fewer
+    than two documents, because a prefix with a single document is an ordinary prefix.
 
     ``key``: SGLang's key of the prompt. ``match``: the tree's function that matches a key.
     """

@@ -14,7 +14,7 @@ class Download:
         self.host = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
         self._arrived: torch.cuda.Event | None = None
         if any(tensor.is_cuda for tensor in tensors):
-            # The copies are queued behind the kernels. The event tells when they are done.
+            # The copies are queued behind the kernels. The event tells when the copies are done.
             self._arrived = torch.cuda.Event()
             self._arrived.record()
 
@@ -28,7 +28,7 @@ class Download:
         return self._arrived is None or self._arrived.query()
 
     def wait(self) -> list[torch.Tensor]:
-        """:attr:`host`. Waits until it can be read."""
+        """:attr:`host`. Waits until the copies can be read."""
         if self._arrived is not None and not self._arrived.query():
             self._arrived.synchronize()
         return self.host

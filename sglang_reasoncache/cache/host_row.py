@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy in host memory of the known entries of one request's row. Sharing, freeing and publishing read
-this copy, so they do not wait for the device."""
+"""A copy in host memory of the known entries of one request's row. Sharing, freeing and publishing read this
+copy, so none of them waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Values of an entry that is no slot id. 0 is SGLang's padding slot, which no request gets.
+#: Values of an entry that is not a slot id. 0 is SGLang's padding slot, which no request gets.
 EVICTED, UNKNOWN = -1, 0
 
 _numbers = itertools.count()
@@ -155,7 +155,7 @@ class Moved(NamedTuple):
     """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
 
     ``positions`` is empty if ``old`` and ``new`` are the same. ``borrowed``: ``new`` belongs to another
-    request, and this row did not name it before. ``first``: ``first_shared`` of the row before the change."""
+    request, and no position of this row named ``new`` before. ``first``: the row's ``first_shared`` before."""
 
     row: HostRow
     positions: list[int]

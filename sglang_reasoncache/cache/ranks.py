@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 
 class RankFailed(BaseException):
-    """A rank failed. The same call raises this on all ranks. This is no ``Exception``, so that no handler
-    around a policy swallows it."""
+    """A rank failed. All ranks raise this in the same call. ``BaseException`` is the base, so that no handler
+    around a policy swallows the error."""
 
 
 class Ranks:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recomputes some tokens of moved documents at their new positions, in slots that the request owns.
+"""Recomputes some tokens of documents that were cached at other positions, in slots that the request owns.
 
-SGLang sees an ordinary prefill behind a prefix that is shorter by the number of recomputed tokens. Before the
+SGLang sees an ordinary prefill, behind a prefix that is shorter by the number of recomputed tokens. Before the
 forward, the first tokens of that prefill get the ids, positions and row entries of the recomputed tokens. Each
 token reads the row's entries up to its own position. Before SGLang frees the row, the slots of the recomputed
-tokens are written back to the entries where SGLang put them. If anything here fails on any rank, SGLang
-recomputes the last tokens of the prefix instead.
+tokens go back to the entries where SGLang put them. If this fails on any rank, SGLang recomputes the last
+tokens of the prefix instead.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Repaired(NamedTuple):
     Attributes:
         number: Index of the request in the batch.
         token: Index in the batch of the request's first new token. The request has ``new`` new tokens.
-        positions: Positions of the request's first new tokens, int64 ``[n]``. Later tokens follow the prefix.
+        positions: Positions of the first ``n`` new tokens, int64 ``[n]``. Other new tokens follow the prefix.
         least: The row has at least this many positions.
-        received: fp32 ``[length]`` on the device. Attention adds here how much the tokens attend to each
-            position. None if the request is not scored.
+        received: Scores, fp32 ``[length]`` on the device. Attention adds here how much the new tokens attend
+            to each position. None if the request is not scored.
     """
 
     number: int
@@ -64,8 +64,8 @@ class RepairedRow:
     def placed(
         self, row: torch.Tensor, start: int, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prepare that ``positions``, int64 ``[n]``, name the slots that SGLang put into ``row``, int32
-        ``[width]``, from ``start`` on. Returns the row's new entries and those slots. Nothing is written."""
+        """Take the slots that SGLang put into ``row``, int32 ``[width]``, from ``start`` on, for ``positions``,
+        int64 ``[n]``. Returns the row's new entries and these slots. Writes nothing."""
         own = row[start : start + len(positions)].to(torch.int64)
         slots = self._slots.clone()
         slots[upload(positions, row.device)] = own
@@ -78,21 +78,20 @@ class RepairedRow:
         self._own.append(own)
 
     def restore(self, row: torch.Tensor, start: int) -> None:
-        """Write the request's own slots back to the entries of ``row`` where SGLang put them, from ``start``
-        on."""
+        """Write the slots of the recomputed tokens back to where SGLang put them: ``row`` from ``start`` on."""
         own = torch.cat(self._own)
         row[start : start + len(own)] = own
 
 
 def heads_of(ends: Sequence[int], count: int) -> np.ndarray:
-    """The first ``count`` positions of each document except the first document, int64 ``[n]``. ``ends``: the
-    position behind each document."""
+    """The first ``count`` positions of every document but the first, int64 ``[n]``. ``ends``: the position
+    behind each document."""
     heads = (range(a, min(a + count, b)) for a, b in pairwise(ends))
     return np.fromiter(chain.from_iterable(heads), dtype=np.int64)
 
 
 def highest_of(scores: torch.Tensor, count: int) -> np.ndarray:
-    """Indexes of at most ``count`` highest ``scores``, fp32 ``[n]`` in host memory: int64, ascending."""
+    """Indexes of the ``count`` highest ``scores``, fp32 ``[n]`` in host memory: int64, ascending."""
     return np.sort(scores.topk(min(count, len(scores))).indices.numpy())
 
 
@@ -108,14 +107,14 @@ class Repairs:
         self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
         # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        # Request -> length of its composed prefix, and chosen positions: kept, as it is matched often.
+        # Request -> length of its composed prefix, and chosen positions. Waiting requests are matched often.
         self._chosen: WeakKeyDictionary[Request, tuple[int, np.ndarray]] = WeakKeyDictionary()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
         """The positions to compute again, int64 ``[n]`` ascending. A repair by attention (``share``) chooses
-        none until a request with this prompt that only scores (``max_new_tokens`` is 0) has been prefilled."""
+        none until this prompt has scores, from a request that only scores: one with ``max_new_tokens`` 0."""
         documents, end, repair = prefix.documents, prefix.length, prefix.documents.repair
         if self._failed:
             return NO_POSITIONS
@@ -129,7 +128,7 @@ class Repairs:
         scores = self._scores.get(_key(req, prefix))
         if scores is None or len(scores) < end:
             return NO_POSITIONS
-        # The scores are complete if the client waited for the answer of the request that only scores.
+        # The scores are complete if the client has waited for the request that only scores.
         first = documents.ends[0]
         seen = scores[first:end].cpu()
         try:
@@ -237,7 +236,7 @@ class Repairs:
 
 
 def missed(req: Request, prefix: Composition) -> bool:
-    """Whether a request asked for a repair that its ``prefix`` does not get. False if it only scores."""
+    """Whether ``req`` asked for a repair that ``prefix`` does not get. False if ``req`` only scores."""
     asked = prefix.documents.repair != Repair() and not _only_scores(req)
     return asked and not len(prefix.again)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's unified prefix cache (radix tree) over rows that share slots.
 
-A row is published up to its first position that is shared, or evicted, or whose slot another row names or has
-named. So a node names no slot twice and holds exact KV, and every slot of an unlocked node has one reference.
-Both of SGLang's tree cores (Rust and Python) therefore count slots correctly without change.
+A row is published (entered into the tree) up to the first position that was redirected, was evicted, or has a
+slot that another row names or named. So no node names a slot twice, the tree's KV is exact, and a slot of an
+unlocked node has one reference. SGLang's tree cores (Rust, Python) then count slots correctly without change.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """
         running = not req.finished()
         if running and self.controller is not None and self.controller.keeps_prompt(req):
-            # Not called inside a free group, or for the last chunk, which ``after_prefill`` sees.
+            # Policies do not act inside a free group. For the last chunk, ``after_prefill`` lets them act.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
@@ -71,7 +71,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             if running:
                 return
             if not self.enable_mamba_extra_buffer:
-                # With the extra buffer, SGLang itself finds a copy of an earlier state that is short enough.
+                # Only with the extra buffer can SGLang find a copy of the state at an earlier position.
                 end = 0
         if isinstance(req.last_node, Composition):
             # KV behind a moved document was computed from approximate KV, and the tree holds exact KV only.
@@ -82,7 +82,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         finally:
             self._row = _NOTHING_SHARED
         if self.is_swa_enabled and not self.disable and running and end < up_to:
-            # SGLang evicts windows itself when it publishes a prompt in full, and admission relies on this.
+            # Admission relies on this. By itself, SGLang does this only when it publishes a prompt in full.
             self.evict_sliding_windows(req, up_to - 1)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
@@ -91,9 +91,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # After a retraction, a request that is prefilled again already has output.
             up_to = min(up_to, len(req.origin_input_ids))
         row = self._host_row(req.kv)
-        # KV after the first evicted position was computed without it.
+        # KV after the first evicted position was computed without that position.
         up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
-        # If another row names a slot, the tree would count it as evictable, but evicting it frees nothing.
+        # The tree would count a slot that another row names as evictable, but evicting it would free nothing.
         up_to = row.first_in_other_rows(up_to)
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
@@ -118,8 +118,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self._row = _NOTHING_SHARED
 
     def _apply_eviction_result(self, result: Any) -> None:
-        """Free evicted nodes. If SGLang evicts while it publishes or frees a row, the row is set aside,
-        because the nodes' slots are not slots of that row, and none is shared."""
+        """Free evicted nodes. If SGLang evicts while it publishes or frees a row, that row is set aside,
+        because the nodes' slots are not in the row. No slot of these nodes is shared."""
         kept = self._row, self._inserted
         self._row, self._inserted = _NOTHING_SHARED, None
         try:
@@ -134,9 +134,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """For each entry of a row or node, int64 ``[entries]``: the slot if it may be shared, ``EVICTED``, or
         0 if the entry shares nothing. ``start``: position of the first entry.
 
-        While a row is inserted, the tree frees slots of tokens that the tree already holds. These are
-        views of the inserted tensor, so their address tells the position (``tests/contract``). With a window
-        pool the tree may replace slots of a node by the row's. The freed slots of the node share nothing."""
+        While the tree inserts a row, it frees the row's slots for tokens that it already holds. The freed slots
+        are a view of the inserted tensor, whose address tells the position (``tests/contract``). With a window
+        pool the tree may replace a node's slots by the row's. The freed slots then share nothing."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             if not 0 <= start <= len(self._inserted) - len(slots):
@@ -151,8 +151,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self.controller.on_release(req, row)
 
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
-        """Load evicted nodes of a path from the host. The tree holds exact KV only: each key is rotated for its
-        position in the path, and this position is recorded."""
+        """Load evicted nodes of a path from the host. Records each slot's position in the path, for which its
+        key was rotated: the tree holds exact KV only."""
         loaded: bool = super().load_back(node_id, mem_quota, req=req)
         if loaded:
             self.token_to_kv_pool_allocator.once_more(self._record_path, node_id, req)
@@ -163,8 +163,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.record_path(self.tree_core.collect_full_device_indices(node_id, root))
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
-        """Whether the row of any of ``reqs`` may name a slot away from its cached position: after a redirect,
-        or if its prefix is composed. Slots of a single tree path are used at their cached positions."""
+        """Whether any of ``reqs`` may read a slot away from the slot's cached position, after a redirect or if
+        the prefix is composed. Slots of a single tree path are read at their cached positions."""
         return any(
             isinstance(req.last_node, Composition)
             or self._host_row(req.kv).first_shared is not None
@@ -184,7 +184,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return found
 
     def _composed(self, documents: Documents, params: Any, found: Any) -> Any:
-        """The tree's match ``found``, changed to a composed prefix if the composed prefix is longer."""
+        """The tree's match ``found``, or a composed prefix in its place if that is longer."""
         prefix = compose(documents, params.key, super().match_prefix)
         if prefix is None:
             return found
@@ -220,8 +220,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             super().unlock(each)
 
     def _contained(self) -> Any:
-        """The context for work on the tree. A single rank contains exceptions. With several ranks they
-        are raised and end the scheduler: a rank whose tree differs from the others' would admit
-        different requests."""
+        """The context for our work on the tree. On a single rank, exceptions end sharing (``Containment``).
+        With several ranks they end the scheduler: after a failure one rank's tree would differ from the
+        others', and ranks would admit different requests."""
         alone = self.controller is not None and self.controller.tracker.ranks.alone
         return self.controller.containment if alone else contextlib.nullcontext()

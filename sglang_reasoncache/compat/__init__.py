@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every SGLang name that this project uses. ``compat.NAME`` imports SGLang's NAME when first used.
+"""SGLang's names that this package uses, except in ``cpu_platform.py``. ``compat.NAME`` is imported lazily.
 
 ``tests/contract`` resolves each entry against the installed SGLang.
 """
@@ -78,7 +78,7 @@ NAMES: dict[str, str] = {
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 
-#: Our name for a moment -> the function of SGLang that we hook to act at that moment.
+#: Our name of a hook -> the function of SGLang that we hook.
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
@@ -108,7 +108,7 @@ FRONTEND_HOOK_TARGETS: dict[str, str] = {
 #: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.
 CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
 
-#: The hooks of our attention on CUDA, installed only if it runs.
+#: The hooks of our attention on CUDA, installed only if our CUDA backend runs.
 CUDA_HOOK_TARGETS: dict[str, str] = {
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
@@ -117,7 +117,7 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
     "votes": _COMPONENTS + "dp_attn.MLPSyncBatchInfo.all_gather",
 }
 
-#: The step of SGLang's resolution of flags that chooses a default attention backend.
+#: The step of SGLang's flag resolution that chooses a default attention backend.
 ATTENTION_STEP = "handle_attention_backend_compatibility"
 
 #: ``--radix-cache-backend`` name of our tree.
@@ -129,7 +129,7 @@ CPU_BACKEND = "reasoncache_cpu"
 #: Fields of SGLang's ``ServerArgs`` that name an attention backend.
 ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
-#: SGLang's CUDA backends that our backend wraps. Our backend reads shifted slots.
+#: SGLang's CUDA backends that we extend, so that they rotate shared keys and skip evicted positions.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
 #: Names of the attention backends that can correct keys and run eviction policies.
@@ -144,36 +144,36 @@ def resolve(name: str) -> Any:
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Kept, because a resolved name does not change within a process.
+    # Kept, because a name resolves to the same object throughout a process.
     value = globals()[name] = resolve(name)
     return value
 
 
 def layer_ids(pool: Any) -> Iterable[int]:
-    """Layer ids of the attention layers that ``pool`` holds. A hybrid model has layers of other kinds too."""
+    """Ids of the attention layers with KV in ``pool``. A hybrid model also has layers of other kinds."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
 def window_layers(pool: Any) -> set[int]:
-    """Ids of the layers of ``pool`` with KV in a window pool: SGLang frees KV there as the window moves on."""
+    """Ids of the layers of ``pool`` with KV in a window pool, where SGLang frees KV as the window moves on."""
     if type(pool) is not resolve("SWAKVPool"):
         return set()
     return {layer for layer, (_, windowed) in pool.layers_mapping.items() if windowed}
 
 
 def shared_layers(pool: Any) -> list[int]:
-    """The layers of ``pool`` in which blocks share."""
+    """Ids of the layers of ``pool`` in which blocks share slots."""
     return sorted(set(layer_ids(pool)) - window_layers(pool))
 
 
 def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
-    """The positions of a row whose slots in a window pool were freed: the first, and one past the last."""
+    """The range (start, end) of a row's positions that have lost their slots in the window pool."""
     return kv.swa_dead_lo(page), kv.get_evicted_seqlen(resolve("ComponentType").SWA)
 
 
 def latent_rank(pool: Any) -> int:
-    """Number of latent dims at the start of a cached row of MLA; rotated dims follow. 0 if ``pool`` has keys
+    """Number of latent dims at the start of a slot of MLA; the rotated dims follow. 0 if ``pool`` has keys
     and values instead."""
     return int(getattr(getattr(pool, "full_kv_pool", pool), "kv_lora_rank", 0))
 
@@ -206,7 +206,7 @@ def apply_hooks(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
 
 
 def check_applied(targets: Iterable[str]) -> None:
-    """Raises RuntimeError when SGLang could not apply a hook (it only logs that)."""
+    """Raises RuntimeError if SGLang could not apply a hook, because SGLang only logs this."""
     patched = resolve("HookRegistry")._patched
     missing = [target for target in targets if target not in patched]
     if missing:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types of SGLang's objects, with only the attributes that this project reads or writes.
 
-Static types only: nothing is checked at run time. ``tests/contract/test_compat.py`` looks every
-attribute up in the class that the installed SGLang has.
+The types are static: nothing is checked at run time. ``tests/contract/test_compat.py`` looks up every
+attribute in the class of the installed SGLang.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 class RequestKV(Protocol):
     req_pool_idx: int
     kv_allocated_len: int
-    #: Positions below this one belong to the prefix tree.
+    #: The prefix tree owns the slots of all positions below this position.
     cache_protected_len: int
     holds_kv: bool
 
@@ -36,9 +36,9 @@ class Request(Protocol):
     cache_salt: str | None
     lora_id: str | None
     skip_radix_cache_insert: bool
-    #: The id of a node of the prefix tree.
+    #: The id of a node of the prefix tree, or our ``Composition``.
     last_node: Any
-    #: How many positions need not be computed.
+    #: How many positions a prefill need not compute.
     prefix_len: int
 
     def finished(self) -> bool: ...
@@ -65,7 +65,7 @@ class ReqToTokenPool(Protocol):
 
     #: int32 ``[max_requests, max_context]``.
     req_to_token: torch.Tensor
-    #: int64 ``[max_requests]`` in host memory: counts the requests that each row was given to.
+    #: int64 ``[max_requests]`` in host memory: to how many requests each row was given so far.
     req_generation: torch.Tensor
 
     def write(self, indices: Any, values: torch.Tensor) -> None: ...
@@ -87,7 +87,7 @@ class PrefixTree(Protocol):
 
 
 class ServerArgs(Protocol):
-    """The raw record of flags."""
+    """The raw record: the operator's flags, which SGLang does not overwrite with resolved values."""
 
     model_path: str
     served_model_name: str | None
@@ -151,7 +151,7 @@ class ForwardMode(Protocol):
 
 
 class ForwardBatch(Protocol):
-    """One forward; lengths and indices are ``[batch]``; fields that end in ``_cpu`` are on the host."""
+    """One forward. Lengths and indices are ``[batch]``. Fields that end in ``_cpu`` are on the host."""
 
     forward_mode: ForwardMode
     batch_size: int
@@ -165,7 +165,7 @@ class ForwardBatch(Protocol):
     out_cache_loc: torch.Tensor
     positions: torch.Tensor
     mrope_positions: torch.Tensor | None
-    #: A ``GraphVote`` after the groups of DP attention have voted.
+    #: A ``GraphVote`` once the groups of DP attention have voted, else a bool.
     can_run_decode_cuda_graph: bool
 
 

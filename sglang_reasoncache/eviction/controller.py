@@ -87,7 +87,7 @@ class EvictionController:
         if written is None:
             written = written_positions(req)
         if len(state.again):
-            # This comes before the policies, because the row came back at its full size.
+            # This comes before the policies, because the row has its full size again.
             self._evict_again(req, state, written)
         for name, policy in self._evictors if decide else ():
             decision = state.decisions.pop(name, None)
@@ -102,15 +102,15 @@ class EvictionController:
                 state.decisions[name] = decision
 
     def give(self, req: Request, state: RowState, wanted: int) -> None:
-        """SGLang is about to retract a request, because ``wanted`` slots are missing: have policies with
-        ``when=short`` evict positions of ``req``.
+        """Have policies with ``when=short`` evict positions of ``req``. SGLang lacks ``wanted`` slots and would
+        otherwise retract a request.
 
-        A policy evicts at most the slots above its budget. It evicts ``slack`` if fewer are wanted, because a
-        shortage returns with every decode step. For the same reason a policy is not asked about a request with
-        at most ``slack`` slots above the budget. A policy that could not give what it was asked for is not
-        asked again before ``slack`` new positions were written. So a lasting shortage costs one scoring
-        per ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight and for
-        the scores, but computing a retracted request again would take far longer.
+        A policy evicts at most the slots above its budget. If fewer than ``slack`` slots are wanted, the policy
+        evicts ``slack`` slots, because a shortage returns with every decode step. For the same reason a policy
+        is not asked about a request with at most ``slack`` slots above the budget. A policy that gave too
+        little is not asked again before ``slack`` new positions are written. So a lasting shortage costs one
+        scoring per ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight
+        and for the scores. Computing a retracted request again would take far longer.
         """
         written = written_positions(req)
         for name, policy in self._evictors:
@@ -136,8 +136,8 @@ class EvictionController:
     ) -> Decision | None:
         """A decision to free the request's slots above the budget, but no more than ``most``.
 
-        Returns None if the slack is not used up, or if fewer than ``slack`` positions were written since the
-        policy was last asked, or if no position may be evicted although the budget is exceeded.
+        Returns None if at most ``slack`` slots are above the budget, if fewer than ``slack`` positions were
+        written since the policy was last asked, or if no position may be evicted.
         """
         row = self._row(req)
         slots = written - row.evicted - row.saved
@@ -157,7 +157,7 @@ class EvictionController:
     def _count_queries(
         self, name: str, policy: Evictor, req: Request, state: RowState, written: int
     ) -> None:
-        """Have an accumulating policy read the kept queries, if some of them would be overwritten before
+        """Have an accumulating policy read the kept queries now, if some of them may be overwritten before
         the next poll."""
         totals = state.totals.get(name)
         if totals is None or written - totals.seen + _BETWEEN_POLLS > policy.queries:
@@ -216,11 +216,11 @@ class EvictionController:
         positions: np.ndarray,
         written: int,
     ) -> int:
-        """Evict those of ``positions``, int64 ``[n]``, that were not evicted since they were chosen. Returns
-        how many slots became free.
+        """Evict those of ``positions``, int64 ``[n]``, that are not evicted yet. Returns how many slots became
+        free.
 
-        A forward in flight reads the old slots or finds the positions evicted. Both are valid, because
-        only a later forward on the same stream overwrites freed slots.
+        A forward in flight may still read the old slots. That is safe, because only a later forward on the same
+        stream overwrites freed slots.
         """
         known = self._row(req)
         positions = positions[known.at(positions) != EVICTED]

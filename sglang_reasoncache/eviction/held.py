@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads keys and queries of a request's held positions for policies. Nothing waits for the device."""
+"""Reads keys and queries of a request's held (not evicted) positions for policies. The host never waits."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class HeldLayer:
         where: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
         written: int,
     ) -> None:
-        """``where``: index of the row; held positions and their slots, int64 ``[held]``; by how many positions
-        each key is shifted, int32 ``[held]``, or None if no key is."""
+        """``where``: index of the row; held positions; their slots, both int64 ``[held]``; positions by which
+        to rotate each key, int32 ``[held]``, or None to rotate none."""
         self._source, self._number, self._written = source, number, written
         self._row, self._positions, self._slots, self._shift = where
         self.rotation = None if source.rotations is None else source.rotations[number]

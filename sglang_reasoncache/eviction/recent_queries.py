@@ -23,25 +23,25 @@ class LayerShape(NamedTuple):
 
 
 class RecentQueries:
-    """A ring buffer beside the KV pool: the query of position p is in entry ``p % size`` of its row.
+    """A ring buffer beside the KV pool: entry ``p % size`` of a row holds the query of position p.
 
-    Forwards write with fixed shapes, so a CUDA graph can contain the writes, whatever kernel computes
-    attention. The buffer has one entry more than the window, for the forward in flight.
+    Writes have fixed shapes, so a CUDA graph can contain them, whatever kernel computes attention. A row has
+    one entry more than the window, for the forward in flight.
 
     Args:
         layers: Layer id -> shape, for this rank's attention layers.
         generations: SGLang's ``req_generation``: int64 ``[rows]`` in host memory. Counts the requests
             that each row of ``req_to_token`` was given to.
-        window: Newest queries of a request that policies read.
+        window: How many of a request's newest queries policies read.
         dtype, device: Those of the queries.
 
     Attributes:
         size: Entries of a row, ``window + 1``.
         nbytes: Bytes of all queries.
-        positions: int64 ``[rows, size]``: position whose query the entry holds, or -1 if it holds none.
+        positions: int64 ``[rows, size]``: the position whose query an entry holds, or -1 without a query.
 
     Raises:
-        MemoryError: Memory for the buffer is missing. The message names its size.
+        MemoryError: Memory for the buffer is missing. The message names the buffer's size.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RecentQueries:
             raise MemoryError(f"no {told}: {error}") from error
         self.positions = torch.full((rows, self.size), -1, device=device)
         self._generations = generations
-        # For each row: its generation when the queries that it holds were written.
+        # For each row: the row's generation when its queries were written.
         self._owners = torch.zeros(rows, dtype=torch.int64, device=device)
         self._device = device
         self._tokens: torch.Tensor | None = None
@@ -92,8 +92,8 @@ class RecentQueries:
         self.positions[self._where] = positions
 
     def begin_extend(self, rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]) -> None:
-        """Begin a prefill, or a chunk of one. The last queries of each request are kept. A row that SGLang gave
-        to another request since the row's last prefill loses its older queries.
+        """Begin a prefill, or a chunk of one. The last queries of each request are kept. If SGLang has given a
+        row to another request since its last prefill, the row's older queries are dropped.
 
         Args:
             rows: Indexes in ``req_to_token``, int ``[batch]``, on the device.

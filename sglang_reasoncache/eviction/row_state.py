@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction stores about one request, decisions of policies, and eviction's counters. Which positions are
-evicted is stored in the request's :class:`HostRow`."""
+"""What eviction stores about one request, decisions of policies, and eviction's counters. The request's
+:class:`HostRow` stores which positions are evicted."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -55,8 +55,8 @@ class Decision(Download):
         self._page, self._count = view.page, count
 
     def positions(self, ranks: Ranks) -> np.ndarray:
-        """The chosen positions: int64 ``[n]``, ascending, the same on all ranks, which call this
-        together. On a GPU this waits for the scores unless they are :meth:`ready`."""
+        """The chosen positions: int64 ``[n]``, ascending, the same on all ranks. All ranks call this together.
+        On a GPU this waits for the scores unless they are :meth:`ready`."""
         [sums] = self.wait()
         ranks.add(sums)
         chosen = lowest(sums.numpy(), self._slots, self._page, self._count)

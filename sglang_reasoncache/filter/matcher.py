@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block pairs, the interface of all matchers that find them, and the simplest matcher: random pairs."""
+"""Block pairs, the base class of the matchers that find block pairs, and a matcher for random pairs."""
 
 import random
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class BlockPair(NamedTuple):
 
 
 class AcrossPair(NamedTuple):
-    """As :class:`BlockPair`, but the block at ``src_start`` belongs to the request ``source``, which may be
-    the same request. ``source`` is an id from :meth:`FilterProcess.open`."""
+    """As :class:`BlockPair`, but the block at ``src_start`` belongs to ``source``: this request, or another
+    request with the same prompt. ``source`` is an id from :meth:`FilterProcess.open`."""
 
     dst_start: int
     src_start: int
@@ -32,10 +32,10 @@ class FilterCounters:
     """Counts of what happened to one finished step.
 
     Attributes:
-        candidates: Earlier steps above the lexical threshold (``match=steps``), or paired blocks
-            (``match=runs``).
-        dropped_structure: Candidates whose formal content differs.
-        over_bound: Steps that exceeded a bound of ``Limits`` when they were parsed to compare this step.
+        candidates: With ``match=steps`` the earlier steps above the lexical threshold, otherwise the
+            paired blocks.
+        dropped_structure: Candidates with other formal content than the step.
+        over_bound: Steps that were parsed to compare this step and exceeded a bound of ``Limits``.
     """
 
     candidates: int = 0
@@ -53,17 +53,17 @@ class Matcher:
     counters = FilterCounters()
 
     def build(self, start: int, tokens: Sequence[int]) -> Step:
-        """Make the step of ``tokens``, which begins at position ``start``. Steps are built in the order of the
-        response."""
+        """Make a step from ``tokens``, which begin at position ``start``. Steps must be built in the order of
+        the response."""
         return Step.build(start, tokens, "")
 
     def propose(self, step: Step) -> list[BlockPair]:
-        """Pairs of a block of ``step`` and an earlier block, ascending. Later steps may then be paired with
-        ``step``."""
+        """Pairs of a block of ``step`` and an earlier block, ascending. Also remembers ``step``, so that later
+        steps may be paired with it."""
         raise NotImplementedError
 
     def across(self) -> list[AcrossPair]:
-        """Pairs with blocks of the response's group that may share now, ascending."""
+        """Pairs that may share now, ascending. The sources are in responses to the same prompt (the group)."""
         return []
 
     def join(self, member: int, group: Any) -> None:
@@ -77,7 +77,7 @@ class RandomPairs(Matcher):
     def __init__(self, config: FilterConfig, seed: int) -> None:
         self._config = config
         self._random = random.Random(seed)
-        # Starts of all earlier blocks; for each remembered step, how many starts it added.
+        # ``_starts``: starts of the earlier blocks. ``_per_step``: how many of these each step added.
         self._starts: list[int] = []
         self._per_step: list[int] = []
 
@@ -99,6 +99,6 @@ class RandomPairs(Matcher):
 
 
 def block_starts(step: Step, block: int, page_size: int) -> range:
-    """First positions of the step's consecutive blocks, from its first page boundary on."""
+    """First positions of consecutive blocks of ``step``, from the first page boundary in it on."""
     first = step.start + -step.start % page_size
     return range(first, step.end - block + 1, block)

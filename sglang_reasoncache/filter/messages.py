@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the scheduler and the filter process: pickles over a socket.
 
-The filter process first sends its package's version. The scheduler sends one :class:`Setup`, then one
-:class:`Feed` after another as plain tuples, which pickle fastest. Each feed has one reply, in order.
-Messages of the filter process are preceded by their length in bytes (:data:`LENGTH`), so that the
-scheduler unpickles complete messages only. Unpickling is safe: both ends are this package, and requests
-contribute numbers only.
+The filter process first sends the version of its package. The scheduler sends one :class:`Setup`, then
+one :class:`Feed` after another as plain tuples, which pickle fastest. The filter process answers each feed
+with one reply, in order. Messages to the scheduler begin with their length in bytes (:data:`LENGTH`), so that
+the scheduler unpickles only complete messages. Unpickling is safe: both ends are this package, and requests
+contribute only numbers.
 """
 
 import struct
@@ -22,7 +22,7 @@ Markers = tuple[frozenset[int], frozenset[int]] | None
 
 
 class Setup(NamedTuple):
-    """Arguments of :class:`FilterProcess`. ``pieces``: bytes of each token of the vocabulary."""
+    """The arguments of :class:`FilterProcess`. ``pieces``: the bytes of each token of the vocabulary."""
 
     config: FilterConfig
     pieces: tuple[bytes, ...]
@@ -36,7 +36,7 @@ class Feed(NamedTuple):
     Attributes:
         steps_taken: Results that the scheduler has taken so far.
         opened: New requests: id, position of the first output token, whether reasoning is open there.
-        joined: Requests that joined a group, or left theirs: id, number of the group or -1.
+        joined: Requests that joined or left a group: id, and the group's number, or -1 for leaving.
         closed: Ids of requests to forget.
         requests: Ids of the requests with new tokens.
         counts: Number of new tokens of each of ``requests``.
@@ -60,7 +60,7 @@ class Feed(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """A step's :class:`Proposal` without the step, as :meth:`FilterProcess.take` returns it.
+    """The filter's result for a step, as :meth:`FilterProcess.take` returns it. See ``Proposal``.
 
     Attributes:
         request: Id from :meth:`FilterProcess.open`.
@@ -74,5 +74,5 @@ class StepResult(NamedTuple):
     across: tuple[AcrossPair, ...] = ()
 
 
-#: How many of the steps that a feed finished were shed (not compared), and the results of the other steps.
+#: Of the steps that a feed finished: how many were shed (not compared), and the results of all others.
 Reply = tuple[int, list[StepResult]]

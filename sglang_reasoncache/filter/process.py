@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 3
 START_SECONDS = 180.0
-#: The process counts as hung if it was polled for this many seconds without a reply to an outstanding feed.
+#: The process counts as hung if a feed is outstanding and this many seconds of polling bring no reply.
 SILENT_SECONDS = 30.0
 #: Bytes of feeds that may wait to be sent.
 _MAX_UNSENT = 8 << 20
-# A pause between two polls counts for at most this many seconds, because the scheduler may have paused.
+# A pause between two polls adds at most so many seconds of silence, because the scheduler may have paused.
 _LONGEST_PAUSE = 1.0
 _RECEIVE_BYTES = 1 << 18
 
@@ -42,18 +42,18 @@ class FilterProcess:
     """Sends the tokens of all requests to the filter process and returns block pairs. The scheduler
     never waits for results.
 
-    Every :meth:`feed` gets one reply, about the steps that the feed finished. Which replies are outstanding or
-    taken, and which steps are shed, depends on the calls made, not on time, so tensor-parallel ranks agree.
+    Every :meth:`feed` gets one reply, about the steps that the feed finished. Tensor-parallel ranks agree on
+    outstanding replies and on shed steps, because both depend on the calls made and not on time.
 
     Args:
         markers: Tokens that open reasoning, and tokens that close it. None if all output is reasoning.
-        max_pending: New steps are shed (not compared) while this many steps' results wait for :meth:`take`.
+        max_pending: While results of so many steps wait for :meth:`take`, new steps are shed (not compared).
 
     Attributes:
-        outstanding: Number of feeds whose replies were not taken yet.
-        steps_shed: Number of shed steps, according to the replies that were taken.
+        outstanding: Number of feeds to which no reply was taken yet.
+        steps_shed: Number of shed steps in the replies that were taken.
         restarts: How often the process failed and was restarted.
-        given_up: Whether the process failed too often or was shut down, so that nothing is compared any more.
+        given_up: Whether nothing is compared any more: the process failed too often or was shut down.
 
     Raises:
         RuntimeError: The process does not start.
@@ -80,7 +80,7 @@ class FilterProcess:
             raise RuntimeError(failure)
 
     def _reset(self) -> None:
-        """Set the state of an object without a process: nothing open, fed, taken or failed."""
+        """Set all state as if no process had been started: nothing open, fed, taken or failed."""
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._has_started, self._failure = False, ""
@@ -95,7 +95,7 @@ class FilterProcess:
     def open(self, start_position: int, inside: bool) -> int:
         """Follow a new request. Returns its id for the other methods.
 
-        ``start_position``: position of its first output token; ``inside``: whether reasoning is open there.
+        ``start_position``: position of the first output token. ``inside``: whether reasoning is open there.
         """
         request = self._next_request
         self._next_request += 1
@@ -103,7 +103,7 @@ class FilterProcess:
         return request
 
     def join(self, request: int, group: int) -> None:
-        """Make an open request a member of ``group``: from the next tokens on, members may read each
+        """Make an open request a member of ``group``. From the next tokens on, members may read each
         other's blocks. If ``group`` is -1, the request leaves its group."""
         self._joined.append((request, group))
 
@@ -125,9 +125,9 @@ class FilterProcess:
         self._exchange()
 
     def ready(self) -> int:
-        """Number of replies that :meth:`take` can return now; -1 if the process has failed.
+        """Number of replies that :meth:`take` can return now. -1 if the process has failed.
 
-        Ranks use the smallest number of all ranks. If it is -1, all ranks call :meth:`restart`.
+        Ranks use the smallest number of all ranks. If that is -1, all ranks call :meth:`restart`.
         """
         if self.given_up:
             return 0
@@ -153,7 +153,7 @@ class FilterProcess:
         return taken
 
     def restart(self) -> None:
-        """Forget all requests and replies and start a new process; give up after ``MAX_RESTARTS``."""
+        """Forget all requests and replies, and start a new process. Give up after ``MAX_RESTARTS``."""
         if self.given_up:
             return
         reason = self._failure or "it failed on another tensor-parallel rank"
@@ -180,7 +180,7 @@ class FilterProcess:
         return 0 if self._child is None else self._child.pid
 
     def _start(self) -> None:
-        # -P: import no modules from the current folder. Our package comes last on the path.
+        # -P: import no modules from the current folder. ``_PROGRAM`` appends our package to the path.
         package = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-P", "-c", _PROGRAM, package]
         # A single BLAS thread is enough, because the arrays are small.
@@ -244,7 +244,7 @@ class FilterProcess:
                 )
 
     def _watch(self) -> None:
-        """Add up the time without an awaited reply; too much of it is a failure."""
+        """Add up the time without an awaited reply. Too long a silence is a failure."""
         now = time.monotonic()
         waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
         is_awaited = not self._has_started or self.outstanding > len(self._replies)

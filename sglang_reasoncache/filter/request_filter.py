@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter of one request takes the request's tokens and proposes block pairs when they are old enough."""
+"""The filter of one request: takes the request's tokens, and proposes block pairs that are old enough."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,8 +22,8 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 class Proposal(NamedTuple):
     """A finished step, and the block pairs that may share now, ascending in ``dst_start``.
 
-    With ``min_age`` above 0 most of the pairs were found in earlier steps. ``across``: pairs with blocks of the
-    request's group.
+    With ``min_age`` above 0, most of these pairs were found at earlier steps. ``across``: pairs with blocks of
+    the group, the requests with the same prompt.
     """
 
     step: Step
@@ -39,8 +39,8 @@ class RequestFilter:
         classes: Token classes of ``vocabulary``.
         vocabulary: Gives the text of steps.
         start_position: Position, in prompt plus output, of the first token to come.
-        span: Tells which tokens are reasoning; a new object, used by this filter only. None if all tokens are
-            reasoning. A token that is not reasoning ends the open step and advances the position.
+        span: Tells which tokens are reasoning; used by this filter only. None if all tokens are reasoning.
+            Other tokens end the open step and take part in nothing, but they count as positions.
 
     Attributes:
         position: Position of the next token.
@@ -61,7 +61,7 @@ class RequestFilter:
         self._open_tokens: list[int] = []
         self._matcher: Matcher
         if config.random_ratio is not None:
-            # The seed is the same on all ranks, and differs between requests whose prompts differ in length.
+            # This seed is the same on all ranks, and differs between prompts of different lengths.
             self._matcher = RandomPairs(config, seed=start_position)
         elif config.match == "runs":
             self._matcher = RunMatcher(config, start_position)
@@ -70,7 +70,7 @@ class RequestFilter:
         self._age_rule = AgeRule(config)
 
     def join(self, member: int, group: RunGroup | None) -> None:
-        """See :meth:`RunMatcher.join`. Other matchers do nothing."""
+        """See :meth:`RunMatcher.join`. With other matchers this does nothing."""
         self._matcher.join(member, group)
 
     def push(self, token_ids: Sequence[int]) -> list[Proposal]:
@@ -78,10 +78,10 @@ class RequestFilter:
         return [self.propose(step) for step in self.steps(token_ids)]
 
     def steps(self, token_ids: Sequence[int]) -> Iterator[Step]:
-        """Take newly written tokens. Yields each step when its last token is taken.
+        """Take newly written tokens. Yields each step when its end is known.
 
-        The caller may pass a step to :meth:`propose` before it asks for the next one. A step that it
-        does not pass on is treated as if it had not been written.
+        The caller may pass a step to :meth:`propose` before asking for the next step. A step that is
+        not passed on takes part in nothing.
         """
         push = self._segmenter.push
         tokens = self._open_tokens
@@ -98,13 +98,13 @@ class RequestFilter:
             finished = tokens.copy()
             tokens.clear()
             if is_reasoning:
-                # A token behind the end of the step starts the next one.
+                # A token behind the end of the finished step starts the next step.
                 (finished if span[1] > position else tokens).append(token)
             yield self._matcher.build(span[0], finished)
 
     def propose(self, step: Step) -> Proposal:
-        """Block pairs that may share now. ``step``: the step that :meth:`steps` yielded last. Later steps may
-        then be paired with it."""
+        """Block pairs that may share now. ``step``: the step that :meth:`steps` yielded last, with which later
+        steps may be paired from now on."""
         matcher = self._matcher
         pairs = self._age_rule.release(matcher.propose(step), step.end)
         return Proposal(step, tuple(pairs), matcher.counters, tuple(matcher.across()))
@@ -113,23 +113,23 @@ class RequestFilter:
 class AgeRule:
     """Holds a block pair back until the response has ``min_age`` tokens after the block that reads.
 
-    A model attends most to what it just wrote, so replacing its newest text by an older copy does most of the
-    damage. In direction ``newest`` the earlier block reads the slots of the newest equal block. That block
-    is looked up only when the pair is released. So a block is usually redirected at most once in ``min_age``
-    tokens, however often it repeats.
+    A model attends most to its newest tokens, so reading older KV in their place does most of the damage. In
+    direction ``newest`` the earlier block of a pair reads the slots of the newest equal block, which is looked
+    up only when the pair is released. So a block is usually redirected at most once in ``min_age`` tokens,
+    however often it repeats.
     """
 
     def __init__(self, config: FilterConfig) -> None:
         self._block, self._min_age = config.block, config.min_age
         self._newest = config.direction == "newest"
-        # Start of a block -> start of the block that it will read (waiting) or may read (released).
+        # Start of a reader -> start of the block to read. ``_waiting``: too young. ``_released``: proposed.
         self._waiting: dict[int, int] = {}
         self._released: dict[int, int] = {}
         self._order: list[int] = []
 
     def release(self, found: Iterable[tuple[int, int]], end: int) -> list[BlockPair]:
-        """Take pairs (start of the later block, start of the earlier one). Returns the pairs whose reader
-        is old enough when the response ends at position ``end``."""
+        """Take pairs (start of the later block, start of the earlier block). Returns all pairs with a reader
+        that is old enough when the response ends at position ``end``."""
         for later, earlier in found:
             reader, source = later, earlier
             if self._newest:
@@ -157,9 +157,9 @@ class AgeRule:
         return at
 
     def _next(self, at: int) -> int | None:
-        """Start of the later block that the block at ``at`` reads; None if it reads none. A block without an
-        entry of its own may overlap two neighbouring readers. If the readers' sources are neighbours too,
-        the block reads parts of both."""
+        """Start of the later block that the block at ``at`` reads, or None. A block without an entry may
+        overlap two neighbouring readers. If the sources of these readers are neighbours too, the block reads
+        parts of both sources."""
         pairs = (self._waiting, self._released)
         for back in range(self._block):
             found = [one[at - back] for one in pairs if at - back in one]

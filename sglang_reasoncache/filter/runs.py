@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks whose tokens occur earlier in the response, or in another response to the same prompt. It does
-not matter where steps begin."""
+"""Finds blocks with tokens that occur earlier in the response, or in another response to the same prompt.
+Boundaries of steps do not matter."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
-#: At most this many runs are remembered for one request, and for one group (15 MB). At the limit all runs
-#: are forgotten, and new ones are collected.
+#: At most this many windows are remembered for one request, and for one group (15 MB). At this limit all of
+#: them are forgotten, and new windows are collected.
 _MAX_RUNS = 1 << 17
 #: States of a token. ``_READS``: its block reads another block; ``_IS_READ``: another block reads its block.
 _READS, _IS_READ = 1, 2
 
 
 class RunGroup:
-    """Responses to one prompt. Each run that is ``min_age`` old has a *copy*, the block that equal blocks read.
+    """Responses to one prompt. Blocks with equal windows (:class:`RunMatcher`) read one of them, the *copy*.
 
-    A block reads a copy or is a copy, never both, so a copy is always in slots of its own response.
+    A block reads a copy or is a copy, never both. So a copy is always in slots of its own response.
     """
 
     def __init__(self) -> None:
         self.members: dict[int, RunMatcher] = {}
-        # Hash of a run -> member and offset of its copy. An entry is replaced once its member has left.
+        # Hash of a window -> member and offset of the copy. The entry is replaced once that member has left.
         self.copies: dict[int, tuple[int, int]] = {}
 
 
@@ -35,37 +35,37 @@ class RunMatcher(Matcher):
 
     The first tokens of a repeat have the least context in common with the first occurrence, so sharing
     them does most of the damage. A block is therefore paired only if its *window* repeats: the block
-    and the tokens before it, ``min_run`` tokens in all. A rolling hash finds windows, which are then
-    compared token by token. A token costs O(1) time and 120 bytes, and the same again in a group.
+    and the tokens before it, ``min_run`` tokens in all. A rolling hash finds equal windows, which are
+    then compared token by token. A token costs O(1) time and 120 bytes. A group costs the same again.
 
-    Offsets below are positions minus ``start``, the position of the first output token.
+    An offset is a position minus ``start``, the position of the first output token.
     """
 
     def __init__(self, config: FilterConfig, start: int) -> None:
         self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
-        # For each offset: the token, or -1 if it takes no part; and the hash of all tokens before it.
+        # Per offset: the token, or -1 for a token that takes no part; the hash of all tokens before it.
         self._tokens, self._hashes = array("q"), array("q", [0])
-        # Number of tokens of a window before its block.
+        # Number of tokens that a window has before its block.
         self._lead = max(0, config.min_run - self._block)
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
-        # Hash of a window -> offset of the first block with it (direction oldest), or of the newest (newest).
+        # Hash of a window -> offset of its block: the first in direction oldest, the last in direction newest.
         self._runs: dict[int, int] = {}
-        # Offset of a block -> offset of the later block that it reads. For each offset: the token's state or 0.
+        # ``_reads``: offset of a block -> offset of the later block to read. ``_fate``: per offset, state or 0.
         self._reads: dict[int, int] = {}
         self._fate = bytearray()
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # ``_old``: offset of the next block to look up in the group. ``_followed``, of the last pair found:
-        # the member that has the source, and the source's offset there minus the reader's offset here.
+        # ``_old``: offset of the next block to look up in the group. ``_followed``: for the last pair found in
+        # the group, the member that has the source, and the source's offset minus the reader's offset.
         self._old = self._at
         self._followed = -1, 0
 
     def join(self, member: int, group: RunGroup | None) -> None:
-        """Join ``group`` under the id ``member``. If ``group`` is None, leave the current group, so that no
-        other member finds this response's blocks any more."""
+        """Join ``group`` under the id ``member``. If ``group`` is None, leave the current group. Its members
+        then no longer find blocks of this response."""
         if self._group is not None:
             del self._group.members[self._member]
         self._member, self._group = member, group
@@ -90,15 +90,15 @@ class RunMatcher(Matcher):
     def _begin(self, offset: int) -> None:
         """Let no window begin before ``offset``."""
         first = offset + self._lead
-        # ``_at``, ``_remembered``: offsets of the next block to look up, and of the next to remember.
-        # ``_distance``: from the last pair's later block back to its earlier one; 0 if there is no last pair.
+        # ``_at``: offset of the next block to look up. ``_remembered``: offset of the next block to remember.
+        # ``_distance``: between the blocks of the last pair; 0 if there is no last pair.
         self._at = self._remembered = first + -(self._start + first) % self._page
         self._distance = 0
 
     def _take(self, earlier: int) -> bool:
-        """Mark the block that reads: in direction oldest the block at ``_at``; in direction newest the last
-        block of the chain of reads that begins at ``earlier``, see :class:`AgeRule`. Returns False if that last
-        block overlaps another block that reads or is read."""
+        """Mark the block that reads: in direction oldest the block at ``_at``, in direction newest the last
+        block of the chain of reads that begins at ``earlier`` (see :class:`AgeRule`). Returns False if this
+        last block overlaps a block that reads or is read."""
         if self._keeps_first:
             self._mark(self._at, _READS)
             return True
@@ -116,7 +116,7 @@ class RunMatcher(Matcher):
 
     def across(self) -> list[AcrossPair]:
         """Pairs of a block that has become ``min_age`` old and an equal block of the group, ascending.
-        A block without an equal block becomes the group's copy. Returns none while the group has one member."""
+        A block without an equal block becomes a copy. Returns no pairs while the group has one member."""
         group, pairs, page = self._group, list[AcrossPair](), self._page
         if group is None or len(group.members) < 2:
             return pairs
@@ -141,8 +141,8 @@ class RunMatcher(Matcher):
         return pairs
 
     def _copy(self, group: RunGroup, at: int, window: array[int]) -> tuple[RunMatcher | None, int]:
-        """The member and the offset of a block with the ``window`` of the block at ``at``: the block that
-        continues the last pair, else the group's copy. The member is None if neither block is usable."""
+        """Member and offset of a block with the same ``window`` as the block at ``at``: the block that
+        continues the last pair, else the copy. The member is None if neither block can be read."""
         last, distance = self._followed
         anywhere = group.copies.get(self._hash(at), (-1, 0))
         for member, start in ((last, at + distance), anywhere):
@@ -152,7 +152,7 @@ class RunMatcher(Matcher):
         return None, 0
 
     def _lends(self, at: int, window: array[int]) -> bool:
-        """Whether the block at ``at`` has this ``window``, is ``min_age`` old and reads no other block."""
+        """Whether the block at ``at`` can be read: has this ``window``, is ``min_age`` old, reads no block."""
         return (
             self._lead <= at < self._old
             and _READS not in self._fate[at : at + self._block]
@@ -183,8 +183,8 @@ class RunMatcher(Matcher):
         return (hashes[at + self._block] - hashes[at - self._lead] * self._power) % _MODULUS
 
     def _remember(self, last: int) -> None:
-        """Enter the windows of blocks up to offset ``last`` into the table. Later blocks would overlap
-        the block that is looked up next."""
+        """Enter the windows of blocks up to offset ``last`` into ``_runs``. Later blocks are not entered
+        yet, because they overlap the block that is looked up next."""
         for at in range(self._remembered, last + 1, self._page):
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
@@ -195,8 +195,8 @@ class RunMatcher(Matcher):
             self._remembered = at + self._page
 
     def _earlier(self, at: int) -> int | None:
-        """Offset of an earlier block with the window of the block at ``at``: the block that continues the last
-        pair, else the block in the table. None if there is none."""
+        """Offset of an earlier block with the same window as the block at ``at``: the block that continues the
+        last pair, else the block in ``_runs``. None without such a block."""
         behind = at - self._distance
         if self._distance and self._window(behind) == self._window(at):
             return behind

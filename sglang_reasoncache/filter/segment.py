@@ -2,8 +2,8 @@
 """Splits a token stream into steps, and tells which of its tokens are reasoning.
 
 A step ends at a blank line: a newline, any spaces, tabs or carriage returns, and another newline.
-Tokenizers spread these over tokens in many ways. All four characters are ASCII, so a token's bytes tell
-where they are, even if the token ends inside a character. Each token of a vocabulary is classified once.
+Tokenizers spread these characters over tokens in many ways. All four are ASCII, so a token's bytes tell where
+they are, even if the token ends inside a multi-byte character. Each token of a vocabulary is classified once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _WHITE = b" \t\r"
 
-# Bits that describe a token's text; 0 for most tokens. Visible: not white space.
+# Bits that describe a token's text. Most tokens have none. *Visible* text is all but white space.
 BLANK = 1  # White space only, or empty.
 STARTS = 2  # A newline comes before anything visible.
 ENDS = 4  # Nothing visible comes after the last newline.
@@ -56,9 +56,9 @@ class TokenClasses:
 class Segmenter:
     """Splits one request's token stream into steps, in O(1) per token. Not thread safe.
 
-    A step starts at a visible token and includes the blank line that ends it. A token that completes a
-    blank line and continues with text is not included: it starts the next step. Further blank
-    tokens between steps belong to no step. A step is cut after ``max_step_tokens`` tokens.
+    A step starts at a visible token and includes the blank line at its end. A token that completes a
+    blank line and continues with text belongs to the next step. Further blank tokens between steps
+    belong to no step. A step is cut after ``max_step_tokens`` tokens.
 
     Attributes:
         start: Position where the open step started; None between two steps.
@@ -68,14 +68,14 @@ class Segmenter:
         self._classes = classes
         self._max_step_tokens = max_step_tokens
         self.start: int | None = None
-        # Whether nothing visible came since the last newline of the open step.
+        # Whether the open step has a newline with nothing visible behind it.
         self._pending_newline = False
 
     def push(self, token_id: int, position: int) -> tuple[int, int] | None:
         """Take the next token. Positions must be consecutive.
 
-        Returns ``start`` and ``end`` (exclusive) of the step that the token finishes, or None. ``end``
-        is ``position + 1``, or ``position`` if the token starts the next step.
+        Returns ``start`` and ``end`` (exclusive) of the step that the token finishes, or None. ``end`` is
+        ``position`` if the token starts the next step, else ``position + 1``.
         """
         flags = self._classes(token_id)
         start = self.start
@@ -109,19 +109,19 @@ class Segmenter:
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One step: the tokens between two blank lines of a response."""
+    """The tokens between two blank lines of a response, and the second blank line (the separator)."""
 
     start: int  # position of the first token in prompt plus output
-    end: int  # one past the last token; the separator is included
+    end: int  # one past the last token, separator included
     token_ids: tuple[int, ...]  # ``end - start`` ids, separator included
     #: Characters of the decoded step without white space around it, at least 1 (|S| of stage 1).
     num_chars: int
-    #: Occurrences of each token id, without blank tokens at the end: the papers' step is the text
-    #: *between* two blank lines.
+    #: Occurrences of each token id. Blank tokens at the end do not count, because the papers' step is
+    #: the text *between* two blank lines.
     bag: Counter[int]
     norm_sq: int  # squared Euclidean norm of the counts, an exact integer
     text: str = ""  # decoded step; emptied once ``signature`` is filled
-    in_code: bool = False  # the step begins inside a code fence opened by an earlier step
+    in_code: bool = False  # whether the step begins inside a code fence of an earlier step
     signature: Signature | None = None  # filled at most once, only when a candidate needs it
 
     @classmethod
@@ -151,7 +151,7 @@ class Step:
 class ReasoningSpan:
     """Tells which tokens of one response are reasoning, in O(1) per token. Not thread safe.
 
-    A marker is a single token and not reasoning itself. A token that is both a start and an end marker
+    A marker is a single token and is not reasoning itself. A token that is both start and end marker
     ends reasoning.
 
     Attributes:
@@ -184,11 +184,11 @@ class ReasoningMarkers(NamedTuple):
     def inside_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the response to a prompt begins inside reasoning.
 
-        The last marker of the prompt decides; without a marker, ``force`` decides. The last marker may come
-        from the chat template, or end the reasoning of an earlier message. In the second case a response whose
-        reasoning starts without a marker shares nothing.
+        The last marker of the prompt decides, whether a message or the chat template has it. Without a marker,
+        ``force`` decides. If the last marker ends the reasoning of an earlier message, and the response begins
+        to reason without a marker, nothing of the response is shared.
         """
-        # Vectorised, because a prompt may have 100 000 tokens and the scheduler waits for this.
+        # Vectorised, because the scheduler waits for this and a prompt may have 100 000 tokens.
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         marks = np.flatnonzero(np.isin(prompt, [*self.start_ids, *self.end_ids]))
         return int(prompt[marks[-1]]) not in self.end_ids if len(marks) else self.force

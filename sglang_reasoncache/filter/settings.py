@@ -7,11 +7,11 @@ from typing import Literal
 
 from sglang_reasoncache.filter.structure import Limits
 
-#: How blocks of two similar steps are paired, see ``align_blocks``.
+#: How blocks of two similar steps are paired; see ``align_blocks``.
 AlignMode = Literal["tokens", "index"]
 
-# ReasonCache: new blocks of 16 tokens immediately read slots of similar earlier steps, if the KV distance of
-# the two blocks is within the percentile.
+# The ReasonCache paper: new blocks of 16 tokens immediately read slots of similar earlier steps, if the KV
+# distance of the two blocks is within the percentile.
 _PAPER: dict[str, object] = dict(
     match="steps",
     direction="oldest",
@@ -21,9 +21,9 @@ _PAPER: dict[str, object] = dict(
     warmup=128,
     when="always",
 )
-# MemShare compares the cosine with a constant, does not check structure, and pairs blocks by index.
+# The MemShare paper compares the cosine with a constant, ignores structure, and pairs blocks by index.
 _MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": "index"}
-# The distance does not decide, so no warm-up is needed.
+# All distances pass, so their percentile needs no warm-up.
 _ALL = {**_PAPER, "percentile": 100.0, "warmup": 0}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
@@ -33,7 +33,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "reasoncache": _PAPER,
     "memshare": {**_MEMSHARE, "fixed_tau": 0.8},
     "memshare-0.9": {**_MEMSHARE, "fixed_tau": 0.9},
-    # The stages one by one: lexical similarity alone, then with structure; `reasoncache` adds the distance.
+    # ReasonCache by stages: lexical similarity, then structure too. `reasoncache` adds the distance.
     "cosine": {**_ALL, "use_structure": False},
     "cosine-structure": _ALL,
     "p20": {**_PAPER, "percentile": 20.0},
@@ -52,8 +52,8 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 class FilterConfig:
     """Everything that decides which blocks are proposed. The defaults are the ReasonCache paper's.
 
-    Most fields are settings of ``ReasonCacheConfig``, which gives their bounds and help texts; ``strict`` and
-    ``soft`` are its ``tau_strict`` and ``tau_soft``. The other fields are explained here.
+    Most fields are settings of ``ReasonCacheConfig``, which has their bounds and help texts. ``strict`` and
+    ``soft`` are named ``tau_strict`` and ``tau_soft`` there. The other fields are explained here.
 
     Raises:
         ValueError: ``page_size`` is above 1 and ``block`` differs from it.
@@ -72,7 +72,7 @@ class FilterConfig:
     min_age: int = 0
     min_run: int = 1
     block: int = 16
-    page_size: int = 1  # above 1, blocks are whole pages and ``block`` equals it
+    page_size: int = 1  # above 1, blocks are whole pages, and ``block`` equals ``page_size``
     align: AlignMode = "tokens"
     max_step_tokens: int = 1024
     max_history_steps: int = 2048

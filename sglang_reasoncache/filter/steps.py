@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs blocks of a step with blocks of similar earlier steps: stage 1 of ReasonCache, and its alignment
-of blocks. Stage 2, the distance of their K and V, is in ``sharing/``, because it needs the device.
+"""Pairs blocks of a step with blocks of similar earlier steps: stage 1 of the ReasonCache paper. Stage 2, the
+KV distance of the paired blocks, is in ``sharing/``, because the KV is on the device.
 
-``sim(c, k) = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of
-token ids and |S| the length in characters; MemShare leaves the length factor out.
+``sim(c, k) = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of token ids
+and |S| the length in characters. The MemShare paper leaves out the length factor ``min / max``.
 """
 
 from array import array
@@ -22,16 +22,16 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 Floats = npt.NDArray[np.float64]
 
-# A list of postings: pairs (number of the step, count of the token), flattened; 32 bits each.
+# A token's posting list holds pairs (number of a step, count in that step), flattened, 32 bits each.
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 _TOKENS_AT_ONCE = 32
-# The number 1 in fixed point, for the mean similarity.
+# The number 1 in fixed point, see ``dynamic_threshold``.
 _FIXED_POINT = 2.0**40
 
 
 class StepMatcher(Matcher):
-    """Compares each step of one response with the ``max_history_steps`` before it."""
+    """Compares each step of a response with the ``max_history_steps`` steps before it."""
 
     def __init__(self, config: FilterConfig, classes: TokenClasses, vocabulary: Vocabulary) -> None:
         self._config, self._classes, self._vocabulary = config, classes, vocabulary
@@ -59,7 +59,7 @@ class StepMatcher(Matcher):
         return found
 
     def _candidates(self, step: Step) -> list[int]:
-        """Indexes in the history of steps above the threshold: most similar first, then newest first."""
+        """Indexes, in the history, of the steps above the threshold: most similar first, then newest first."""
         if not len(self._history):
             return []
         config = self._config
@@ -102,7 +102,7 @@ class StepMatcher(Matcher):
 
     def _passes(self, step: Step, earlier: Step) -> bool:
         if earlier.signature is None:
-            # Only a bounded number of characters of earlier steps is parsed for one step.
+            # For one step only a bounded number of characters of earlier steps is parsed.
             if self._readable <= 0:
                 return False
             self._readable -= len(earlier.text)
@@ -113,7 +113,7 @@ class StepMatcher(Matcher):
         return False
 
     def _signature(self, step: Step) -> Signature:
-        """The step's signature. It is parsed on first use, because most steps never become a candidate."""
+        """The formal content of ``step``, parsed on first use, because most steps never become a candidate."""
         if step.signature is None:
             step.signature = signature(step.text, self._config.limits, in_code=step.in_code)
             step.text = ""  # only the signature is needed from now on
@@ -135,12 +135,12 @@ def align_blocks(
     Args:
         block: Tokens per block.
         page_size: If above 1, blocks are whole pages inside both steps, and ``block`` equals ``page_size``.
-        mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. If several blocks of
-            ``src`` are equal, the one that continues the last pair is taken (for the first pair: the
-            one at the same offset), else the nearest later one, else the first one. A ``src`` block may
-            be paired twice. This takes linear time, except for a binary search among equal blocks.
+        mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. Among equal blocks of
+            ``src`` the block that continues the last pair is taken (for the first pair: the block at the
+            same offset), else the nearest later block, else the first block. A ``src`` block may be paired
+            twice. The time is linear, except for a binary search among equal blocks.
             ``index`` pairs the k-th blocks of both steps, whatever their tokens, as the papers do.
-        covered: One byte per token of ``dst``, 0 or 1; blocks with a 1 are left out.
+        covered: One byte per token of ``dst``, 0 or 1. Blocks with a 1 are left out.
     """
     if mode == "index":
         starts = (block_starts(step, block, page_size) for step in (dst, src))
@@ -150,7 +150,7 @@ def align_blocks(
             if covered.find(1, i - dst.start, i - dst.start + block) < 0
         ]
     first = -src.start % page_size
-    # Tokens of a block of ``src`` -> offsets of all its blocks with these tokens, ascending.
+    # Tokens of a block -> offsets of all blocks of ``src`` with these tokens, ascending.
     sources: dict[tuple[int, ...], list[int]] = {}
     for j in range(first, len(src) - block + 1, page_size):
         sources.setdefault(src.token_ids[j : j + block], []).append(j)
@@ -175,8 +175,8 @@ def align_blocks(
 def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
     """``tau = strict - (strict - soft) * mean(sims)``, or ``strict`` if there are no earlier steps.
 
-    The mean is computed from the integers ``rint(sim * 2**40)``. Their sum does not depend on the order
-    of summation, so every rank gets the same bits.
+    The mean is computed from the integers ``rint(sim * 2**40)``, because a sum of integers does not depend
+    on the order of summation. So all ranks get the same bits.
 
     Args:
         sims: float64 ``[earlier steps]``, between 0 and 1. At most 2**22 steps, so that the sum fits 63
@@ -191,8 +191,8 @@ def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
 class LexicalIndex:
     """The newest ``max_history_steps`` earlier steps of one request. Not thread safe.
 
-    A forgotten step is no candidate, and does not count in the mean of the dynamic threshold. The index
-    is inverted: comparing a step reads only the postings of tokens that the step contains.
+    Older steps are no candidates, and do not count in the mean of the dynamic threshold. The index is
+    inverted: to compare a step, only the posting lists of its tokens are read.
     """
 
     def __init__(self, max_history_steps: int, length_factor: bool = True) -> None:
@@ -211,7 +211,7 @@ class LexicalIndex:
         return self._steps[index]
 
     def add(self, step: Step) -> None:
-        """Remember ``step``; forget the oldest step if there are too many."""
+        """Remember ``step``. Forget the oldest step if there are too many."""
         number = self._num_forgotten + len(self)
         self._steps.append(step)
         self._num_chars.append(step.num_chars)
@@ -234,14 +234,14 @@ class LexicalIndex:
         """Similarity of ``step`` to every remembered step, oldest first: float64 ``[len(self)]``."""
         dots = np.zeros(len(self))
         hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
-        # Computed in parts, so that the memory of a part stays in the processor's cache.
+        # Computed in parts that are small enough for the processor's cache.
         for at in range(0, len(hits), _TOKENS_AT_ONCE):
             counts, postings = zip(*hits[at : at + _TOKENS_AT_ONCE], strict=True)
             joined = np.frombuffer(b"".join(postings), dtype=_POSTING_DTYPE)
             weights = np.repeat(np.array(counts, dtype=np.float64), [len(p) >> 1 for p in postings])
             weights *= joined[1::2]
             dots += np.bincount(joined[::2] - self._num_forgotten, weights, minlength=len(self))
-        # The product is an exact integer, so equal bags give exactly 1.
+        # The product of the squared norms is an exact integer, so equal bags give exactly 1.
         sims = np.asarray(dots / np.sqrt(np.array(self._norm_sq) * step.norm_sq))
         if self._length_factor:
             chars = np.array(self._num_chars)

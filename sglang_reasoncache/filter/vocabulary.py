@@ -2,13 +2,13 @@
 """Reads the bytes of every token id once, so that steps get their text without the tokenizer.
 
 Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``, ``##``), and what a
-piece adds to a text may depend on its neighbours. This module first reads the exact bytes of the tokens. If
-this fails, or disagrees with the tokenizer's ``decode`` on some hundred sequences, it also reads the tokens
-through ``decode``, and takes the reading that agrees more.
+piece adds to a text may depend on its neighbours. This module first reads the exact bytes of the tokens, and
+compares the texts of a few hundred sequences with the tokenizer's ``decode``. If the reading fails, or if any
+text differs, the module also reads the tokens through ``decode``, and takes the reading that differs less.
 
-Concatenated bytes cannot reproduce three things, which no step needs: the space that some tokenizers
-leave out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), and
-how many U+FFFD stand for bytes that are no UTF-8.
+Concatenated bytes cannot reproduce three things. No step needs these: the space that some tokenizers leave
+out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), and how many
+U+FFFD stand for bytes that are no UTF-8.
 """
 
 import logging
@@ -31,15 +31,15 @@ _UNDECODABLE = re.compile("\ufffd+")
 
 
 class Vocabulary:
-    """The bytes that each token id adds to a text. A text is their concatenation. ``pieces``: bytes of
+    """The bytes of each token id. A text is the concatenation of its tokens' bytes. ``pieces``: bytes of
     the tokens 0, 1, 2, ...; empty for an id without a token."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
-        # XGrammar has a special class of bytes; unpickling it would import torch in the filter process.
+        # XGrammar has its own bytes class, and unpickling it would import torch in the filter process.
         self.pieces = tuple(map(bytes, pieces))
 
     def text(self, token_ids: Iterable[int]) -> str:
-        """The decoded text. Bytes that are no UTF-8 become U+FFFD; unknown ids add nothing."""
+        """The decoded text. Bytes that are no UTF-8 become U+FFFD. Unknown ids add nothing."""
         pieces = self.pieces
         size = len(pieces)
         joined = b"".join([pieces[i] for i in token_ids if 0 <= i < size])
@@ -61,7 +61,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     except Exception as error:
         # The code of a custom tokenizer may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
-    # For each way of reading: numbers of texts and of sequences that differ; its name; its vocabulary.
+    # Per way of reading: how many texts differ, and how many sequences; name of the way; vocabulary.
     found: list[tuple[tuple[int, int], str, Vocabulary]] = []
     for route in (_by_bytes, _by_context):
         try:
@@ -97,11 +97,11 @@ def _size(tokenizer: Any) -> int:
 
 
 def _sequences(tokenizer: Any, size: int) -> tuple[list[list[int]], int]:
-    """Sequences of ids on which decoded texts are compared, texts first; and the number of these texts."""
+    """Sequences of ids for comparing readings: first the sample texts. Also the number of sample texts."""
     texts = [list(tokenizer.encode(text, add_special_tokens=False)) for text in _SAMPLES]
     rng = random.Random(size)
     drawn = [[rng.randrange(size) for _ in range(_RANDOM_LENGTH)] for _ in range(_NUM_RANDOM)]
-    # Added tokens are few and matter: the marks of reasoning are among them.
+    # Added tokens are few but matter, because the markers of reasoning are among them.
     added = sorted(_added(tokenizer))[:_NUM_RANDOM]
     drawn += [[rng.randrange(size), i, rng.randrange(size)] for i in added]
     return texts + drawn, len(texts)
@@ -117,7 +117,7 @@ def _comparable(text: str) -> str:
 
 
 def _added(tokenizer: Any) -> dict[int, str]:
-    """Text of added and special tokens by id. This text is plain, however the tokenizer spells other tokens."""
+    """Texts of added and special tokens by id. These are plain, however the tokenizer spells other tokens."""
     entries = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {int(i): str(getattr(token, "content", token)) for i, token in entries.items()}
 
@@ -136,7 +136,7 @@ def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
 
 
 def _by_context(tokenizer: Any, size: int) -> list[bytes]:
-    """What ``decode`` adds for each token behind a plain word or letter."""
+    """What ``decode`` adds for each token when the token follows a plain word or letter."""
     words = (
         int(i)
         for text in ("so", "a", "x", "1")

@@ -30,17 +30,17 @@ class Worker:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         if setup.config.match == "steps" and setup.config.use_structure:
-            # This imports SymPy now, so that no step waits for the import.
+            # Imports SymPy now, so that no step waits for the import.
             signature("")
         self._vocabulary = Vocabulary(setup.pieces)
         self._classes = TokenClasses(self._vocabulary)
         self._filters: dict[int, RequestFilter] = {}
-        # A group lasts as long as it has members.
+        # A group exists as long as it has members.
         self._groups: weakref.WeakValueDictionary[int, RunGroup] = weakref.WeakValueDictionary()
         self._num_compared = 0
 
     def answer(self, feed: Feed) -> Reply:
-        """Process a feed. Ids of requests that are not open are ignored."""
+        """Process a feed. Requests that are not open are ignored."""
         for request, start, inside in feed.opened:
             span = ReasoningSpan(*self._setup.markers, inside) if self._setup.markers else None
             self._filters[request] = RequestFilter(
@@ -85,16 +85,16 @@ class Worker:
 
 
 def _end_with_the_parent() -> None:
-    """Have Linux kill this process when the parent ends. On other systems the closed socket ends it."""
+    """Have Linux kill this process when the parent ends. Elsewhere the closed socket ends this process."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Ctrl-C in a terminal reaches all processes; the server decides when this one ends.
+    # Ctrl-C in a terminal reaches all processes, but only the server decides when this process ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _stand_back() -> None:
-    """Lower this process's priority: every poll wakes it, and it must not take the scheduler's core. A
-    sandbox may forbid a lower priority."""
+    """Lower this process's priority, because every poll wakes this process, and it must not take the
+    scheduler's core. A sandbox may forbid this."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def main() -> None:
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
         scheduler.makefile("rb") as told,
     ):
-        # The version is sent first: a process of another version may not understand the setup.
+        # The version is sent first, because a process of another version may not understand the setup.
         say(__version__)
         worker = Worker(pickle.load(told))
         gc.freeze()

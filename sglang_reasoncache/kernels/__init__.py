@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One Python function per operation on the KV pool."""
+"""Kernels that read the KV pool: attention, the plan of rows, gather, KV distance."""

@@ -75,8 +75,8 @@ def span_of(begin, end, row, total):
 
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
-    """Address, number and first of the positions that are read of a request's row: the newest ``reach``. The
-    number is 0 for a request without a row. Other functions count positions from this first position."""
+    """For the newest ``reach`` positions of a request's row: the address of the first, their number, and the
+    first position. The number is 0 without a row. Other functions count positions from this first one."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
@@ -99,7 +99,7 @@ def look(rows, cached_at, position, length, first, num_slots):
 
 @triton.jit
 def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
-    """Where a program writes its first entry: behind the ``counts`` of all earlier pieces."""
+    """Where a program writes its first entry: behind the entries of all earlier pieces, by ``counts``."""
     pieces = tl.arange(0, PIECES)
     earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
     return tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)

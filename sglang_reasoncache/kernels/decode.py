@@ -20,10 +20,10 @@ def decode_attention(
 ) -> torch.Tensor:
     """``softmax(scale * q . k) v`` of every query over its own entries.
 
-    A shifted key is read as cached, and the query is rotated back instead, so the cost grows with the
-    number of runs of equal shift. An entry is read once, however often its key is used. The result does not
-    depend on the number of threads or on the rest of the batch. On a CUDA device the call only launches, and
-    can be captured in a graph.
+    A shifted key is read as cached, and the query is rotated back instead, so the cost grows with the number of
+    runs of equal shift. An entry is read once, however often its key is used. The result does not depend on the
+    number of threads or on the rest of the batch. On a CUDA device the call only launches kernels, and can be
+    captured in a graph.
 
     Args:
         query: ``[batch, heads, query_dim]`` on the pool's device, fp32, bf16 or fp16.
@@ -32,7 +32,7 @@ def decode_attention(
         scale: Factor of the logits.
         logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
         sinks: fp32 ``[heads]``, logits that take a part of the weight but have no value.
-        spans: int32 ``[batch]`` each, first entry of each query and one past its last; several
+        spans: First entry of each query, and the entry behind its last: int32 ``[batch]`` each. Several
             queries may read the same entries. Must be None if the plan has rotations.
 
     Returns:

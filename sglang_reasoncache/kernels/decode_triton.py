@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode attention on a GPU: programs compute a request's chunks in parallel; others merge them.
+"""Paged decode attention on a GPU: programs compute a request's chunks in parallel; others merge the chunks.
 
 Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes one of at
-most ``SPLITS`` chunks and all query heads of a KV head. Where a chunk ends depends on the number of entries
-alone, so a request's output has the same bits in any batch.
+most ``SPLITS`` chunks and up to 32 query heads of a KV head. The number of entries alone decides where a chunk
+ends, so a request's output has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sglang_reasoncache.kernels.plan import TILE as ENTRIES
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Limits that bound the memory of unmerged outputs: number of chunks of a query; number of queries, and
-#: of elements of their merged outputs, in one launch.
+#: Limits on the memory of unmerged outputs: most chunks of a query; most queries in a launch; most elements of
+#: the merged outputs of a launch.
 SPLITS, QUERIES, ELEMENTS = 32, 128, 2**21
 #: Chunks begin at multiples of this number of entries, which is a multiple of every tile's size.
 CHUNK = 256
@@ -33,7 +33,7 @@ NUM_STAGES = 5
 
 @triton.jit(do_not_specialize=["total", "num_slots", "table_rows", "rotations"])
 def chunk_kernel(
-    query,  # [rows, heads, K_DIM]; LATENT: V_DIM dims for the value are in front
+    query,  # [rows, heads, K_DIM]; LATENT: the V_DIM dims for values come before these
     keys,  # [num_slots, kv_heads, K_DIM]
     values,  # [num_slots, kv_heads, V_DIM]
     begin,  # int32 [rows]
@@ -47,7 +47,7 @@ def chunk_kernel(
     bits,  # int64 [rotations], unused unless ROTATES
     rotations,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
-    part_lse,  # fp32 [rows, heads, SPLITS]: base 2
+    part_lse,  # fp32 [rows, heads, SPLITS]: log-sum-exp of the chunks' logits, base 2
     total, num_slots, q_row_stride, q_head_stride, k_slot_stride, k_head_stride,
     v_slot_stride, v_head_stride, scale, logit_cap, ELEMENT: tl.constexpr,
     EXACT: tl.constexpr,  # the query has the type in which products are computed
@@ -65,8 +65,8 @@ def chunk_kernel(
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
 
     A tensor core multiplies at least 16 lines (rows of a product). If a KV head has fewer query heads, the
-    remaining lines hold the same queries, rotated by further rotations of the tile. Each line has its own
-    maximum, weight and sum; the lines of a head are merged at the end, as chunks are.
+    remaining lines hold the same queries under other rotations of the tile. Each line has its own maximum,
+    weight and sum. The lines of a head are merged at the end, as chunks are.
     """
     MEMBERS: tl.constexpr = HEADS // USES
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -110,7 +110,7 @@ def chunk_kernel(
             unrotated = tl.zeros([HEADS, TILE], tl.float32)
             if LATENT:
                 v = tl.load(v_at, mask=v_mask, other=0)
-                if not EXACT:  # loaded again: two products leave no registers to keep it
+                if not EXACT:  # loaded again, because two products leave no registers to keep it
                     latent = tl.load(latent_at, mask=latent_mask, other=0.0)
                 unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
             turn, last = 0, 0
@@ -193,7 +193,7 @@ def merge_kernel(
     total, out_row_stride, out_head_stride, SINKS: tl.constexpr,
     V_DIM: tl.constexpr, V_COLS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows)."""
+    """Grid (heads, rows). Merges the chunks of a query under a head."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     unit = row * tl.num_programs(0) + head

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV distance of block pairs (ReasonCache, arXiv 2507.21433v3, stage 2).
 
-``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` over flattened fp32
-tensors, N layers, d tokens a block, h KV heads. Elements are subtracted before they are squared, because
-distances computed from the norms of each block would lose their digits to cancellation.
+``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` for blocks c and k as flat fp32
+tensors, with N layers, d tokens per block and h KV heads. Elements are subtracted before they are squared. A
+distance computed from the norms of each block would lose its digits to cancellation.
 """
 
 from collections.abc import Sequence
@@ -38,8 +38,8 @@ class DistanceKernel:
     ) -> None:
         """``layers``: keys and values of every layer, see ``PagedKv``; all layers have one layout.
         ``rotation``: how to rotate keys; None compares all keys as cached. ``backend``: None takes C++ in host
-        memory, Triton on a CUDA device, and PyTorch if neither is available. Raises ValueError for layers of
-        several layouts, and NativeUnavailable if "native" is asked for and cannot be compiled."""
+        memory, Triton on a CUDA device, and PyTorch elsewhere or if C++ cannot be compiled. Raises ValueError
+        for layers of several layouts, NativeUnavailable if "native" is given and cannot be compiled."""
         keys = layers[0][0]
         layouts = {tuple((x.dtype, x.shape, x.stride()) for x in layer) for layer in layers}
         if len(layouts) > 1:
@@ -61,7 +61,7 @@ class DistanceKernel:
             self._bases = distance_triton.addresses(self._layers)
 
     def squares(self, dst_slots: Tensor, src_slots: Tensor, shift: Tensor | None = None) -> Tensor:
-        """Sums of squared differences; on a CUDA device the call only launches.
+        """Sums of squared differences. On a CUDA device the call only launches a kernel.
 
         Args:
             dst_slots: int64 ``[pairs, d]`` on the pool's device, slots of the blocks that would give them up.
@@ -70,12 +70,12 @@ class DistanceKernel:
                 would be used minus where it was cached). None compares keys as cached.
 
         Returns:
-            fp64 ``[pairs, num_layers, 2]`` (key side, value side), not finite if elements that were read are
-            not. Additive over tensor-parallel ranks.
+            fp64 ``[pairs, num_layers, 2]``, for keys and values. Not finite if an element that was read is not
+            finite. The sums of tensor-parallel ranks can be added.
 
         Raises:
             ValueError: wrong dtype, shape or device; ``shift`` without a rotation; with the backend
-                "native" a slot or shift out of range. With "triton" such a pair is NaN.
+                "native" a slot or shift out of range. With "triton" such a pair gets NaN.
         """
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV distance on a GPU: one program per pair, layer and side reads both blocks once."""
+"""KV distance on a GPU: one program per pair, layer and side (K or V) reads both blocks once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _pairs(
     at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The rotated elements of some rows: the first element of each pair, and the second element of each."""
+    """Load the elements of some rows that are rotated in pairs: all first elements, and all second elements."""
     if NEOX:
         angle = tl.arange(0, COLS)[None, :]
         mask = ok[:, None] & (angle < HALF)
@@ -100,7 +100,7 @@ def distance_kernel(
     REST: tl.constexpr,  # columns of a tile of keys that are not rotated
     V_COLS: tl.constexpr, HALF_COLS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pairs, layers, 2). A pair that names a slot or shift out of range is NaN."""
+    """Grid (pairs, layers, 2). A pair with a slot or shift out of range gets NaN."""
     pair = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
     side = tl.program_id(2)
@@ -171,7 +171,7 @@ def squares(
     shift: Tensor | None,
 ) -> Tensor:
     """``DistanceKernel.squares`` for contiguous arguments on a device, with one launch and without waiting.
-    A pair with a slot or shift out of range is NaN."""
+    A pair with a slot or shift out of range gets NaN."""
     (pairs, block), (bases, aligned) = dst.shape, addresses
     keys, values = layers[0]
     out = dst.new_empty((pairs, len(layers), 2), dtype=torch.float64)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Extend attention: several new tokens of a request attend to its prefix and to one another.
 
-A request with few new tokens (one under mixed chunked prefill) is read token by token as in decode,
-straight from the pool. For a request with more new tokens, the entries are gathered once, their keys rotated,
-and PyTorch's fused attention runs on the copies.
+The entries of a request are the slots that it reads. If a request has few new tokens (one if it decodes in a
+mixed chunk), each token reads the entries from the pool, as in decode. If it has more, the entries are copied
+once, keys are rotated, and PyTorch's fused attention runs on the copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ def gather_kv(
 
 
 class ExtendPlan:
-    """What one forward's new tokens read; every layer uses the same plan.
+    """What the new tokens of a forward read; the same for every layer of a pool.
 
     Args:
         plan: Rows up to and including the new tokens.
@@ -73,8 +73,8 @@ class ExtendPlan:
         dtype: Dtype of the queries.
         singly: Whether to read every token by itself, as in decode (for soft caps and sinks).
         entries: Number of entries of each row. None reads them from ``plan``, which waits for the device.
-        placed: Index of a request -> the entries of its row, int64 ``[n]``, for its first ``n`` new tokens. Its
-            other new tokens are the last entries. Each token reads the entries up to its own.
+        placed: Index of a request -> int64 ``[n]``: which entries of its row its first ``n`` new tokens have.
+            Other new tokens have the last entries. Each token reads the entries up to its own.
 
     Raises:
         ValueError: more new tokens than a row has entries.
@@ -92,7 +92,7 @@ class ExtendPlan:
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        #: For each gathered request: its tokens, the entries they read, and their own entries (None: the last).
+        #: For each gathered request: its tokens, its entries, and the tokens' own entries (None: the last).
         self.pieces: list[tuple[slice, slice, Tensor | None]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
@@ -135,9 +135,9 @@ class ExtendPlan:
     def mask(
         self, new: int, total: int, reach: int, places: Tensor | None = None, first: int = -1
     ) -> Tensor:
-        """Additive mask ``[new, total]`` for tokens in the last ``new`` entries. Each sees the last ``reach``
-        entries up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries, if these are not the
-        last; then ``first`` is the batch index of the first token. A small mask is kept for the next layer."""
+        """Additive mask ``[new, total]`` for tokens in the last ``new`` entries. A token sees ``reach`` entries
+        up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries, if not the last; ``first`` is
+        then the first token's index in the batch. Small masks are kept for the next layer."""
         key = new, total, reach, first
         found = self._masks.get(key)
         if found is None:
@@ -192,10 +192,10 @@ def add_attention(
     received: Tensor,
     reach: int = 0,
 ) -> None:
-    """Add to ``received``, fp32 ``[n]``, the weights that the new tokens of a request give to the first ``n``
-    entries of its row, summed over tokens and heads.
+    """Add to ``received``, fp32 ``[n]``, the attention weights that a request's new tokens give to the first
+    ``n`` entries of its row, summed over tokens and heads.
 
-    ``query``: ``[tokens, heads, query_dim]``, only those of the request. ``number``: index of the request in
+    ``query``: queries of the request alone, ``[tokens, heads, query_dim]``. ``number``: index of the request in
     the batch. ``reach``: as in :func:`extend_attention`.
     """
     entries = slice(plan.bounds[number], plan.bounds[number + 1])
@@ -239,7 +239,7 @@ def _extend_piece(
     if reach >= entries.stop - entries.start:
         reach = 0
     elif reach and places is None:
-        # Entries before the first new token's window are left out, because later windows begin later.
+        # Entries before the first new token's window are left out, because no later token's window has them.
         entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)

@@ -23,8 +23,8 @@ class PagedKv:
             contiguous.
         values: ``[num_slots, kv_heads, v_dim]``, like ``keys``.
         rotation: The model's rotation of keys; None if no entry is ever shifted.
-        latent: Whether a position has a single latent row (MLA). ``values`` is the part of
-            the row never rotated, ``keys`` the rotated part. A query has dims of ``values``, then ``keys``.
+        latent: Whether a position has a single latent row (MLA): ``values`` is the part that is never rotated,
+            ``keys`` the rotated part. A query has the dims for ``values`` first, then those for ``keys``.
         backend: "native" (C++) or "triton". None chooses by the device.
 
     Raises:
@@ -63,7 +63,7 @@ class PagedKv:
 
 
 def read_rows(buffer: Tensor, slots: Tensor) -> Tensor:
-    """fp32 ``[*slots.shape, heads, head_dim]``."""
+    """The numbers of ``slots`` in a pool's buffer: fp32 ``[*slots.shape, heads, head_dim]``."""
     if buffer.dtype.itemsize == 1:
         # fp8 is gathered as bytes, because not every PyTorch operator supports fp8.
         return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()

@@ -15,11 +15,11 @@ TILE = 64
 
 
 class Rotations(NamedTuple):
-    """The rotations of a plan: a list for each tile that uses a key away from the key's cached position.
+    """A list of rotations for each tile (``TILE`` entries) that uses a key away from its cached position.
 
-    Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each of
-    its keys once, as cached. The first rotation of a list is by 0; its bits are the keys that are used as
-    cached. The other rotations follow in any order. Bits beyond the entries of a tile mean nothing.
+    Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each key
+    once, as cached. A list begins with the rotation by 0, whose bits are the keys that are used as cached. The
+    other rotations follow in any order. Bits beyond the entries of a tile mean nothing.
     """
 
     tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's list begins
@@ -28,11 +28,11 @@ class Rotations(NamedTuple):
 
 
 class RowPlan(NamedTuple):
-    """Which slots the queries of a forward read; every layer uses the same plan.
+    """Which slots the queries of a forward read. Layers share a plan; those with windows may have their own.
 
-    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An
-    entry is a single token, whatever the page size. A merged plan has no ``shift``, and no entry for a
-    position if the row also names the position's slot at the slot's cached position.
+    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An entry
+    is a single token, whatever the page size. In a merged plan a position has no entry of its own if its slot
+    has one at the slot's cached position. Merged plans have ``rotations`` in place of ``shift``.
     """
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
@@ -57,14 +57,14 @@ def plan_rows(
 
     Args:
         rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. A value below 0 means
-            that the position was evicted. It gets no entry, and later positions keep their numbers.
+            that the position was evicted: no entry is made, and later positions keep their numbers.
         requests: int ``[batch]``, index of each request's row.
         lengths: int ``[batch]``, positions in use, at most ``width``.
         cached_at: int32 ``[num_slots]``, the position for which each slot's key was rotated. None: no shifts.
         num_slots: Slots of the pool, the bound of every entry.
-        reach: Only this number of each row's newest positions is read; 0 reads all.
-        merge: Whether to read each slot only once. Then a position has no entry if the slot's cached position
-            is read too and names the slot. The plan has rotations in place of shifts. Needs ``cached_at``.
+        reach: How many of each row's newest positions are read; 0 reads all.
+        merge: Whether to merge entries (see :class:`RowPlan`), so that a row's slot is read only once. Without
+            ``cached_at`` nothing is merged.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.

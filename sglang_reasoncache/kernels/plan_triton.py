@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row planner on a GPU. It never waits for the device, so it can run inside a CUDA graph.
+"""The row planner on a GPU. The host never waits for the device, so planning can be part of a CUDA graph.
 
-Grids depend on the batch alone. Each row is cut into ``PIECES``: a launch counts the entries of every
-piece, PyTorch adds the counts up, and a second launch writes the entries. For merged plans the launches also
-count and write runs of positions with equal shifts: ``rotations_triton`` makes the tiles' rotations of them.
+Grids depend on the batch alone. Each row is cut into ``PIECES``: a launch counts the entries of every piece,
+PyTorch adds the counts up, and a second launch writes the entries. For merged plans the launches also count and
+write runs of positions with equal shifts. ``rotations_triton`` turns runs into rotations.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def plan_into(
     """Flatten the rows of a batch into ``buffers``, without a wait. Returns ``buffers.plan_of(batch)``.
 
     Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`. ``requests`` and ``lengths`` may
-    be int32 or int64. The host reads no values. The kernels plan no entries for a request that is no row, cut
-    a length beyond the row, and skip an entry that is no slot or is past the capacity. Without
+    be int32 or int64. The host cannot check values, so the kernels do: a request without a row gets no entries,
+    a length is cut at the row's end, and entries that are not slots or exceed the capacity are skipped. Without
     ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``, and get rotations.
 
     Raises:

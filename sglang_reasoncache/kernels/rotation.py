@@ -13,8 +13,8 @@ import torch
 class KeyRotation:
     """Rotation of the first ``rotary_dim`` dims of a head by whole positions.
 
-    A shift by ``n`` uses row ``|n|`` of the table, divided by the scale in row 0, because a cached key already
-    has the attention-scaling factor (YaRN).
+    A shift by ``n`` uses row ``|n|`` of the table. Row 0 tells the table's scale, the attention-scaling factor
+    (YaRN). The table is divided by this scale, because a cached key already has it.
     """
 
     def __init__(self, table: torch.Tensor, rotary_dim: int, is_neox: bool) -> None:
@@ -37,7 +37,7 @@ class KeyRotation:
         return there
 
     def none(self) -> KeyRotation:
-        """A rotation like this one whose angles are all 0, for keys that are not rotated."""
+        """A rotation of the same shape by angle 0, for layers that do not rotate keys."""
         still = copy.copy(self)
         still.cos, still.sin = torch.ones_like(self.cos), torch.zeros_like(self.sin)
         return still

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the rotations of a plan's tiles on a GPU, from the runs that ``plan_triton`` has found.
 
-A run belongs to the tiles whose entries it uses. Many programs count the rotations of every tile, PyTorch adds
-the counts up, and then one program per request writes run after run, so that the order of lists is fixed.
-No step takes time proportional to tiles times runs.
+A run, positions with equal shifts, belongs to the tiles whose entries it uses. Many programs count each tile's
+rotations, and PyTorch adds the counts up. Then one program per request writes run after run, so that lists have
+a fixed order. No step takes time proportional to tiles times runs.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PIECES, RUNS = 16, 64
 def _used_by(
     rows, cached_at, positions, first, last, inside, length, begin, num_slots, entries,
 ):  # fmt: skip
-    """For runs, given by their first and last positions: the first and last entry that the run uses, by how
-    many positions these entries are rotated, the kind of the run, and whether the run uses any entries."""
+    """For runs, given by first and last position: the first and last entry that a run uses, by how many
+    positions these entries are rotated, the run's kind, and whether the run uses any entries."""
     _slot, home, kind = common.look(rows, cached_at, first, length, begin, num_slots)
     wanted = tl.where(kind == common.ALIAS, home, first)
     # Binary search: entries are in the order of their positions.
@@ -52,7 +52,7 @@ def rotation_kernel(
     runs,  # int32 [2, run_capacity]: first and last position
     run_indptr,  # int32 [batch + 1]
     tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
-    following,  # int32, sized as tile_ptr: a tile's rotations, counted; WRITE: where the next goes
+    following,  # int32, sized as tile_ptr: count of a tile's rotations; if WRITE, place of the next one
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
     num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
@@ -94,7 +94,7 @@ def rotation_kernel(
             on = tile <= most
             if not WRITE:
                 had = tl.atomic_add(following + tile, 1, mask=on)
-                # The first rotation of a tile also counts the list's rotation by 0.
+                # A tile's first rotation counts twice, because the list also has the rotation by 0.
                 tl.atomic_add(following + tile, 1, mask=on & (had == 0))
             else:
                 low = tl.maximum(at - tile * ENTRIES, 0).to(tl.int64)
@@ -143,7 +143,7 @@ def rotate(
     sizes: tuple[int, ...],
     kv_indptr: torch.Tensor,
 ) -> None:
-    """Write the rotations of a plan whose entries and runs are written; waits for nothing.
+    """Write the rotations of a plan, after its entries and runs were written. Waits for nothing.
 
     ``read``: rows, requests, lengths and cached positions. ``sizes``: shape and stride of the rows, how
     many positions are read, and the number of slots.

@@ -12,7 +12,7 @@ from sglang_reasoncache.kernels import common_triton as common
 #: than 32 lines do not fit the registers, nor do more than 16 lines of more than 128 columns.
 LINES = 16, 32
 LOG2E = tl.constexpr(1.4426950408889634)
-# Triton's interpreter multiplies codes of bf16, not values: :func:`dot` converts them to fp32 first.
+# Triton's interpreter multiplies bf16 as bit patterns, not as values, so :func:`dot` converts to fp32 first.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -53,7 +53,7 @@ def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def next_shift(shifts):
-    """A shift that is not 0 from ``shifts``, or 0 if all of them are 0."""
+    """One of the ``shifts`` that is not 0, or 0 if all are 0."""
     most = tl.max(shifts, axis=0)
     return tl.where(most != 0, most, tl.min(shifts, axis=0))
 
@@ -97,7 +97,7 @@ def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def finite(most):
-    """What is subtracted from logits: the largest so far, or 0 if that is -inf: -inf - -inf would be NaN."""
+    """What to subtract from logits: the largest so far. If this is -inf, then 0: -inf - -inf would be NaN."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 
@@ -112,5 +112,5 @@ def lines(group: int, columns: int) -> int:
 
 
 def tile(columns: int, element_size: int) -> int:
-    """Entries that a program reads at once: up to 16 KiB of them."""
+    """Entries that a program reads at once: up to 16 KiB of K or V, but at least 16 entries."""
     return max(16, min(64, 2**14 // (columns * max(2, element_size))))

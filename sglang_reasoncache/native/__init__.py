@@ -2,8 +2,8 @@
 """Builds and loads the C++ library of ``csrc/``. Calls go through ctypes, which releases the
 interpreter lock.
 
-The first use compiles the library, once for each state of the sources, ``CXX`` and CPU. ``CXX``
-chooses the compiler; if PATH has no compiler, the Python package ``ziglang`` is used, if installed.
+The first use compiles the library, once for each combination of sources, ``CXX`` and CPU. ``CXX``
+chooses the compiler. Without a compiler on PATH, an installed Python package ``ziglang`` compiles.
 ``REASONCACHE_CACHE_DIR`` is the folder for built libraries (default: ``sglang-reasoncache`` under
 ``XDG_CACHE_HOME`` or ``~/.cache``).
 """
@@ -28,26 +28,26 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 _NAME = "libreasoncache.so"
 _TIMEOUT_SECONDS = 600
 _COMPILERS = ("c++", "g++", "clang++")
-# Contraction is off, because kernels that want fused multiply-add call it in their source.
+# Floating-point contraction is off: kernels that want fused multiply-add call it in their source.
 _FLAGS = ("-std=c++17", "-fPIC", "-pthread", "-fvisibility=hidden", "-ffp-contract=off", "-g1")
 _OPTIMISED = ("-O3", "-march=native")
 
 
 class NativeUnavailable(RuntimeError):
-    """The library cannot be built or loaded here; the message says why."""
+    """The library cannot be built or loaded here. The message says why."""
 
 
-# Result of the first call. After a failure the library is not built again.
+# Result of the first call of ``library``. After a failure the library is not built again.
 _found: ctypes.CDLL | NativeUnavailable | None = None
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library; builds it when there is no build of this source yet.
+    """The loaded library, which this call builds if there is no build of these sources yet.
 
-    Safe to call from several processes at once: one builds, the others wait.
+    Several processes may call this at once: one of them builds, the others wait.
 
     Raises:
-        NativeUnavailable: no sources, no compiler, or an error of the compiler.
+        NativeUnavailable: no sources, no compiler, or the compiler or the loader failed.
     """
     global _found
     if _found is None:
@@ -70,12 +70,12 @@ def _build(root: Path) -> Path:
     if cache is not None and (cache / key / _NAME).is_file():
         return cache / key / _NAME
     if cache is None or not os.access(cache, os.W_OK):
-        # This folder is deleted when the process ends. A mapped library does not need it.
+        # This folder is deleted when the process ends. A loaded library does not need its file.
         cache = Path(_private_folder().name)
     target = cache / key / _NAME
     compiler = _compiler()
     with (cache / f"{key}.lock").open("w") as lock:
-        # This wait ends: a process that holds the lock stops a compiler that hangs.
+        # The wait is bounded, because the process that holds the lock stops a compiler that hangs.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.is_file():
             _compile(root, [*compiler, *flags], target)
@@ -103,8 +103,8 @@ def _compiler() -> list[str]:
 
 
 def _key(root: Path, flags: Sequence[str]) -> str:
-    """Hash of what a build depends on. Computing this hash needs no compiler, so a finished build is found
-    even on a machine without a compiler."""
+    """Hash of what a build depends on. The hash needs no compiler, so that a machine without a compiler also
+    finds a finished build."""
     digest = hashlib.sha256("\0".join((os.environ.get("CXX", ""), *flags, _cpu())).encode())
     for path in sorted([*root.rglob("*.cpp"), *root.rglob("*.h")]):
         digest.update(f"{path.relative_to(root)}\0".encode())
@@ -122,8 +122,8 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The folder for built libraries. None if it belongs to someone other than this user or root, or if others
-    can write to it, because its files are executed."""
+    """The folder for built libraries; None if it is unsafe or cannot be made. It is unsafe if neither this
+    user nor root owns it, or if others can write to it, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():
@@ -131,7 +131,7 @@ def _cache_folder() -> Path | None:
     try:
         with contextlib.suppress(PermissionError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Links are followed once, here.
+        # Links are resolved only here, so the folder checked below is the folder used later.
         folder = folder.resolve(strict=True)
         status = folder.stat()
     except OSError:
@@ -146,12 +146,12 @@ def _private_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
-    """Compile in a scratch folder, then move the result in place, so that no process loads half a file."""
+    """Compile in a scratch folder, then rename the result, so that no process loads half a file."""
     sources = map(str, sorted(root.rglob("*.cpp")))
     with tempfile.TemporaryDirectory(dir=target.parent.parent, prefix=".build-") as scratch:
         output = f"{scratch}/{_NAME}"
         command = [*compiler, f"-I{root}", "-shared", *sources, "-o", output]
-        # zig keeps its own caches in the scratch folder, by default they would be in the home folder.
+        # zig is told to keep its caches in the scratch folder. By default they are in the home folder.
         caches = dict.fromkeys(("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"), scratch)
         done = subprocess.run(
             command,

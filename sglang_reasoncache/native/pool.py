@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A KV pool in host memory as the C++ kernels take it (``csrc/pool/pool.h``)."""
+"""Passes a KV pool in host memory to the C++ kernels (``csrc/pool/pool.h``)."""
 
 import ctypes
 import os
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_reasoncache import native
 
-#: Pool dtypes; the index is the C++ enumerator ``reasoncache_element``.
+#: Dtypes of a pool. The index of a dtype is its value in the C++ enum ``reasoncache_element``.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 _int64, _int32, _pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
@@ -23,7 +23,7 @@ _SIGNATURES = {
     "gather": "pppqppqq",
     "distance": "ppppqqqp",
 }
-#: Types of arguments that are passed as they are; all other arguments are tensors.
+#: Types of arguments that are passed on as they are. All other arguments are tensors.
 _PLAIN = {int, float, bool, type(None), type(ctypes.byref(_int32()))}
 _NO_MEMORY = 9
 _MESSAGES = {
@@ -39,7 +39,7 @@ _MESSAGES = {
 
 
 class _Pool(ctypes.Structure):
-    """``reasoncache_pool``."""
+    """The C++ struct ``reasoncache_pool``."""
 
     _fields_ = (
         ("bases", _pointer),
@@ -60,11 +60,11 @@ class _Pool(ctypes.Structure):
 
 
 class NativePool:
-    """Layers of one layout, described once for many calls.
+    """Layers with the same layout, described to C++ once for many calls.
 
     Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`, with a
-    contiguous last dimension. ``rotation`` is a ``KeyRotation`` in host memory; None reads keys as cached.
-    ``latent``: see ``PagedKv``. Raises NativeUnavailable without a library.
+    contiguous last dimension. ``rotation``: a ``KeyRotation`` in host memory; None to read keys as cached.
+    ``latent``: see ``PagedKv``. Raises NativeUnavailable if there is no library.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class NativePool:
         call(self._library, name, self._struct, *arguments)
 
     def distance(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
-        """Computes ``kernels.distance.DistanceKernel.squares`` for contiguous slots and shifts."""
+        """Computes ``kernels.distance.DistanceKernel.squares`` in C++. Slots and shifts must be contiguous."""
         pairs, block = dst.shape
         out = torch.empty((pairs, self._num_layers, 2), dtype=torch.float64)
         self.call("distance", dst, src, shift, pairs, block, cpu_threads(), out)
@@ -106,10 +106,10 @@ class NativePool:
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """Calls ``reasoncache_NAME(*arguments)``, see :data:`_SIGNATURES`; pointers are tensors or None.
+    """Calls ``reasoncache_NAME(*arguments)``, see :data:`_SIGNATURES`. Pointers are tensors or None.
 
-    Callers check dtypes and shapes. Raises ValueError for a slot, length, range or shift out of
-    bounds: the kernels check all of these before they read or write anything.
+    Callers check dtypes and shapes. The kernels check slots, lengths, ranges and shifts before they read
+    or write anything. Raises ValueError if one of these is out of bounds, and MemoryError.
     """
     function = getattr(library, "reasoncache_" + name)
     if function.argtypes is None:
@@ -122,5 +122,5 @@ def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
 
 def cpu_threads() -> int:
-    """The number of threads that PyTorch uses, at most the number of cores this process may run on."""
+    """Number of PyTorch's threads, but at most the number of cores that this process may run on."""
     return min(torch.get_num_threads(), len(os.sched_getaffinity(0)))

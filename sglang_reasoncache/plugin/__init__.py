@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches to SGLang through SGLang's own entry points; nothing is patched or copied."""
+"""Attaches to SGLang through SGLang's own entry points, hooks and registries."""
 
 import os
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``, called in every SGLang process. SGLang swallows exceptions from here,
-    so settings are refused later, in the flag hook and the cache factory."""
+    """Entry point ``sglang.srt.plugins``, called by ``load_plugins()`` of SGLang. SGLang only logs exceptions
+    that are raised here, so bad settings are refused later, in ``flags.py`` and ``server.py``."""
     from sglang_reasoncache.plugin import cpu_attention, flags, hooks
 
     flags.install()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a server's attention backend, and collects the parts of it that sharing and policies use."""
+"""Makes a server's attention backend, and says what the backend offers to sharing and policies."""
 
 import dataclasses
 import functools
@@ -23,13 +23,13 @@ from sglang_reasoncache.plugin import cpu_attention, refusals
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
-#: Column of ``can_run_decode_cuda_graph`` in the table that groups of DP attention exchange.
+#: Column of ``can_run_decode_cuda_graph`` in the table that the groups of DP attention exchange.
 _DECODE_VOTE = 2
 
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What a server's attention backend can do."""
+    """What an attention backend offers. *Corrected* keys are rotated to the positions that read them."""
 
     #: Layer id -> rotation of the layer's keys. None if keys cannot be corrected.
     rotations: Mapping[int, KeyRotation] | None = None
@@ -39,9 +39,9 @@ class AttentionParts:
 
 
 def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Before SGLang chooses its default backend, declare one of ``compat.CUDA_BACKENDS`` if ``config`` needs
-    our kernels on an NVIDIA GPU. Nothing is declared if SGLang's default is one of these, or if the operator or
-    SGLang's rules for the model name a backend. ``server_args``: the raw record, while it is resolved."""
+    """Called before SGLang chooses a default backend. If ``config`` needs our kernels on an NVIDIA GPU, declare
+    one of ``compat.CUDA_BACKENDS``. Declare none if SGLang's default is one of these, or if the operator or
+    SGLang's rules for the model name a backend. ``server_args``: the raw record, while SGLang resolves it."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
     corrects = config.shares and config.positions != "as-cached"
     if not (corrects or config.policies.evictors):
@@ -72,9 +72,9 @@ def attention_backend(
     stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
-    """Make our backend, which writes ``cached``, if the operator's choice allows it, else the ``stock`` one.
-    ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError if our backend was requested and is not
-    supported, or if memory is missing."""
+    """Make our backend if the settings allow it, else SGLang's (``stock``). Ours records in ``cached`` at which
+    position each key was cached. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError if a requested
+    backend or policy is not supported, or if memory is missing."""
     layers = served.attention_layers(model_runner) if config.policies.evictors else ()
     if any(map(served.reach_of, layers)):
         reason = "does not support sliding windows: layers read different positions"
@@ -113,9 +113,9 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
 def resolve_positions(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> tuple[ReasonCacheConfig, str | None]:
-    """Replace ``--reasoncache-positions auto`` in ``config`` by what the backend can do. If it cannot correct
-    keys, nothing is shared, and the reason is returned too. Raises ValueError if corrected positions were
-    requested and are not supported."""
+    """Return ``config`` with ``--reasoncache-positions auto`` replaced by what the backend can do. If the
+    backend cannot correct keys, the new config shares nothing, and the reason is returned too. Raises
+    ValueError if corrected positions were requested and are not supported."""
     if config.positions == "as-cached":
         return config, None
     if parts.rotations is not None:
@@ -152,7 +152,7 @@ def check_policies(
 
 
 def _why_not(model_runner: ModelRunner) -> str:
-    """Why keys are not corrected if no backend of ours was tried."""
+    """Why keys are not corrected, for a server on which none of our backends was tried."""
     found = refusals.in_the_way_of_corrected(model_runner.server_args)
     if found:
         return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
@@ -163,7 +163,7 @@ def _why_not(model_runner: ModelRunner) -> str:
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
-    """Our backend, or None to use SGLang's; and why ours cannot correct keys: "" if it can or was not tried."""
+    """Our backend, or None for SGLang's; and why ours cannot correct keys, "" if it can or was not tried."""
     reason = ""
     if model_runner.is_draft_worker:
         return None, reason
@@ -181,18 +181,18 @@ def _own_backend(
         torch.cuda.empty_cache()
     one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
     if name in compat.CUDA_BACKENDS and one and config.policies.evictors:
-        # Policies need our kernels. With two different backends, check_policies refuses the policy.
+        # Policies need our kernels. If prefill and decode differ, ``check_policies`` refuses the policy.
         requested_by = f"{flag_of('policy')} {config.policy}"
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason
     return None, reason
 
 
 def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:
-    """Returns our backend. Raises ValueError if it cannot serve this server."""
+    """Make our backend with corrected keys. Raises ValueError if it does not support this server."""
     prefill = model_runner.prefill_attention_backend_str
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
-        # Our backend records a slot's position when it writes the slot; SGLang's backend does not.
+        # Our backend records a slot's position when it writes the slot. SGLang's backend does not.
         one = "needs one attention backend for prefill and decode"
         raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
     if name == compat.CPU_BACKEND:
@@ -205,10 +205,10 @@ def make_cuda(
 ) -> Any:
     """Makes the CUDA backend of a scheduler process.
 
-    ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: None means that every key is read as cached.
-    ``requested_by``: the flag that asks for the backend; every message begins with it. Raises ValueError for
-    what is not supported, and, with a cause, if memory or a compiler is missing or SGLang could not apply
-    a hook.
+    ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: records cached positions; None to read every key as
+    cached. ``requested_by``: the flag that asks for the backend, with which every message begins. Raises
+    ValueError if the server is not supported. A ValueError with a cause means a failure at the start: memory
+    or a compiler is missing, or SGLang could not apply a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
@@ -243,7 +243,7 @@ def backend_class(name: str, latent: bool = False) -> type:
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (paged_cuda.SharedSlotReads, getattr(compat, stock))
-    # SGLang's Triton decode kernels leave out the oldest position of a window, its other kernels do not.
+    # Of a window, SGLang's Triton decode kernels do not read the oldest position. Its other kernels do.
     members = {"__module__": __name__, "unread": int(name == "triton")}
     return type(f"Corrected{stock}", bases, members)
 
@@ -264,15 +264,15 @@ def _install_hooks(backend: Any) -> None:
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
-    """Mark whether a new batch needs our kernels. Batches without our tree (SGLang's own trial runs) are not
-    marked, nor are batches of a draft worker, whose backend is SGLang's."""
+    """Mark whether a new batch needs our kernels. Two kinds of batches stay unmarked: SGLang's own trial runs,
+    which lack our tree, and batches of a draft worker, which run SGLang's backend."""
     tree: Any = getattr(batch, "tree_cache", None)
     backend: Any = getattr(model_runner, "attn_backend", None)
-    # A hybrid model has two backends; take the backend of its attention layers.
+    # A hybrid model has two backends. Take the backend of its attention layers.
     backend = getattr(backend, "full_attn_backend", backend)
     if not isinstance(backend, paged_cuda.SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
-    # This runs on the stream of the batch's forward, on which SGLang builds the batch.
+    # SGLang builds the forward now, so polls may change rows again.
     with tree.controller.containment:
         tree.controller.holds = False
         result.rids = _marked(backend, batch, result.rids)
@@ -286,8 +286,8 @@ def _marked(backend: Any, batch: Any, rids: list[str]) -> paged_cuda.MarkedRids:
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:
-    """Whether a scheduled batch needs our kernels; ``batch`` is None if the group has none. Also stops polls
-    until SGLang builds the forward, so that no row changes and the groups' agreement stays true."""
+    """Whether a scheduled batch needs our kernels. ``batch``: None if this group of DP attention has no batch.
+    Also stops polls until SGLang builds the forward: a poll could change rows, and so falsify this vote."""
     if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
         return False
     controller = batch.tree_cache.controller
@@ -308,8 +308,8 @@ def _after_decode_vote(
 
 
 def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
-    """Veto a prefill graph for all groups if this group's ``can_run_prefill_cuda_graph`` will refuse it. Decode
-    steps vote too, because SGLang may run them as prefills while another group prefills."""
+    """Veto a prefill graph for all groups if this group's ``can_run_prefill_cuda_graph`` will refuse the graph.
+    Decode steps vote too, because SGLang may run them as prefills while another group prefills."""
     if not result or local_batch is None or local_batch.forward_mode.is_idle():
         return None
     if backend.never_in_prefill_graphs or _needs_ours(backend, local_batch):
@@ -320,8 +320,8 @@ def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: An
 
 
 def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
-    """Read the smallest vote from ``info.tp0_info_cpu`` ``[groups, columns]`` again, because SGLang has made it
-    a bool. The batch carries the vote to ``SharedSlotReads.choose_graph``."""
+    """Restore the smallest decode vote, which SGLang has turned into a bool, from ``info.tp0_info_cpu``
+    ``[groups, columns]``. The batch carries this vote to ``SharedSlotReads.choose_graph``."""
     votes = info.tp0_info_cpu[:, _DECODE_VOTE]
     info.can_run_decode_cuda_graph = paged_cuda.GraphVote(int(votes.min()))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the plugin's exceptions from ending a scheduler: they end sharing and evicting instead."""
+"""Keeps the plugin's exceptions from ending a scheduler: an exception ends sharing and evicting instead."""
 
 import gc
 import logging
@@ -19,9 +19,9 @@ _LONGEST = 300
 class Containment:
     """A context manager around all code of the plugin that SGLang calls at run time.
 
-    It suppresses exceptions. The first exception is logged, and ``disable`` is called a single time with the
-    reason: immediately if there is one rank, else on all ranks at the next reduction. Until then the rank
-    that failed continues to share.
+    It suppresses exceptions. The first exception is logged and makes every rank call ``disable`` with a
+    reason: a single rank calls it immediately, several ranks at their next reduction. Until that reduction the
+    rank that failed goes on as before.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
@@ -46,8 +46,8 @@ class Containment:
         return True
 
     def together(self, work: Callable[..., None], *arguments: object) -> None:
-        """Call ``work``, which may make reductions over the ranks, and then make one more reduction even if
-        ``work`` failed. So a rank that fails early still meets the next reduction of the other ranks."""
+        """Call ``work``, which may make reductions over the ranks. Then make one more reduction, even after a
+        failure: a rank that fails early must still take part in the next reduction of the other ranks."""
         with self:
             try:
                 work(*arguments)
@@ -59,8 +59,8 @@ class Containment:
         """Return the result of ``work``, which SGLang cannot go on without.
 
         If ``work`` raises, sharing ends, unused memory is given back, and ``work`` is called a second
-        time; it must have changed nothing before it raised. A second exception, or one while a CUDA
-        graph is captured, is raised and ends the scheduler.
+        time. So ``work`` must change nothing before it raises. A second exception is raised and ends the
+        scheduler, and so is any exception while a CUDA graph is captured.
         """
         try:
             return work(*arguments, **named)
@@ -68,7 +68,7 @@ class Containment:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise
             self._failed(error)
-        # Memory is freed only here, because inside the except block the traceback holds tensors.
+        # Memory is freed behind the except block, because inside it the traceback holds tensors.
         gc.collect()
         torch.cuda.empty_cache()
         return work(*arguments, **named)

@@ -22,17 +22,17 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Decode steps between two polls.
 INTERVAL = 4
-#: Polls between two updates of the Prometheus series while no block is judged.
+#: Polls between two updates of the Prometheus series while polls judge no blocks.
 _METRICS_INTERVAL = 8
 
 
 @dataclass(eq=False)
 class Controller:
-    """Called by SGLang's scheduler (through hooks), by our allocator and by our prefix tree. Its public methods
-    do not raise (``containment.py``).
+    """Called by SGLang's scheduler (through hooks), by our allocator and by our prefix tree. The controller's
+    public methods do not raise (``containment.py``).
 
-    Ranks exchange numbers only inside :meth:`Containment.together`. All ranks call it at the same points,
-    because what leads to a call is equal on all ranks: decode steps, prefills, admissions, free slots.
+    Ranks exchange numbers only inside :meth:`Containment.together`. All ranks call that method at the same
+    points, because the causes are equal on all ranks: decode steps, prefills, admissions, free slots.
 
     Attributes:
         config: Resolved settings: ``positions`` is not ``auto``.
@@ -53,7 +53,7 @@ class Controller:
         self._decode_steps, self._is_active = 0, self.config.is_active
         #: True while the forward of a scheduled batch is not built yet: no poll runs meanwhile.
         self.holds = False
-        #: ``id`` -> request, for requests of the last poll whose rows have not been released since.
+        #: Python ``id`` -> request: the requests of the last poll, without those released since.
         self._running: dict[int, Request] = {}
         with self.containment:
             self.report.publish()
@@ -61,20 +61,20 @@ class Controller:
     def _disable(self, reason: str) -> None:
         """Stop sharing and evicting. Shared blocks stay shared, and evicted positions stay evicted."""
         self.report.disabled = reason
-        # Admission must count on no further sharing.
+        # Admission must not count on further sharing.
         self.forecast = SharingForecast(0.0)
         self.pipeline.drop()
         self.tracker.stop()
         self.report.publish()
 
     def keeps_prompt(self, req: Request) -> bool:
-        """Whether a running request keeps its prompt out of the prefix tree, so that a policy may evict
-        positions of the prompt."""
+        """Whether a request keeps its prompt out of the prefix tree while it runs. Only then can a policy
+        evict positions of the prompt, because the tree owns published slots."""
         return self.eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
-        """Let policies evict after a chunk of a prompt was computed, if the prompt is kept out of the prefix
-        tree. ``written``: how many positions of the prompt have their KV written."""
+        """Let policies evict after a chunk of a prompt was computed, if :meth:`keeps_prompt` holds.
+        ``written``: how many positions of the prompt have their KV written."""
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
@@ -84,7 +84,7 @@ class Controller:
             self._on_release(req, state_of(req), row)
 
     def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
-        # ``forget`` comes first, before anything can fail: SGLang's count of its slots depends on it.
+        # ``forget`` comes before code that can fail, because SGLang's slot check needs the new count.
         expected, evicted = 0.0, self.eviction.forget(row)
         try:
             if state is not None:
@@ -104,8 +104,8 @@ class Controller:
     def _on_end(
         self, req: Request, state: RequestState | None, row: HostRow, evicted: int, expected: float
     ) -> None:
-        """Count a request that finished or was aborted. ``evicted``: how many positions of its ``row`` were
-        evicted; ``expected``: slots that its blocks could have given if SGLang had been short."""
+        """Count a request, unless it was aborted, and let the filter forget it. ``evicted``: evicted positions
+        of its ``row``. ``expected``: slots that its blocks would have freed in a shortage of slots."""
         ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if ended and state is None:
             self.tracker.count(req)
@@ -120,8 +120,8 @@ class Controller:
             state.followed.close()
 
     def reset(self) -> None:
-        """Start anew when SGLang flushes its cache, which it does only when no request runs. Requests that were
-        retracted while generation was paused may come back, under other weights."""
+        """Start anew. SGLang calls this when it flushes its cache, while no request runs. Old judgements are
+        dropped too, because requests retracted in a pause may come back under other weights."""
         with self.containment:
             if self.report.disabled is None:
                 self.forecast = SharingForecast(self.config.admission_credit)
@@ -132,8 +132,8 @@ class Controller:
             self.report.clear()
 
     def describe(self, details: bool = False, blocks: bool = True) -> dict[str, Any]:
-        """JSON for the endpoint, see :meth:`Report.describe`. If that method fails, the JSON has only the field
-        ``disabled``."""
+        """JSON for the endpoint, from :meth:`Report.describe`. If that method fails, the JSON has only the
+        field ``disabled``."""
         with self.containment:
             return self.report.describe(self.forecast.credit, details, blocks)
         return {"disabled": self.report.disabled}
@@ -141,7 +141,7 @@ class Controller:
     def after_decode(self, reqs: Sequence[Request]) -> int:
         """Called after a decode step. Every ``interval``-th call polls: it shares and evicts what is ready.
 
-        Returns by how many slots this sum grew: slots saved, plus slots that the ledger can give.
+        Returns by how many slots :attr:`_to_have` grew.
         """
         if self.holds:
             return 0
@@ -164,11 +164,11 @@ class Controller:
 
     @property
     def _to_have(self) -> int:
-        """Slots that are saved now, plus slots that the ledger can give."""
+        """Slots saved now, plus slots that the ledger (accepted blocks that do not share yet) can free."""
         return self.report.slots_saved + self.pipeline.ledger.slots
 
     def shareable(self) -> int:
-        """Slots that blocks of the ledger can give, on the rank where they are fewest. All ranks call
+        """Slots that the blocks of the ledger can free: the smallest number of any rank. All ranks call
         this together."""
         least = 0
 
@@ -181,9 +181,9 @@ class Controller:
         return least if self.report.disabled is None else 0
 
     def reclaim(self, wanted: int) -> None:
-        """Free ``wanted`` slots when SGLang is short of them and has nothing left to evict: let blocks share,
-        then let policies with ``when=short`` evict. All ranks call this together, because all ranks have the
-        same number of free slots."""
+        """Free ``wanted`` slots when SGLang is short of slots and its prefix cache has nothing left to evict.
+        First blocks share, then policies with ``when=short`` evict. All ranks call this together, because all
+        ranks have the same number of free slots."""
         if self._is_active and self.report.disabled is None:
             self.containment.together(self._reclaim, wanted)
 
@@ -203,8 +203,8 @@ class Controller:
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
-        """Share the blocks that the filter found, hand the filter the new tokens, then evict. The filter has
-        until the next poll to compare these tokens."""
+        """Share the blocks that the filter found, hand the new tokens to the filter, then evict. The filter has
+        until the next poll to compare the new tokens."""
         self.pipeline.advance()
         running = [req for req in reqs if is_running(req)]
         self._running = {id(req): req for req in running}
@@ -227,8 +227,8 @@ class Controller:
         expected = self.pipeline.expected(map(self.tracker.follow, running))
         self.forecast.poll(saved + expected, output)
         if self.eviction.is_active:
-            # After a retraction a row has its full size until its blocks share again; policies wait
-            # for that.
+            # After a retraction a row has its full size until its blocks share again. Policies are not asked
+            # before that, because they would evict too much.
             returning = self.pipeline.returning()
             for req in running:
                 ask = id(req) not in returning
@@ -252,7 +252,7 @@ class Controller:
     def _evict(
         self, req: Request, state: RequestState, work: Callable[..., Any], *arguments: object
     ) -> None:
-        """Call ``work``, a method of the eviction controller, and drop blocks that lost positions."""
+        """Call ``work``, a method of the eviction controller. Then drop blocks that lost positions."""
         if state.takes_part:
             evicted = self.stats.positions_evicted
             work(req, state, *arguments)

@@ -18,7 +18,7 @@ _STOCK = "torch_native"
 
 
 def install() -> None:
-    """Register the backend if ``SGLANG_PLATFORM`` names our platform. Idempotent."""
+    """Register our backend and wrap ``torch_native``, if ``SGLANG_PLATFORM`` names our platform. Idempotent."""
     name = compat.CPU_BACKEND
     if os.environ.get("SGLANG_PLATFORM") == PLATFORM_NAME and name not in compat.ATTENTION_BACKENDS:
         compat.add_attention_backend_choices([name])
@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """Name of our backend, compiled if need be, or of SGLang's ``torch_native`` if C++ cannot be compiled."""
+    """Our backend's name, after compiling its C++ if need be. ``torch_native`` if that cannot be compiled."""
     if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
         try:
             native.library()
@@ -39,8 +39,8 @@ def default_backend() -> str:
 
 
 def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner) -> Any:
-    """Make SGLang compute latent attention in absorbed form, because the backends here read latent rows.
-    For a backend name that it does not know, SGLang would write these rows with Triton kernels."""
+    """Make SGLang compute latent attention (MLA) in absorbed form, because the CPU backends read latent rows.
+    SGLang treats an unknown backend like Triton's, and would write these rows with Triton kernels."""
     if model_runner.use_mla_backend:
         absorbed = compat.AttnForwardMethod.MLA
         compat.AttentionBackendRegistry.register(name, lambda *_: absorbed)
@@ -48,13 +48,13 @@ def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
-    """Make the backend of a scheduler process. If ``cached`` is None, keys are read as cached.
+    """Make the backend of a scheduler process. ``cached``: None to read keys as cached, without rotation.
 
-    Raises ValueError for what is not supported, and RuntimeError if SGLang could not apply a hook.
+    Raises ValueError if the server is not supported, and RuntimeError if SGLang could not apply a hook.
     """
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
-    # Without this hook SGLang launches Triton at page sizes above 1 for backends that it does not know.
+    # Without this hook SGLang launches a Triton kernel for unknown backends at page sizes above 1.
     target = compat.CPU_HOOK_TARGETS["last_loc"]
     compat.apply_hooks({target: (_around_last_loc, compat.HookType.AROUND)})
     try:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Documents in the server's main process: finds marked messages in the tokens of a prompt, and has
-documents prefilled before a request that reads them."""
+"""Prepares documents (parts of prompts, see ``custom_params.py``) in the server's main process: finds marked
+messages in the tokens of a prompt, and has documents prefilled before the request that reads them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ranks = itertools.count()
 def around_generate(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
-    """Hook around SGLang's ``generate_request``, which every API calls: prefills documents first."""
+    """Hook around SGLang's ``generate_request``, which every API calls: prefill documents before it."""
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
     marked = any(isinstance(each, dict) and _custom(each).get(marks.KEY) for each in alike)
@@ -42,10 +42,9 @@ def _custom(params: dict[str, Any]) -> dict[str, Any]:
 async def _behind_documents(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
-    """Prefill the documents of ``obj``, then generate. If a document is cached already, only its last token
-    is prefilled. Raises ValueError for wrongly marked documents.
-
-    If the server does not compose prompts, it computes this prompt in full."""
+    """Prefill the documents of ``obj``, then generate. Of a document that is cached already only the last token
+    is computed. Raises ValueError for wrongly marked documents. If the schedulers do not compose prompts of
+    cached documents, they compute this prompt in full."""
     prompt = obj.input_ids
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
         told = "needs a single prompt, as input_ids or as messages"
@@ -53,14 +52,14 @@ async def _behind_documents(
     config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
     custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
-    # Set here, because SGLang reads it if the client leaves before SGLang has prepared the request.
+    # SGLang sets this only when it prepares the request, but reads it if the client leaves before that.
     obj.is_single = True
     ranks = manager.server_args.dp_size
     if obj.routed_dp_rank is None:
         # Clients may still send the deprecated name of this field.
         obj.routed_dp_rank = obj.data_parallel_rank
     if obj.routed_dp_rank is None and ranks > 1:
-        # Send all to one replica, because each replica has a cache of its own.
+        # Send documents and request to one replica, because each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
     documents = marks.documents_of(custom, _verified_length(manager, obj))
     assert documents is not None
@@ -75,12 +74,13 @@ async def _behind_documents(
         ]
         if documents.repair.share:
             custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
+            # This request without output only measures which tokens the query attends to.
             groups.append([_request(prompt, obj, custom)])
         for group in groups:
             sent = (anext(original(manager, each, request)) for each in group)
             for answer in await asyncio.gather(*sent):
                 if (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort":
-                    # What aborted a document, such as an abort of all requests, aborts ``obj`` too.
+                    # An aborted document, for instance by an abort of all requests, aborts ``obj`` too.
                     yield answer
                     return
     async for response in original(manager, obj, request):
@@ -88,8 +88,8 @@ async def _behind_documents(
 
 
 def _verified_length(manager: Any, obj: Any) -> int:
-    """Number of tokens of the prompt, after the cut if SGLang is set to cut prompts that are too long. Raises
-    ValueError for a request that SGLang would refuse, before any of its documents is prefilled."""
+    """Number of tokens of the prompt, after truncation if SGLang is set to truncate. Raises ValueError for a
+    request that SGLang would refuse, so that none of its documents is prefilled."""
     asked = {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
     sampling = manager.sampling_params_class(**asked)
     sampling.normalize(manager.tokenizer)
@@ -115,8 +115,8 @@ async def _composes(manager: Any) -> bool:
 
 
 def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | None = None) -> Any:
-    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, keys and replica).
-    It has the grammar of ``obj``, so that SGLang refuses a wrong grammar before it computes anything."""
+    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, keys and replica). The
+    grammar is also that of ``obj``, so that SGLang refuses a wrong grammar before it computes anything."""
     sampling = {name: obj.sampling_params.get(name) for name in _GRAMMARS}
     sampling |= {"max_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
@@ -128,7 +128,7 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
 
 def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None) -> None:
     """Hook after SGLang turned a chat request into tokens: replaces the numbers of marked messages by spans of
-    tokens. Raises ValueError for messages whose tokens are no span of the prompt."""
+    tokens. Raises ValueError if the tokens of a message are no span of the prompt."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
     asked, messages = custom.get(marks.KEY), request.messages
@@ -151,8 +151,8 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
         raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")
     for number in asked:
         start = end
-        # Try the message directly behind the base, as it will be prefilled. If that gives other tokens,
-        # try it behind all messages before it, because the template may need them.
+        # Render the message directly behind the base, as it will be prefilled. If its tokens differ from the
+        # prompt's, render it behind all earlier messages, because the chat template may need those.
         for before, count in ((messages[: asked[0]], len(base)), (messages[:number], start)):
             with contextlib.suppress(Exception):
                 marks.check_before(count, len(asked))
@@ -168,7 +168,7 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
 
 
 def _tokens(serving: Any, request: Any, messages: Sequence[Any]) -> list[int]:
-    """The prompt's tokens if ``request`` had only ``messages``, without a generation prompt."""
+    """Tokens of the prompt that ``request`` would have with only ``messages`` and no generation prompt."""
     if not messages:
         return []
     alone = {"messages": [message.model_copy(deep=True) for message in messages]}

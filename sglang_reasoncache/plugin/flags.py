@@ -21,8 +21,8 @@ from sglang_reasoncache.plugin import refusals
 
 logger = logging.getLogger(__name__)
 
-#: Set while a server with the flag starts, for its child processes: they load plugins before
-#: they see any argument.
+#: Environment variable that has child processes of a server install the hooks: they load plugins
+#: before they see any argument.
 ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
@@ -30,7 +30,7 @@ _SET = _PREFIX + "set"
 
 
 def install() -> None:
-    """Hook the two functions with which SGLang reads its command line, and the maker of ``Engine``'s record."""
+    """Hook the functions that read SGLang's command line, and replace what makes ``Engine``'s ServerArgs."""
     register, kind = compat.HookRegistry.register, compat.HookType
     register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
     register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
-    """Hook after ``ServerArgs.add_cli_args``: adds our flags. Defaults are None, and a preset fills them in."""
+    """Hook after ``ServerArgs.add_cli_args``: adds our flags. A flag that is not given stays None."""
     group = parser.add_argument_group("ReasonCache: repeated reasoning shares KV memory")
     text = (
         "Let blocks that repeat in a response share KV slots: once an earlier block is old enough, "
@@ -60,7 +60,7 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    """Hook around ``ServerArgs.from_cli_args``: attaches our config to SGLang's record."""
+    """Hook around ``ServerArgs.from_cli_args``: attaches our config to the ServerArgs."""
     values = {name: getattr(args, _PREFIX + name, None) for name in FLAGS}
     lists = getattr(args, _SET, None)
     server_args = original(cls, args)
@@ -79,8 +79,8 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
 
 
 def engine_server_args(**kwargs: Any) -> Any:
-    """Make the record of ``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``. Every setting
-    is a keyword, and ``reasoncache_set`` takes the same text as the flag."""
+    """Make the ServerArgs of ``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``. Each setting
+    is a keyword. ``reasoncache_set`` takes the same text as ``--reasoncache-set``."""
     enabled = bool(kwargs.pop(ENABLE, False))
     text = kwargs.pop(_SET, None)
     given = {} if text is None else parse_settings(text)
@@ -90,7 +90,7 @@ def engine_server_args(**kwargs: Any) -> Any:
 
 
 def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
-    """Attach the config to the raw record and install the hooks. Raises ValueError for refused settings."""
+    """Attach the config to ``server_args`` and install the hooks. Raises ValueError for refused settings."""
     if not enabled:
         os.environ.pop(ENABLED_ENV, None)
         if given:
@@ -98,14 +98,14 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
             raise ValueError(f"{flag} does nothing without --enable-reasoncache")
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
-    # Checked here, where the operator sees the error, and not only in the scheduler process.
+    # The scheduler process checks this again. Here the operator gets a plain message.
     filter_config(config, config.block, page_size=1)
     if config.span == "reasoning" and not server_args.reasoning_parser:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
     compat.check_version(config.allow_untested_sglang)
     refusals.check(server_args)
     refusals.check_policies(config, refusals.other_attention(server_args))
-    # Imported here, so that processes without the flag need not import torch.
+    # Imported only if the plugin is switched on.
     import torch
 
     from sglang_reasoncache.plugin import hooks
@@ -118,12 +118,12 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
         except native.NativeUnavailable as error:
             logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
-    # An underscore attribute survives the pickling into the scheduler process.
+    # SGLang's record accepts underscore attributes, and pickles them for the scheduler process.
     server_args._reasoncache = config
     os.environ[ENABLED_ENV] = "1"
     hooks.install()
     hooks.install_frontend()
-    # In child processes load_plugins() applies the hooks; in this process it has already run.
+    # In child processes load_plugins() applies the hooks. In this process it has already run.
     compat.HookRegistry.apply_hooks()
     compat.check_applied(compat.HOOK_TARGETS.values())
     return server_args

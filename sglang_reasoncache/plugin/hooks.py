@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks that ``--enable-reasoncache`` installs in SGLang. Without the flag none is installed."""
+"""The hooks that ``--enable-reasoncache`` installs in SGLang. Without the flag none of them is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.server import ServerParts
 
 #: HTTP paths: totals as JSON, one entry per scheduler; totals with details of single requests; a page that
-#: shows both; a single response. A call to the schedulers has the path as its request id.
+#: shows both; a single response. Calls to the schedulers say what they ask for by a path as request id.
 _ROUTE = "/reasoncache"
 _DETAILS = "/reasoncache/details"
 _PAGE = "/reasoncache/ui"
@@ -29,7 +29,7 @@ _server: ServerParts | None = None
 
 @functools.cache
 def install() -> None:
-    """Register hooks, prefix tree and attention backends with SGLang, which applies them. Only the
+    """Register hooks, prefix tree and attention backends with SGLang, which applies them later. Only the
     first call does anything."""
     hooks: dict[str, Callable[..., Any]] = {
         "decode_done": _after_decode,
@@ -87,7 +87,7 @@ async def _details(blocks: bool = True) -> dict[str, Any]:
 
 
 async def _response(rid: str) -> dict[str, Any]:
-    """A finished request with ``parts`` (``page.parts_of``); ``parts`` is null if the request is not kept."""
+    """JSON of a finished request. ``parts``: see ``page.parts_of``; null if the request is not kept."""
     from sglang_reasoncache.plugin import page
 
     found = next(filter(None, await _schedulers(f"{_RESPONSE}/{rid}")), None)
@@ -96,8 +96,8 @@ async def _response(rid: str) -> dict[str, Any]:
 
 
 async def _schedulers(rid: str) -> list[Any]:
-    """Our part of each scheduler's internal state, requested as ``/server_info`` does. ``rid``: a path above,
-    which says what is requested."""
+    """Our part of each scheduler's internal state, requested in the way of ``/server_info``. ``rid``: one of
+    the paths above, which says what is requested."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)
@@ -106,9 +106,9 @@ async def _schedulers(rid: str) -> list[Any]:
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
-    """Raise ValueError for wrong values of our ``custom_params``. SGLang answers with status 400
-    before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins; a wrong
-    request that they let through counts as opted out."""
+    """Raise ValueError for wrong values of our ``custom_params``: SGLang then answers with status 400
+    before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins, so they let
+    wrong requests through, which then count as opted out."""
     from sglang_reasoncache.custom_params import asks_to_share, documents_of
 
     asks_to_share(params.custom_params)
@@ -122,7 +122,7 @@ def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> A
 
     global _server
     config = config_of(compat.get_server_args())
-    # None if this server runs without the plugin, with hooks that an earlier server in this process left.
+    # No config: an earlier server in this process left its hooks, and this one runs without the plugin.
     _server = None if config is None else ServerParts(config, result)
     return None if _server is None else _server.allocator
 
@@ -151,15 +151,15 @@ def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -
 
 
 def _after_hybrid_backend(result: Any, _runner: Any, attention: Any) -> None:
-    """For a hybrid model SGLang wraps the ``attention`` backend in one that also runs the state layers, and
-    asks the wrapper whether a prefill may run in a graph: let our backend answer."""
+    """For a hybrid model SGLang wraps the ``attention`` backend in one that also runs the state layers. SGLang
+    asks the wrapper whether a prefill may run in a CUDA graph. Have the wrapper ask our backend."""
     ours = getattr(attention, "can_run_prefill_cuda_graph", None)
     if ours is not None and result is not attention:
         result.can_run_prefill_cuda_graph = ours
 
 
 def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``hook`` with the controller as first argument, and only in a process that has one. A hook
+    """Call ``hook`` with the controller as first argument, in processes that have a controller. A hook
     that returns None or fails leaves the result of SGLang's function as it is."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
@@ -176,10 +176,10 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _after_prefill(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    """Report a prefill batch. Under ``--enable-mixed-chunk`` its last requests decode."""
+    """Hand a prefill batch to the controller. With ``--enable-mixed-chunk`` the last requests decode."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    # A lazy map: the controller evaluates it where a failure is reported to the other ranks.
+    # A lazy map, evaluated by the controller where a failure is reported to the other ranks.
     written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
@@ -188,7 +188,7 @@ def _after_prefill(
 
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
-    """Prepare repairs of documents before a prefill's forward, whose slots were just allocated."""
+    """Prepare repairs of documents when SGLang has allocated a prefill's slots, before the forward."""
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.concerns(batch):
         controller.containment.together(repairs.prepare, batch, controller.tracker.ranks)
@@ -204,15 +204,15 @@ def _after_decode(
 
 def _admit_again(processor: Any, yes: bool) -> None:
     if yes:
-        # SGLang sets this when slots ran out, and then admits nothing until a request leaves.
+        # SGLang sets this to True when slots run out, and then admits nothing until a request leaves.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 
 
 def _after_count_uncached(
     controller: Controller, result: tuple[int, int], _checker: Any
 ) -> tuple[int, int]:
-    """SGLang counts one slot per position in the rows of running requests: subtract the slots that sharing and
-    evicting saved."""
+    """SGLang counts one slot per position in the rows of running requests. Subtract the slots that sharing and
+    evicting saved, so that SGLang's slot check passes."""
     full, window = result
     return full - controller.report.slots_saved, window
 
@@ -223,7 +223,7 @@ def _after_decode_log_parts(controller: Controller, result: list[str], _stats: A
 
 def _around_internal_state(stock: Callable[..., Any], owner: Any, asked: Any) -> Any:
     """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. A call for our entry
-    alone skips SGLang's entries, which take the scheduler three milliseconds."""
+    alone skips SGLang's entries, because these take the scheduler three milliseconds."""
     controller, rid = None if _server is None else _server.controller, asked.rid or ""
     if controller is None or not rid.startswith(_ROUTE):
         result = stock(owner, asked)

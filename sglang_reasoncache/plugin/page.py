@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
-#: A part is decoded with this many tokens before it, so that blanks and characters at its start are right.
+#: A part is decoded behind this many earlier tokens, so that blanks and characters at its start are right.
 _BEFORE = 4
 
 
@@ -22,7 +22,7 @@ async def show() -> HTMLResponse:
 
 @functools.cache
 def _page() -> HTMLResponse:
-    """Build the page, a single file. A browser may run only its script and may connect only to this server."""
+    """Build the page, a single file. Browsers run only the page's script and connect only to this server."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -35,10 +35,10 @@ def _page() -> HTMLResponse:
 
 
 async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
-    """Cut a response (``found``, from ``Report.response``) into runs of tokens. Each has ``text``; ``start``
-    and ``end``, positions in prompt and output; ``source``, the position whose slot the run's first token
-    reads, null if the run has its own slots; ``rid``, the request of the source, null for this request. Runs
-    are also cut where the source of another run begins or ends."""
+    """Cut a response (``found``, from ``Report.response``) into runs of tokens, each with ``text``. ``start``
+    and ``end`` are positions in prompt plus output. The run's first token reads the slot of position ``source``
+    of the request ``rid``. ``source`` is null if the run has its own slots. ``rid`` is null for this request.
+    Runs are also cut where the source of another run begins or ends."""
     ids, first = found["output_ids"], found["prompt_tokens"]
     source = {
         dst + at: (src + at, *rid)
@@ -58,7 +58,7 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
     bounds = sorted(cut for cut in cuts if first <= cut <= end)
     parts = []
     for start, stop in itertools.pairwise(bounds):
-        # Let the server go on with streams of other clients.
+        # Yield to the event loop, which also streams to other clients.
         await asyncio.sleep(0)
         begin, before = start - first, max(start - first - _BEFORE, 0)
         text = tokenizer.decode(ids[before : stop - first])

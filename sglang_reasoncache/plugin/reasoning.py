@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the tokens that mark reasoning in a model's output, by the server's ``--reasoning-parser``."""
+"""Finds the tokens that begin and end reasoning, in the format of the server's ``--reasoning-parser``."""
 
 import logging
 from typing import Any
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | None:
-    """Start and end tokens of the parser's format; None if the whole response is reasoning.
+    """Start and end tokens of the parser's format. None if the whole response counts as reasoning.
 
-    A tool call that SGLang's detector takes for the end of reasoning is an end marker too.
-    Formats whose markers are not single tokens are ignored, with a warning.
+    If SGLang's detector ends reasoning at a tool call, the start of a tool call is an end marker too.
+    If start or end marker have several tokens, this logs a warning and returns None.
     """
     if not parser or tokenizer is None:
         return None
@@ -29,7 +29,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
             both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
             raise ValueError(f"{both} are not single tokens here")
     except Exception as error:
-        # Detectors' own code may raise anything. SGLang itself refuses parsers that it cannot use.
+        # A detector's code may raise anything. SGLang itself refuses parsers that it cannot use.
         why = f"--reasoning-parser {parser} cannot be followed ({error})"
         logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None
@@ -43,7 +43,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
 
 
 def _single(tokenizer: Any, text: str, ids: list[int] | None = None) -> int | None:
-    """The single token of a marker; None if it has several tokens, or only the token for unknown words."""
+    """The token of a marker. None if the marker has several tokens, or is unknown to the tokenizer."""
     if ids is None:
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1 or str(tokenizer.decode(list(ids))).strip() != text.strip():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Flags and settings that exclude each other, refused at start-up by name and with a reason."""
+"""Refuses, at start-up, flags and settings that exclude each other. Messages give names and reasons."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -46,8 +46,8 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
-#: Environment variable -> why keys cannot be corrected on CUDA when it is set. SGLang sets the second one
-#: for some models.
+#: Environment variable -> why keys cannot be corrected on CUDA when the variable is set. SGLang itself sets
+#: the second variable for some models.
 CORRECTED_VARIABLES: Mapping[str, str] = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
         "it replays one preparation for both variants of a decode graph"
@@ -64,18 +64,18 @@ _UNSET = (None, False, "", "null", "none", "cache", compat.TREE_BACKEND)
 
 
 def of_policy(policy: str, reason: str) -> ValueError:
-    """The error that refuses a policy. In the message ``reason`` follows the policy's name."""
+    """The error that refuses a policy. The message is the flag, the policy's name and ``reason``."""
     return ValueError(f"{flag_of('policy')} {policy} {reason}")
 
 
 def check(args: ServerArgs) -> None:
-    """Raises ValueError naming every flag in the way. ``args``: raw ``ServerArgs``."""
+    """Raises ValueError that names every flag that excludes this plugin. ``args``: raw ``ServerArgs``."""
     refuse("--enable-reasoncache", _found(args, CONFLICTS))
     check_page_size(args.page_size or 1)
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and variables that exclude corrected keys on CUDA, with reasons; SGLang sets some itself."""
+    """Flags and variables that exclude corrected keys on CUDA, with reasons. SGLang sets some itself."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
@@ -95,21 +95,21 @@ def _option(field: str) -> str:
 
 
 def refuse(subject: str, found: list[str]) -> None:
-    """Raises ValueError that names ``subject`` and what was ``found`` in its way, if anything was."""
+    """Raises ValueError if something was ``found`` that excludes ``subject``. The message names both."""
     if found:
         raise ValueError(f"{subject} cannot be combined with: {'; '.join(found)}")
 
 
 def other_attention(args: ServerArgs) -> list[str]:
-    """Flags that choose attention backends which serve no policy, with the backends' names."""
+    """Flags that choose attention backends without support for policies, with the backends' names."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
 def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
-    """Raises ValueError if a policy evicts positions and there are ``others``: flags and names of attention
-    backends that would read evicted positions too."""
+    """Raises ValueError if a policy evicts positions and ``others`` is not empty: flags and names of attention
+    backends, which would read evicted positions too."""
     if others and config.policies.evictors:
         use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
         raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports to operators: ``GET /reasoncache``, a part of SGLang's log line, Prometheus series."""
+"""Reports to operators: ``GET /reasoncache``, a part of SGLang's decode log line, Prometheus series."""
 
 from array import array
 from collections import deque
@@ -21,7 +21,7 @@ _RECENT_REQUESTS = 32
 _RECENT_BLOCKS = 1024
 #: At most this many tokens of a response are kept in order to show its text.
 _KEPT_TOKENS = 16_384
-#: Fields of a finished request that are listed only if blocks are asked for.
+#: Fields of a finished request that are listed only if the caller asks for blocks.
 _OF_BLOCKS = ("blocks", "blocks_across", "evictions")
 #: The endpoint describes at most this many groups of requests with one prompt.
 _GROUPS = 16
@@ -60,7 +60,7 @@ class SharingMetrics:
         text = "Blocks not shared, by reason."
         self._counters["refusals"] = Counter(_PREFIX + "refusals", text, [*names, "reason"])
         for reason in Refusal:
-            # Made now: to compute a rate, Prometheus needs a series from the start on.
+            # Made now, because Prometheus computes a rate only for a series that exists from the start on.
             self._counters["refusals"].labels(**self._labels, reason=reason.value)
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
@@ -74,7 +74,7 @@ class SharingMetrics:
     def update(
         self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
     ) -> None:
-        """Set all series. ``latency``: seconds of a poll that judged blocks, or None if there was none."""
+        """Set all series. ``latency``: seconds of the last poll if it judged blocks, else None."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for reason, total in stats.refusals.items():
@@ -87,7 +87,7 @@ class SharingMetrics:
     def _count(self, name: str, total: int, **reason: str) -> None:
         key = (name, *reason.values())
         seen, self._seen[key] = self._seen.get(key, 0), total
-        # A flush restarts our totals; a Prometheus counter only ever grows.
+        # A flush sets our totals to 0, but a Prometheus counter only ever grows.
         added = total - seen if total >= seen else total
         self._counters[name].labels(**self._labels, **reason).inc(added)
 
@@ -97,9 +97,9 @@ class Report:
     """Reports of a scheduler.
 
     Attributes:
-        metrics: Prometheus series; None without ``--enable-metrics``.
-        uncorrected: Why nothing is shared from the start on; None if blocks can share.
-        documents_off: Why prompts are not composed of documents; None if they are.
+        metrics: Prometheus series. None without ``--enable-metrics``.
+        uncorrected: Why keys cannot be corrected, so that nothing is shared. None if blocks can share.
+        documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         disabled: The failure that ended sharing and evicting (``containment.py``); None if nothing failed.
         recent: The last finished requests, oldest first.
         kept: The newest ``keep_responses`` finished requests, each with the token ids of its output.
@@ -139,7 +139,7 @@ class Report:
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
     ) -> None:
-        """Count and remember a finished request. ``shared``, ``evicted``: positions of its row."""
+        """Count and keep a finished request. ``shared``, ``evicted``: numbers of such positions in its row."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
         blocks = [
@@ -168,7 +168,7 @@ class Report:
             self.kept.append((self.recent[-1], array("i", req.output_ids[:_KEPT_TOKENS])))
 
     def response(self, rid: str) -> dict[str, Any] | None:
-        """A finished request with ``output_ids``, at most its first 16,384; None if the request is not kept."""
+        """A finished request with its first 16,384 ``output_ids``. None if the request is not kept."""
         told = (
             entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == rid
         )
@@ -180,7 +180,7 @@ class Report:
         self.kept.clear()
 
     def publish(self, latency: float | None = None) -> None:
-        """Update the Prometheus series. ``latency``: seconds of a poll that judged blocks, if there was one."""
+        """Update the Prometheus series. ``latency``: seconds of a poll that judged blocks; None without one."""
         if self.metrics is None:
             return
         gauges = {
@@ -194,7 +194,7 @@ class Report:
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
-        ``details``: add ``recent``. ``blocks``: list the blocks of these requests, up to 197,000 numbers."""
+        ``details``: add the requests in ``recent``. ``blocks``: list their blocks, up to 197,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]

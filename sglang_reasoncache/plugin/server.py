@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 class ServerParts:
     """The plugin's parts of a scheduler process. SGLang asks for the allocator first, then for the
-    attention backends, then for the prefix tree, which comes with the controller.
+    attention backends, then for the prefix tree. The controller is made with the tree.
 
-    ``stock``: SGLang's allocator, just made. Ours replaces it. Raises ValueError for a KV pool that is not
+    ``stock``: SGLang's allocator, which ours replaces. Raises ValueError for a KV pool that is not
     supported.
     """
 
@@ -52,7 +52,7 @@ class ServerParts:
         self.attention = attention.AttentionParts()
         self.uncorrected: str | None = None
         self.controller: Controller | None = None
-        #: Number of ranks in an attention group, over which the heads of a request are spread.
+        #: Number of ranks over which the attention heads of a request are spread.
         self.attention_ranks: int = compat.get_parallel().attn_tp_size
 
     def attention_backend(
@@ -65,7 +65,7 @@ class ServerParts:
         return backend
 
     def _read_as_cached(self, model_runner: ModelRunner) -> None:
-        """Choose as-cached if the model's keys have no positions, because such keys need no rotation."""
+        """Choose as-cached for a model that does not rotate its keys, because there is nothing to correct."""
         if served.is_without_positions(model_runner.model):
             self.config = dataclasses.replace(self.config, positions="as-cached")
 
@@ -77,15 +77,15 @@ class ServerParts:
         served.check_latent(pool, context.server_args)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
-        # Done here too: :meth:`attention_backend` is not called if SGLang chose a backend that ours
-        # does not extend.
+        # Done here too, because :meth:`attention_backend` is not called if SGLang chose a backend that we
+        # do not extend.
         self._read_as_cached(runner)
         resolved, self.uncorrected = attention.resolve_positions(
             self.config, self.attention, runner
         )
         self.config = config = resolved
         attention.check_policies(config, self.attention, runner)
-        # Before a block may share, the window must have passed it.
+        # A block may share only after the sliding window has passed it.
         age = max(config.min_age, served.window_age(context))
         self.config = config = dataclasses.replace(config, min_age=age)
         tree: SharedRadixCache
@@ -102,7 +102,7 @@ class ServerParts:
         return tree
 
     def _documents_off(self, tree: SharedRadixCache) -> str | None:
-        """Why prompts are not composed of documents; None if they are."""
+        """Why prompts are not composed of cached documents. None if prompts are composed."""
         pool = self.allocator.get_kvcache()
         reasons = {
             "keys are read as cached": self.config.positions != "corrected",
@@ -118,7 +118,7 @@ class ServerParts:
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
         config, params, stats = self.config, context.params, SharingStats()
-        # SGLang's group of the ranks that run the same requests.
+        # The ranks of SGLang's group run the same requests.
         ranks = Ranks(params.tp_cache_group if self.attention_ranks > 1 else None)
         corrects = config.positions == "corrected"
         check_alike(Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None), corrects)
@@ -133,7 +133,7 @@ class ServerParts:
         allocator = self.allocator
 
         def use() -> float:
-            # What share of the slots is neither free nor evictable, as SGLang's log line reports it.
+            # The share of the slots in use, neither free nor evictable, as in SGLang's log line.
             return 1.0 - (allocator.free_size() + tree.evictable_size()) / allocator.size_full
 
         pipeline = self._pipeline(context, source, stats, ranks, use)
@@ -179,16 +179,16 @@ class ServerParts:
 
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:
-    """Raise ValueError if this tensor-parallel rank corrects shared keys and another rank cannot. All ranks
-    of all attention groups call this together, because all need the same CUDA graphs."""
+    """Raise ValueError if this tensor-parallel rank can correct shared keys and another rank cannot. All ranks
+    of all attention groups call this together, because all of them need the same CUDA graphs."""
     if ranks.least(corrects) < corrects:
         told = "a tensor-parallel rank cannot correct shared keys and others can"
         raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")
 
 
 def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:
-    """Tokens around the reasoning part; None if all output may share. Raises ValueError if the span must
-    be the reasoning and its markers are unknown."""
+    """Tokens around the reasoning part. None if all output may share. Raises ValueError if ``span`` is
+    ``reasoning`` and these tokens are unknown."""
     if config.span == "response":
         return None
     parser = context.server_args.reasoning_parser
@@ -202,12 +202,12 @@ def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> Reaso
 
 
 def _dp_rank() -> int:
-    """Number of this scheduler's replica, or of its group under DP attention."""
+    """Number of the scheduler's replica, or of the scheduler's group under DP attention."""
     return compat.get_parallel().dp_rank or 0
 
 
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
-    """Prometheus labels: those of SGLang's scheduler series that tell servers and ranks apart."""
+    """Prometheus labels: the labels of SGLang's scheduler series that tell servers and ranks apart."""
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
         "tp_rank": context.tp_rank,

@@ -36,10 +36,10 @@ class Refusal(Enum):
 class BlockProposal:
     """Redirect positions ``[dst_start, dst_end)`` of ``req`` to the slots of ``[src_start, src_end)``.
 
-    Positions are indexes into prompt plus output; either block may come first. Every other position
-    that names a slot of the destination is redirected too, so these slots become free. Slots are looked
-    up when the block shares: if the source was redirected by then, the destination reads the slots that
-    the source names.
+    Positions are indexes into prompt plus output; either block may come first. Every other position that names
+    a slot of the destination is redirected too, so these slots become free. Slots are looked up when the block
+    shares. If the source was redirected before that, the destination reads the slots that the source then
+    names.
 
     Attributes:
         length: Tokens.

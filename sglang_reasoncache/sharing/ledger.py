@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepted blocks that do not share yet. They share when SGLang is short of slots."""
+"""Accepted blocks that do not share yet, but will when SGLang is short of slots."""
 
 import heapq
 import itertools
@@ -35,7 +35,7 @@ class Ledger:
         return self._length
 
     def add(self, block: BlockProposal, distance: float) -> None:
-        """Add a block. Its slots and its source's must be located. ``distance``: KV distance of the pair."""
+        """Add a block whose slots, and source's slots, are located. ``distance``: KV distance of the pair."""
         heapq.heappush(self._queue, (distance, next(self._numbers), block))
         for req in (block.req, block.lender):
             self._of.setdefault(id(req), {})[block] = None

@@ -32,9 +32,9 @@ _FULL = 2.0**21
 
 
 class Measurement(Download):
-    """Slots and sums of squares of a batch of block pairs, being copied from device to host.
+    """Slots and sums of squares of a batch of block pairs, while they are copied from device to host.
 
-    ``Measurement(dst_slots, src_slots, sums)``; slots are int64 ``[blocks, length]``.
+    Made as ``Measurement(dst_slots, src_slots, sums)``, with slots int64 ``[blocks, length]``.
     """
 
     @property
@@ -55,8 +55,8 @@ class BlockMeter:
         rotations: Layer id -> rotation of its keys. Before a source key is compared, it is rotated to the
             position that would read it. None means that keys are compared as cached.
         num_heads: KV heads of all ranks together; 1 for latent rows.
-        ranks: Ranks whose sums are added; all measure the same blocks in the same order. Sums of latent rows
-            are added too, although every rank holds these rows whole, so that ranks get the same bits.
+        ranks: Ranks whose sums are added. All ranks measure the same blocks in the same order. Every rank
+            holds latent rows whole. Their sums are added too, so that all ranks get the same bits.
     """
 
     def __init__(
@@ -117,9 +117,9 @@ class AdaptiveThreshold:
     """The adaptive threshold on KV distances (ReasonCache, stage 2): the p-th percentile of the distances seen,
     kept as a histogram of constant size. A pair may share if its distance is at most this percentile.
 
-    For distances that are 0 or in [1e-7, 1e3] the value is at least the exact percentile (numpy's
-    default, linear interpolation between order statistics) and at most 0.91% above it. After 2**21
-    distances the older ones count less. Not thread safe.
+    For distances that are 0 or in [1e-7, 1e3] the value is between the exact percentile (numpy's default:
+    linear interpolation between order statistics) and 0.91% above it. After 2**21 distances older distances
+    count less. Not thread safe.
 
     Args:
         percentile: p, 0 to 100. 0 accepts nothing, 100 accepts every finite distance after the warm-up.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes a block pair from proposal to row: check the rules, measure the distance, judge it, enter the
-block in the ledger, and redirect it immediately or when SGLang is short of slots.
+"""Takes block pairs from proposals to rows: checks the rules, measures and judges the distances, enters blocks
+in the ledger, and redirects them immediately or when SGLang is short of slots.
 
 Nothing here waits for the filter process or for the device.
 """
@@ -21,8 +21,8 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: At most this many blocks are measured, or replies taken, at once, because many steps may end together.
 _MAX_BATCH = 256
-#: A block is redirected only if at most this many positions name each of its slots. All of them move with it,
-#: so more positions would save little and keep the scheduler's thread busy for long.
+#: A block is redirected only if at most this many positions name each of its slots. All these positions move
+#: with the block: more of them would save little and keep the scheduler's thread busy for long.
 MAX_READERS = 16
 #: Blocks are measured while more than this share of the pool is in use. With less in use, SGLang will not
 #: run out of slots soon.
@@ -93,7 +93,7 @@ class BlockPipeline:
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
     def expected_of(self, req: Request, state: RequestState) -> float:
-        """As :meth:`expected`, for the row of ``req`` alone. Leaves out pending blocks that read other rows."""
+        """As :meth:`expected`, for the row of ``req`` alone, without pending blocks that read other rows."""
         unmeasured = sum(candidate.source is None for candidate in state.pending)
         return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
@@ -117,7 +117,7 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # The rules allowed none of the blocks. Checking them took time too, so the check counts.
+                # The rules allowed none of the blocks. The check counts as well, because it took time.
                 done += 1
         if self.at_once:
             self._share(math.inf)
@@ -135,14 +135,14 @@ class BlockPipeline:
         return self.saved - before
 
     def requeue(self, req: Request, state: RequestState) -> None:
-        """Queue the pending blocks of ``req``, which must have its row, to be measured. Does nothing unless
-        SGLang may be short of slots soon. A block whose source has no row stays pending."""
+        """Queue the pending blocks of ``req`` to be measured; ``req`` must have its row. Does nothing unless
+        SGLang may be short of slots soon. A block stays pending while its source has no row."""
         if not self._measures:
             return
         waiting, state.pending = state.pending, []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # Without its source the block cannot share. It stays in ``candidates``, because ranks may
+            # Without its source the block cannot share. The block stays in ``candidates``, because ranks may
             # differ in whether a request that SGLang dropped still exists.
             if source is None or source.finished():
                 continue
@@ -152,11 +152,11 @@ class BlockPipeline:
                 state.pending.append(candidate)
 
     def returning(self) -> set[int]:
-        """``id`` of every request with an unjudged block that shared before a retraction."""
+        """``id`` of every request with a block that shared before a retraction and is not judged yet."""
         return {id(block.req) for block in self._unjudged if block.candidate.shared_at}
 
     def forget(self, req: Request) -> None:
-        """The row of ``req`` is gone. Blocks of other requests that would have read it become pending
+        """The row of ``req`` is gone. Blocks of other requests that would have read this row become pending
         until ``req`` has a row again."""
         state = _state_of(req)
         if state.row is not None:
@@ -167,8 +167,8 @@ class BlockPipeline:
                 _state_of(block.req).pending.append(block.candidate)
 
     def evicted(self, req: Request) -> None:
-        """Positions of ``req`` were evicted: remove the blocks of the ledger that contain or would read
-        any of them."""
+        """Positions of ``req`` were evicted: remove the blocks of the ledger that contain, or would read, an
+        evicted position."""
         for block in self.ledger.of(req):
             if not self._allows(block):
                 self.ledger.remove(block)
@@ -193,8 +193,8 @@ class BlockPipeline:
             if req is None:
                 self._stats.refusals[Refusal.LATE.value] += len(result.pairs) + len(result.across)
                 continue
-            # The rules are checked here and again later: ranks may differ in which requests still exist,
-            # but must make the same batches.
+            # The rules are checked here and again later. Ranks must make the same batches, although they may
+            # differ in which requests still exist.
             for block in self._blocks(req, result):
                 if not self._allows(block):
                     continue
@@ -257,7 +257,7 @@ class BlockPipeline:
                 self._refuse(block, refusal)
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
-        """Why other accepted blocks forbid ``block``. Otherwise joins the block's positions with the
+        """Why other accepted blocks forbid ``block``. If none does, joins the block's positions with the
         source's and returns None."""
         merges, (row, lender_row) = _state_of(block.req).merges, block.rows
         pages = range(0, self.block, self.redirector.page)
@@ -290,7 +290,7 @@ class BlockPipeline:
         if refusal not in (Refusal.LATE, Refusal.IN_WINDOW):
             del state.candidates[block.dst_start]
         elif state.row is not None and state.row is block.row:
-            # The request has its row: the block waits for a row of the source, or for the window to pass.
+            # The request has its row. The block waits for a row of the source, or for the window to move on.
             state.pending.append(candidate)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redirects blocks of the ledger: rows then name the slots of the source blocks in place of the blocks' own
-slots, which become free."""
+"""Redirects blocks of the ledger. A redirected block's row names the slots of the source block, and the block's
+own slots become free."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -38,8 +38,8 @@ class Redirector:
     """Redirects blocks between two forwards. One per scheduler.
 
     A forward in flight may still read the old slots. SGLang can hand these out at once, because only a later
-    forward on the same stream overwrites them. ``min_age``: fewest tokens between a block and the end of its
-    response.
+    forward on the same stream overwrites them. ``min_age``: a block shares only if at least this many tokens of
+    its response follow.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class Redirector:
 
     def share(self, ledger: Ledger, wanted: float) -> list[tuple[BlockProposal, Refusal]]:
         """Take blocks from ``ledger``, the smallest distance first, and redirect them, until ``wanted`` slots
-        became free or ``_MAX_BATCH`` is reached. Returns the taken blocks that cannot share any more, and why.
-        If this raises, no row or count has changed."""
+        became free or ``_MAX_BATCH`` is reached. Returns the taken blocks that can no longer share, and the
+        reasons. If this raises, no row or count has changed."""
         done, refused = list[Redirected](), list[tuple[BlockProposal, Refusal]]()
         freed = moved = 0
         try:
@@ -105,14 +105,14 @@ class Redirector:
         refusal = refusal_of(block, self._min_age, self.page)
         if refusal is None and self._allocator.has_window_pool:
             start, end = compat.freed_of_window(block.req.kv, self.page)
-            # A block outside this range would read window slots of its source and free them too early.
+            # A block outside this range would read the source's window slots, and free them too early.
             if not start <= block.dst_start < block.dst_end <= end:
                 return Refusal.IN_WINDOW
         return refusal
 
     def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
-        """Why a block that the rules allow must not share now, because of its slots; or None. The slots of the
-        block and of its source must be located."""
+        """Why a block must not share now because of its slots, although the rules allow it; or None. The slots
+        of the block and of its source must be located."""
         row, lender = block.rows
         read = range(block.src_start, block.src_end)
         if block.is_across:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing stores about one request. It is attached to SGLang's request and ends with it."""
+"""What sharing stores about one request, as an attribute of SGLang's request."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -18,14 +18,14 @@ Key = tuple[int, int]
 
 @dataclass(eq=False)
 class Candidate:
-    """A block of a response that reads another block's slots, or may do so later. It outlives the row.
+    """A block of a response that reads another block's slots, or may do so later. Candidates outlive the row.
 
     Attributes:
         dst_start, src_start: First positions of the block and of its source.
-        source: The request whose block is the source; None if it is the same request.
+        source: The request whose block is the source; None if the source is in the same request.
         source_rid: SGLang's id of ``source``.
-        accepted: The threshold's epoch when the distance was accepted, or -1 if it was not. In that epoch the
-            distance is not judged again after a retraction.
+        accepted: The threshold's epoch when the distance was accepted, or -1. During that epoch the distance
+            is not judged again, even after a retraction.
         shared_at: Written positions of the request when the block last began to share; 0 if it never did.
     """
 
@@ -40,9 +40,9 @@ class Candidate:
 class Merges:
     """Disjoint sets of positions. A set holds the positions that will name the same slot.
 
-    An accepted block joins the set of each of its positions with the set of the position it will read.
-    A block is refused if two such sets are the same already. So every accepted block frees one slot per
-    position, in whatever order blocks share, and the ledger's sum is exact.
+    Accepting a block joins each position's set with the set of the position to read. A block is refused if two
+    such sets are the same already. So every accepted block frees one slot per position, in whatever order
+    blocks share, and the ledger's sum is exact.
     """
 
     def __init__(self) -> None:
@@ -69,8 +69,8 @@ class Merges:
         return any(number != key[0] for number, _ in self._set(key))
 
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> bool:
-        """Join the sets of ``dst[i]`` and ``src[i]`` for every ``i``. Returns False and changes nothing if the
-        two positions of any pair will name the same slot anyway."""
+        """Join the sets of ``dst[i]`` and ``src[i]``, pair after pair. Returns False and changes nothing if the
+        two positions of a pair are in the same set already."""
         joined: dict[Hashable, Hashable] = {}
         pairs = list(zip(dst, src, strict=True))
         for one, other in pairs:
@@ -96,7 +96,7 @@ class Merges:
 
 
 class PromptGroup:
-    """Requests with the same prompt. A group lives as long as any of them. ``number``: unique in a process."""
+    """Requests with equal prompts. A group lives as long as one of them. ``number``: unique in a process."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -106,11 +106,11 @@ class PromptGroup:
 class Followed:
     """A request that the filter follows, until :meth:`close`.
 
-    While its row is complete, the request is a member of ``group``, if that is not None.
+    If ``group`` is not None, the request is a member of the group while its row is complete.
 
-    SGLang drops a request that is aborted while it waits to be scheduled again, without calling our code. When
-    such a request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The
-    thread that feeds the filter then has the filter forget it.
+    SGLang does not call our code when it drops a request that is aborted while waiting to be scheduled again.
+    When such a request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The
+    thread that feeds the filter then tells the filter to forget the request.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Followed:
         self.join(True)
 
     def join(self, yes: bool) -> None:
-        """If ``yes``, join the group, because the row is complete. Else leave it, because the row is gone."""
+        """Join the group, because the row is complete. If not ``yes``, leave it, because the row is gone."""
         if self.group is not None and self._dropped.alive:
             self._process.join(self.id, self.group.number if yes else -1)
 
@@ -138,7 +138,7 @@ class Followed:
             self._process.close(self.id)
 
     def abandon(self) -> None:
-        """Do not close the request any more, because the filter process that followed it has ended."""
+        """Never close the request: the filter process that followed the request has ended."""
         self._dropped.detach()
 
 
@@ -147,16 +147,16 @@ class RequestState(RowState):
     """What sharing and eviction store about one request.
 
     Attributes:
-        followed: The filter's handle of the request. None if the filter does not follow it, because it
-            opted out, nothing is shared, or the filter process was restarted.
-        takes_part: False if the row is never touched, because the request opted out or is of a kind that
+        followed: The filter's handle of the request. None if the filter does not follow the request, because
+            the request opted out, nothing is shared, or the filter process was restarted.
+        takes_part: False if our code never touches the row, because the request opted out or is of a kind that
             cannot share (:func:`takes_part`).
         fed: Output tokens handed to the filter.
-        row: The row, once a poll has seen that all of it was computed. None before that, and from a retraction
-            until the next such poll.
-        candidates: ``dst_start`` -> block that shares or may share later. They outlive a retraction.
-        pending: Candidates that wait to be measured, because the row or the source's row is missing, or because
-            SGLang has enough slots.
+        row: The row. None until a poll sees that the whole row was computed, and again from a retraction until
+            the next such poll.
+        candidates: ``dst_start`` -> block that shares or may share later. Candidates outlive a retraction.
+        pending: Candidates that wait to be measured, because this row or the source's row is missing, or
+            because SGLang has enough slots.
         redirected: Candidates that share in this row, in the order in which they began.
         merges: Sets of the positions of the group's rows, or of the request's row if it has no group.
     """

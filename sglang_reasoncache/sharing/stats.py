@@ -18,7 +18,7 @@ class SharingStats(EvictionStats):
         filter_seconds: CPU seconds of the filter process.
         scheduler_seconds: Seconds of the scheduler's thread spent on sharing and evicting.
         finished_positions: Positions of finished requests, prompts included.
-        finished_redirected: The finished positions that named a slot which another position owns.
+        finished_redirected: The finished positions that read another position's slot.
         finished_evicted: The finished positions that were evicted.
         sum_saved: Slots that the running requests saved by sharing and eviction, added up over all polls.
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
@@ -66,8 +66,8 @@ class SharingStats(EvictionStats):
         vars(self).update(vars(SharingStats()))
 
     def poll(self, running: int, saved: int, logical: int, across: int = 0) -> None:
-        """Count a poll of ``running`` requests, which have ``logical`` positions and save ``saved``
-        slots, ``across`` of them by sharing with each other."""
+        """Count a poll. The ``running`` requests have ``logical`` positions in total and save ``saved`` slots,
+        ``across`` of them by sharing with each other."""
         if logical <= 0:
             return
         self.polls += 1
@@ -85,7 +85,7 @@ class SharingStats(EvictionStats):
             self.sum_final_ratio += (redirected + evicted) / logical
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
-        """Count a prompt composed of ``documents``: ``tokens`` of it are not computed, base included, and
+        """Count a prompt composed of ``documents``. ``tokens`` of the prompt are not computed, base included;
         ``repaired`` tokens are computed again. ``missed``: a repair was asked for, and none is made."""
         self.prompts_composed += 1
         self.documents_composed += documents

@@ -34,7 +34,7 @@ def group_of(req: Request) -> PromptGroup | None:
 
 
 class RequestTracker:
-    """Hands tokens to the filter and takes its results. One per scheduler; the same on all ranks.
+    """Hands tokens to the filter and takes the filter's results. One per scheduler; the same on all ranks.
 
     Args:
         process: The scheduler's side of the filter. None if nothing is shared; then no request is followed.
@@ -64,7 +64,7 @@ class RequestTracker:
         self._requests: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
 
     def follow(self, req: Request) -> RequestState:
-        """The request's state, made if there is none. The filter then follows the request if it may share."""
+        """The request's state, made if there is none. The filter follows a new request that may share."""
         state = state_of(req)
         if state is not None:
             return state
@@ -80,9 +80,9 @@ class RequestTracker:
         return state
 
     def _group_of(self, req: Request) -> PromptGroup | None:
-        """The group of requests with the same prompt, token by token, and equal keys of the prefix tree. None
-        if requests are not grouped, and None for a request that is kept out of the prefix tree or has
-        documents, because its KV depends on more than its tokens."""
+        """The group of requests with the same prompt tokens and equal keys of the prefix tree. None if requests
+        are not grouped. Also None if ``req`` is kept out of the prefix tree or has documents, because the KV
+        then depends on more than the tokens."""
         if not self.in_groups or req.skip_radix_cache_insert or marked(req):
             return None
         prompt = array("q", req.origin_input_ids).tobytes()
@@ -148,8 +148,8 @@ class RequestTracker:
         self._count(self._process)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
-        """Results of up to ``limit`` replies that the filters of all ranks have given; stops at
-        ``max_pairs`` pairs. The request is None if SGLang dropped it."""
+        """Results of up to ``limit`` replies that every rank's filter has given. Takes no further reply once
+        there are ``max_pairs`` pairs. A result's request is None if SGLang dropped the request."""
         if self._process is None or not self._process.outstanding:
             return []
         ready = self.ranks.least(self._process.ready())
@@ -169,9 +169,9 @@ class RequestTracker:
         return [(self._requests.get(result.request), result) for result in results]
 
     def _lose(self, process: FilterProcess) -> None:
-        """The filter process of some rank failed: all ranks restart theirs, or give up, at this poll.
+        """The filter process of some rank failed: at this poll all ranks restart their processes, or give up.
 
-        The new process lacks the tokens of running requests, so these are not followed any more.
+        The new process lacks the tokens of running requests, so these requests are not followed any more.
         """
         for req in list(self._requests.values()):
             state = state_of(req)
@@ -195,6 +195,6 @@ class RequestTracker:
         self.stats.filter_given_up = int(process.given_up)
 
     def reset(self) -> None:
-        """Restore the counts of the filter process after a flush, which set all counts to 0."""
+        """Restore the counts of the filter process, because a flush has set all counts to 0."""
         if self._process is not None:
             self._count(self._process)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything we touch in SGLang, checked against the installed version.
+"""Checks all that we use of SGLang against the installed version.
 
-A failure here names what changed; ``sglang_reasoncache/compat`` is the place to adapt."""
+A failure here names what changed in SGLang. Adapt ``sglang_reasoncache/compat`` to it."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
 from sglang_reasoncache.plugin import attention
 
-#: Caches sources, because Python parses a class's whole file at each call.
+#: Caches sources, because ``getsource`` parses the whole file of a class at each call.
 _source = functools.cache(inspect.getsource)
 STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
 STOCK_OF_LATENT = STOCK | {"flashinfer": "FlashInferMLAAttnBackend"}
@@ -40,7 +40,7 @@ def test_name_exists(name: str) -> None:
 
 _ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
 _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
-#: Parameters of each hook target; ``...``: more may follow, or SGLang passes the others by name.
+#: Hook target -> its parameters. ``...``: more may follow, or SGLang passes the others by name.
 HOOKS = {
     "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
     "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
@@ -65,7 +65,7 @@ def test_version_and_hook_target_signatures() -> None:
 
 
 def _ours() -> Iterator[type]:
-    """Classes of this package that inherit from one of SGLang's."""
+    """All classes of this package, and our CUDA backends, which are made at run time."""
     for module in pkgutil.walk_packages(sglang_reasoncache.__path__, "sglang_reasoncache."):
         if not module.name.endswith(("cpu_platform", "__main__")):
             for value in vars(importlib.import_module(module.name)).values():
@@ -100,8 +100,8 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
 
 
 #: Functions of SGLang, each followed by texts that its source must contain in this order. Without
-#: this test only a GPU or a race would show a change. If the first text begins with ``>``, only the
-#: source after that text is searched.
+#: this test, a change of these steps would show only on a GPU or in a race. If the first text begins with
+#: ``>``, only the source after that text is searched.
 STEPS = """
 # The decode runner selects a variant before it prepares a replay, and captures every one.
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
@@ -169,7 +169,7 @@ def test_fields_exist() -> None:
 
 
 def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
-    """SGLang's backends prepare graphs only in the three methods that we override."""
+    """SGLang's backends prepare CUDA graphs only in methods that we override."""
     assert set(STOCK) == set(compat.CUDA_BACKENDS)
     base = pkgutil.resolve_name("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
     for stock in map(compat.resolve, {*STOCK.values(), *STOCK_OF_LATENT.values()}):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package's rooms import only from lower layers or their own layer, never in a circle."""
+"""A room (a folder or module of the package) imports only from lower layers or its own, never in a circle."""
 
 import ast
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def test_no_import_runs_upward(file: Path) -> None:
 
 
 def test_rooms_import_in_no_circle() -> None:
-    """Removes rooms that import no remaining room, again and again: in the end no room may be left."""
+    """Removes, again and again, the rooms that import no other remaining room. In the end no room is left."""
     needs: dict[str, set[str]] = {room: set() for room in LAYER}
     for file in FILES:
         room = room_of(file)

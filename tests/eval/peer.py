@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An HTTP peer that answers chat completions, a ``Server`` in front of it, and makers of test records."""
+"""A fake server of chat completions (the peer), a ``Server`` that talks to the peer, and makers of records."""
 
 import asyncio
 import contextlib
@@ -49,7 +49,7 @@ def ask_all(url: str, model: str, requests: Sequence[Request]) -> list[Response]
 
 
 class Peer(ThreadingHTTPServer):
-    """Answers each request with the next script, and repeats the last script. A context manager."""
+    """Answers each request with the next script (a raw HTTP response); repeats the last. A context manager."""
 
     request_queue_size = 256  # the requests of a run all come at once
 
@@ -62,7 +62,7 @@ class Peer(ThreadingHTTPServer):
         self.pause, self.endless, self.lock = pause, endless, threading.Lock()
 
     def __enter__(self) -> Self:
-        # Polls every 10 ms: with the default, shutdown would take half a second.
+        # The server looks for a shutdown every 10 ms; the default is half a second.
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class PeerServer(Server):
-    """The server that a cell is measured on, with a peer behind it; can fail on demand."""
+    """A ``Server`` whose requests go to a peer, so that cells can be measured without SGLang."""
 
     def __init__(self, peer: Peer, *flags: str) -> None:
         self.log = ""  # text of the server log
@@ -106,8 +106,8 @@ class PeerServer(Server):
             log_text=lambda since: self.log,
         )
         super().__init__(process)
-        self.totals: dict[str, Any] = {}  # ``totals`` of the report; no report if empty
-        self.settling: Exception | None = None  # what ``settle`` raises
+        self.totals: dict[str, Any] = {}  # ``totals`` of the report; if empty, no report
+        self.settling: Exception | None = None  # ``settle`` raises this
 
     def reports(self) -> list[dict[str, Any]]:
         return [{"totals": dict(self.totals)}] if self.totals else []
@@ -149,7 +149,7 @@ def moment(step: int, running: int = 1, used: int = 10, saved: int = 3) -> Momen
 
 
 def write_rows(path: Path, *rows: Any) -> Path:
-    """Writes a JSONL file; a row of type ``str`` becomes a line unchanged, valid JSON or not."""
+    """Writes a JSONL file. A row of type ``str`` is written unchanged, so that a line may be invalid JSON."""
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return path

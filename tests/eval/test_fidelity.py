@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Editable caches against transformers' own forward, and the harness's files, on a small Llama
-with random weights."""
+"""Tests the fidelity harness on a small Llama with random weights: its editable KV caches must equal
+transformers' own forward. Also tests the files that the harness reads and writes."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ from tests.eval.peer import write_rows
 STEP = "We add three and four and get seven, so the sum is seven.\n\n"
 OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
 ARMS = ["newest-runs-8-age0", "oldest-runs-8", "newest-random-8-age0", "random-evict", "keydiff"]
-#: Arms that share nothing: one accepts no distance, in the other no block gets old enough.
+#: Arms (ways to edit a KV cache) that share nothing: p0 accepts no distance, age1000 finds no block old enough.
 NOTHING = ["newest-runs-8-age0-p0", "newest-runs-8-age1000"]
 CHOOSING = ["query:.2", "deviation:.2"]
 TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -38,7 +38,7 @@ def model() -> Any:
     sizes |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     made = LlamaForCausalLM(LlamaConfig(vocab_size=len(TOKENIZER), **sizes)).eval()
     for weight in made.parameters():
-        # Larger weights make attention sharp enough to matter.
+        # Larger weights sharpen attention, so that a wrong key changes the logits.
         weight.data *= 4
     return made
 
@@ -190,10 +190,10 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines = out.with_suffix(".jsonl")
     main([*arguments, "--limit=1"])
     [first, second] = lines.read_text().splitlines()
-    # As if the process was killed while it wrote: complete records are not measured again.
+    # The second record is cut, as if the process had died. Complete records are not measured again.
     lines.write_text(first + "\n" + second[:40])
     main(arguments)
-    # Each question is measured once.
+    # Both files have the same four questions. Each question is measured once.
     assert len(lines.read_text().splitlines()) == 4 and lines.read_text().startswith(first)
     assert "| right   | newest-runs-8-age0 |" in capsys.readouterr().out
     found = json.loads(out.read_text())
@@ -236,10 +236,10 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     found = measured.scores(prompt)
     again = {name: round(38 * score["recomputed"]) for name, score in found.items()}
     assert again == dict(zip(found, (38, 0, 8, 8, 26, 26), strict=True))
-    # These arms recompute every moved token, so the cache is that of a full prefill.
+    # These arms compute every moved token in full context, so their caches equal a full prefill.
     assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
     assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
-    # Chooses by transformers' attention to cached KV, and by the distance of cached from full KV.
+    # Expected choices: most attention by transformers to cached KV; largest distance from full KV.
     cache, known = measured.caches["none"], DynamicCache()
     for layer in range(2):
         known.update(cache.keys[layer, :, :, :44], cache.values[layer, :, :, :44], layer)
@@ -262,12 +262,12 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     names = ["none", "samkv-select:99", *(f"{name}:2" for name in samkv.UPDATES)]
     measured = documents.Documents(reader, {one: documents.parse(one) for one in names}, [prompt])
     found = measured.scores(prompt)
-    # With blocks as long as documents nothing is left out.
+    # A block of 99 tokens holds a whole document, so no token is left out.
     assert found["samkv-select:99"] == found["none"] and found["none"]["read"] == 1
     selected = measured.caches["samkv-select:2"].visible[0, :44]
     ends = [at for a, b in ((6, 18), (18, 30), (30, 44)) for at in (a, a + 1, *range(b - 4, b))]
     assert selected[:6].all() and selected[ends].all()
-    # Of the 3 + 3 + 4 blocks between ends, at most the average number per document is selected.
+    # Between the ends lie 3 + 3 + 4 blocks. At most 4 are selected: the mean per document, rounded up.
     assert len(ends) <= int(selected[6:].sum()) <= len(ends) + 2 * 4
     for name in names[2:]:
         assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)
@@ -280,7 +280,7 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     theta = torch.cosine_similarity(one, two, dim=0)
     wanted = theta * one + (1 - theta) * two
     torch.testing.assert_close(mixed.values[1, 0, 1, again[0]], wanted)
-    # Tokens that were not selected are not read: spoiling them changes nothing.
+    # Tokens that were not selected are not read, so spoiling their keys changes nothing.
     for name in names[2:]:
         cache = measured.caches[name]
         before = reader.forward(cache, asked)
@@ -299,7 +299,7 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         place = torch.tensor(block.start)
         cache.keys[1, 0, :, block.start] = reader.rotation.rotate(sign * towards, place)
     for sign, most, least in ((1e3, 4, 1), (-1e3, 1, 4)):
-        # Queries of other documents keep their sign, whatever the sign of the question's cosine.
+        # ``select`` weights another document's query by an absolute cosine, so the query keeps its sign.
         asked = [one._replace(query=0 * one.query) for one in (first, second)]
         asked[0] = asked[0]._replace(most=[most], least=[least])
         asked[1] = asked[1]._replace(query=sign * second.query)
@@ -313,7 +313,7 @@ def test_samkv_where_nothing_can_be_selected(reader: Reader) -> None:
     assert samkv.top_p(same, same, same) == 0
     assert samkv.top_p(same, same + 3, same - 1) == 0.75
     assert samkv.top_p(same, torch.tensor([3.5, 0.0]), same - 1) == 0.375
-    # One document, in blocks of 4 and of 64; then documents of one, two and three blocks.
+    # One document of 38 tokens, then five of 2 to 14 tokens. Blocks of 16 leave nothing out of them.
     for ends in ((44,), (8, 12, 19, 30, 44)):
         prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, ends, 54)
         repairs = {name: documents.parse(name) for name in ("none", *samkv.UPDATES, "samkv:4")}

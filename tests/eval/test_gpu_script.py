@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tools/gpu.sh`` with stand-ins for the programs that it calls: what it runs and what it reports."""
+"""Runs ``tools/gpu.sh`` with fakes of the programs that the script calls; checks its calls and its summary."""
 
 import os
 import shutil
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu.sh"
-#: Programs that the script finds on PATH besides those of a test.
+#: Real programs on the script's PATH; the tests add fakes.
 TOOLS = "cat date dirname env git grep ls mkdir rm sed sh sleep tail timeout"
-#: Replaces Python: records its arguments; fails, hangs or skips all tests as variables say.
+#: A fake Python. Logs its arguments. Fails, hangs or skips if these contain $FAILS, $HANGS or $SKIPS.
 PYTHON = """#!/bin/sh
 echo "$*" >>calls
 case "$*" in
@@ -33,7 +33,7 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the script, an empty set-up, and a PATH with a stand-in for ``nvidia-smi``."""
+    """A folder with the script, fakes of ``setup.sh`` and Python, and a PATH with a fake ``nvidia-smi``."""
     (tmp_path / "tools").mkdir()
     shutil.copy(SCRIPT, tmp_path / "tools")
     program(tmp_path / "tools" / "setup.sh", "#!/bin/sh\n: >installed\n")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replays: recorded responses come back, also from a real server that is short of memory."""
+"""Tests replays: a server repeats recorded responses exactly, even if it retracts their requests."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tests.eval.peer import ask_all, write_rows
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of reference responses of the embedded reasoner's task, which repeat themselves."""
+    """A file of reference responses to the embedded reasoner's problems. The responses repeat themselves."""
     asked = enumerate(generate(seed=5, count=12))
     rows = [{"id": f"r{i}", "question": p.prompt, "response": p.response} for i, p in asked]
     return write_rows(tmp_path_factory.mktemp("recorded") / "responses.jsonl", *rows)
@@ -55,7 +55,7 @@ def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None
 
 
 def test_grading(recorded: Path) -> None:
-    """A response is right if it equals the record, including tags of reasoning, except for outer blanks."""
+    """A response is right if it equals the record, <think> tags included. Blanks at both ends do not count."""
     task = load(recorded, 1)
     (problem,) = task.problems
     record = records(recorded)[problem.id]
@@ -96,7 +96,7 @@ def test_the_model_spells(
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert max(ids) < VOCABULARY_SIZE
         assert tokenizer.decode(ids) == text
-    # Weights read for a step relative to the KV of a token, as documented in the module.
+    # Bytes of weights / bytes of a token's KV. ``eval/replay/model.py`` documents this ratio.
     config = AutoConfig.from_pretrained(folder)
     heads, size = config.num_key_value_heads, config.head_dim
     kv_bytes = 4 * config.num_hidden_layers * heads * size

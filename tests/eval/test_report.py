@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of good, incomplete, broken and hostile run folders; intervals, speed and memory."""
+"""Tests reports of complete, unfinished, empty and hostile runs, and the figures and intervals in reports."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ def write_run(
     problems: int = 3,
     **config: Any,
 ) -> Path:
-    """Writes a whole run; ``methods``: name -> share saved, by which the method is also faster."""
+    """Writes a run. ``methods``: name -> share of slots saved. The method's time is shorter by this share."""
     asked = {"tasks": list(tasks), "methods": list(methods), "seeds": list(seeds)}
     asked |= {"kv_budget": 4000, "decode_log_interval": 10}
     where = {"machine": {"cpu": "A CPU", "cores": 2}, "date": "2026-01-02T03:04:05+00:00"}
@@ -48,7 +48,7 @@ def write_run(
 
 
 def fill(cell: Cell, problems: int, saving: float, **answered: Any) -> None:
-    """Writes a cell in which all answers but the first are right."""
+    """Writes a cell (the records of a task, method and seed). All answers but the first are right."""
     draw = random.Random(f"{cell.method}{cell.seed}")
     results, rows = [], []
     for i, problem in enumerate(reasoner.generate(cell.seed, problems)):
@@ -57,7 +57,7 @@ def fill(cell: Cell, problems: int, saving: float, **answered: Any) -> None:
         row: dict[str, Any] = {"text": problem.response, "output_tokens": length, **times}
         rows.append(response(name, **row, **answered))
         results.append(result(name, i >= 1, "error" if problem.error else "clean", length))
-    # A method that saves takes more steps.
+    # A method that saves gets 40 steps more, so that timelines of unequal length are drawn.
     used = [min(4000, 200 * step) for step in range(800 + 40 * (saving > 0))]
     timeline = [moment(i, 1 + i // 4, n, int(saving * n)) for i, n in enumerate(used)]
     totals = {"memory_saving_ratio": saving, "polls": 40}
@@ -109,7 +109,7 @@ def test_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 
 
 def test_one_file_holds_tables_and_pictures(tmp_path: Path) -> None:
-    """Names that a run gives are escaped in the HTML file."""
+    """The HTML file needs no other file. Text from the run's files is escaped."""
     hostile: Any = dict(model="<script>a</script>", command_line="b `<script>`\n</code><script>")
     run = write_run(tmp_path / "run", {"dense": 0.0, "<img src=x>": 0.2}, **hostile)
     right = [result(f"tiny_reasoner-0-{i}", True, "clean", 9) for i in range(20)]
@@ -147,7 +147,7 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", {"dense": 0.0}, ("aime24_replay",))
     cell = Cell(run, "aime24_replay", "dense", 0)
     fill(cell, 3, 0.0, finish_reason="length")
-    # The replay's one wrong answer counts as cut; answers equal to the record do not.
+    # All three answers end by length. Only the wrong answer was cut: the others equal the record.
     assert list(load([run]).cells["cut"]) == [1]
 
 
@@ -158,13 +158,13 @@ def test_nothing_to_read_is_told(tmp_path: Path) -> None:
         write_json(tmp_path / CONFIG, {"tasks": ["t"], "methods": ["dense"], "seeds": [0]})
 
 
-# No deadline, as the machine may be busy with servers.
+# Hypothesis gets no deadline, because the machine may be busy with servers.
 _SETTINGS = settings(deadline=None, max_examples=40)
 _PAIRS = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=2, max_size=60)
 
 
 def values(*seeds: Any) -> dict[Key, float]:
-    """Values by problem and seed, from one row for each seed."""
+    """Values by problem and seed. Each argument has the values of one seed."""
     return {(str(i), s): float(v) for s, row in enumerate(seeds) for i, v in enumerate(row)}
 
 
@@ -182,8 +182,8 @@ def test_shares_have_wilsons_interval_and_copies_add_nothing(right: list[int], s
 
 
 def test_difference_of_shares_as_published() -> None:
-    """Newcombe 1998, Improved confidence intervals for the difference between binomial proportions
-    based on paired data, method 10; cells are both, only x, only y, neither."""
+    """Newcombe 1998, Improved confidence intervals for the difference between binomial proportions based on
+    paired data, method 10. ``cells`` counts pairs in which both are right, only x, only y, neither."""
     for cells, interval in {
         (36, 12, 2, 0): (0.0569, 0.3404),
         (54, 0, 0, 0): (-0.0664, 0.0664),
@@ -198,14 +198,14 @@ def test_intervals_cover_the_truth_with_seeds_that_resemble_each_other(share: fl
     draw = np.random.default_rng(7)
     problems, seeds, repeats = 60, 3, 300
     hits = {"mean": 0, "difference": 0}
-    # A problem has the same chance of being right in both arms and for all seeds.
+    # A problem has the same chance of being right on both sides and for all seeds.
     for _ in range(repeats):
         chance = draw.beta(3.0 * share, 3.0 * (1 - share), problems)
         x, y = (values(*(draw.random((seeds, problems)) < chance)) for _ in range(2))
         for name, found, truth in (("mean", mean(x), share), ("difference", differ(x, y), 0)):
             low, high = limits(found)
             hits[name] += low <= truth <= high
-    # The bound is three standard errors below 95%.
+    # The bound is three standard errors of 300 repeats below 95%.
     assert all(count / repeats > 0.912 for count in hits.values()), hits
 
 
@@ -258,7 +258,7 @@ def test_speed_and_memory_of_a_cell() -> None:
     assert (found.peak_slots, found.mean_slots) == (9, 7)
     assert found.ttft_p50 == pytest.approx(0.75)
     assert found.ttft_p99 == pytest.approx(np.percentile([0.5, 2.0, 0.75], 99))
-    # A response of one token has no time between tokens.
+    # Response b has one token, so it has no time between tokens.
     assert found.tpot_p50 == pytest.approx((0.1 + 0.01) / 2)
     nothing = figures([], served(seconds=0.0, output_tokens=0), [])
     assert nothing.tokens_per_s is nothing.ttft_p50 is nothing.mean_running is None

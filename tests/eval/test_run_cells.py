@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells and requests while servers misbehave, and reading of logs and reports."""
+"""Tests measuring of cells, clients whose servers misbehave, and figures from logs and reports."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import END, HEAD, Peer, PeerServer, answer, event, raw, response, served
 
 SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "polls": 4, "memory_saving_ratio": 0.1}
-# Log lines as written by stock and sharing servers of version 0.5.23.
+# Log lines of stock and sharing servers of SGLang 0.5.23.
 CUT = (
     "[2026-11-21 16:57:55{rank}] Request length is longer than the KV cache pool size or the max "
     "context length. Truncated. len(req.origin_input_ids)=90, max_req_input_len=50.\n"
@@ -53,8 +53,8 @@ def run_cell(cell: Cell, server: PeerServer) -> Served:
 
 
 def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, int]:
-    """Runs a session over ``peer``; returns whether all cells were whole, and how often it closed its
-    servers. The server of the method ``fault`` never settles."""
+    """Runs a session over ``peer``. Returns whether all cells were measured without a failed request, and how
+    often the session closed its servers. ``settle`` fails on the server of the method ``fault``."""
     closed: list[None] = []
 
     def get(name: str, flags: list[str]) -> PeerServer:
@@ -65,7 +65,7 @@ def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, i
 
     chosen = RunOptions(tasks=("tiny_reasoner",), methods=methods, limit=2, warm_up=3)
     plan = Plan(chosen, {"temperature": 0.0, "max_tokens": 5000})
-    # Without lengths of their own, problems take the run's ``max_tokens``.
+    # Problems without a ``max_tokens`` of their own take the run's.
     problems = plan.tasks["tiny_reasoner", 0].problems
     problems[:] = [dataclasses.replace(p, max_tokens=None) for p in problems]
     config: dict[str, Any] = {"tasks": ["tiny_reasoner"], "methods": list(methods), "seeds": [0]}
@@ -94,7 +94,7 @@ def test_one_bad_cell_of_two(
     assert work(tmp_path, peer, "dense", "memshare", fault="dense") == (False, 1)
     assert "dense, seed 0: /flush_cache was refused" in capsys.readouterr().out
     assert [cell.method for cell in cells(tmp_path)] == ["memshare"]
-    # The session goes on: measured cells are graded again, but not asked again.
+    # A second session measures only the missing cell: it asks 3 warm-up questions and 2 problems.
     asked = len(peer.bodies)
     assert work(tmp_path, peer, "dense", "memshare") == (True, 0)
     assert len(peer.bodies) == asked + 5
@@ -202,7 +202,7 @@ def test_a_stream_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = ask(Peer(HALF, answer("a")), attempts=3)
     assert first.error and (second.error, second.text) == (None, "a")
     assert len(ask(Peer(b""), attempts=3)) == 3
-    # An endless response is cut.
+    # The client cuts off an endless response.
     monkeypatch.setattr(client, "MAX_CHARACTERS", 10_000)
     (response,) = ask(Peer(HEAD, endless=True))
     assert response.error == "the response has more than 10000 characters"
@@ -211,7 +211,7 @@ def test_a_stream_that_goes_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("in_flight", "expected"), [(2, 2), (None, 150)])
 def test_requests_in_flight(in_flight: int | None, expected: int) -> None:
-    """Without a bound all requests are open at once, beyond the default of the client's library."""
+    """Without ``in_flight`` all 150 requests are open at once, more than httpx allows by default."""
     peer = Peer(pause=0.01 if in_flight else 2.0)
     count = expected if in_flight is None else 10
     responses = ask(peer, count, in_flight=in_flight)

@@ -25,7 +25,7 @@ BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
 
 def start(*argv: str) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-m", "eval.run", *argv], subprocess.PIPE
-    # Restores SIGINT, which processes in the background of a shell inherit as ignored.
+    # A shell's background job ignores SIGINT, and so would its children: this restores the default.
     heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     return subprocess.Popen(
         command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, preexec_fn=heeded
@@ -33,7 +33,7 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
-    """After Ctrl-C in the second of two cells the first is kept, no server is left, and the run resumes."""
+    """Ctrl-C in the second of two cells leaves no server. The same command then keeps the first cell."""
     out = tmp_path / "run"
     argv = (*BASE, "--methods", "dense,reasoncache", "--kv-budget", "4000", "--out", str(out))
     first = start(*argv)
@@ -59,11 +59,11 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
         assert all(row.output_tokens > 0 and row.text for row in rows)
         assert sum(row.correct for row in cell.results()) >= PROBLEMS - 2
         assert served.leaked_slots == 0 and served.decode_steps > 0 and served.cpu_seconds > 0
-        # ``used`` may be 0: the last step is logged after its slots came back.
+        # ``used`` may be 0, because the last step is logged after its requests freed their slots.
         assert all(0 <= moment.used <= 4000 for moment in timeline)
         assert max(moment.used for moment in timeline) > 0
     (totals,) = ours.served().totals()
-    # Totals do not count the warm-up: the flush after it reset them.
+    # The flush after the warm-up reset the totals, so they do not count the warm-up.
     assert totals["requests_finished"] == PROBLEMS and dense.served().reports == []
     command.run(Options, report_of, [str(out)])
     document = (out / "report" / "REPORT.md").read_text()

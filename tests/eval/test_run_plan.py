@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The order of a run, its command lines, methods and folder, and grading again."""
+"""Tests the plan of a run (order of cells, flags of servers), its options, methods and folder, and grading."""
 
 import argparse
 import dataclasses
@@ -31,7 +31,7 @@ def write(path: Path, *answers: int) -> str:
 
 
 def test_order() -> None:
-    """The order of methods is reversed with each seed."""
+    """Every second seed runs the methods in reverse order."""
     names = ["dense", "reasoncache", "p20"]
     turned = {4: names, 5: names[::-1], 6: names}
     expected = [(task, seed, name) for task in "ab" for seed in turned for name in turned[seed]]
@@ -59,7 +59,7 @@ def test_flags_of_a_server() -> None:
         "--max-total-tokens", "500", "--of-task", "--tp", "2",
         *find_method("reasoncache").flags,
     ]  # fmt: skip
-    # The stream interval of a replay, or of the operator, replaces ours.
+    # A ``--stream-interval`` of the task or of the operator replaces ours.
     one, other = ["--stream-interval", "16"], ["--stream-interval=16"]
     for plan, own_flags in ((planned(one), one), (planned(server_flags=tuple(other)), other)):
         flags = flags_of(plan, "dense")
@@ -68,7 +68,7 @@ def test_flags_of_a_server() -> None:
 
 
 def test_sampling_draws_other_numbers_with_each_seed() -> None:
-    """With greedy sampling the flags are the same for every seed; otherwise they depend on the seed."""
+    """With greedy sampling a server's flags are the same for every seed; otherwise they depend on the seed."""
     plan = planned(seeds=(0, 1))
     for body, same in (({"temperature": 0.0}, True), ({"temperature": 0.6}, False), ({}, False)):
         plan.body = body
@@ -142,7 +142,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> None:
-    """A response cut off within such reasoning has no tags; a failed request counts as a wrong answer."""
+    """If the prompt opens the reasoning, a response cut off there has no tags. A failed request is wrong."""
     cell = Cell(tmp_path, "aime24", "dense", 0)
     task = EvalTask("aime24", Source(file=write(tmp_path / "x.jsonl", 7, 7, 7, 7)))
     rows = [response("0", text="Perhaps \\boxed{7}? No,")]
@@ -179,7 +179,7 @@ def test_defaults_lists_and_pairs(tmp_path: Path) -> None:
 
 
 def test_flags_of_a_file(tmp_path: Path) -> None:
-    """Flags of a file take its place on the command line: later flags win."""
+    """``@FILE`` stands for the flags in the file. Later flags override earlier flags."""
     file = tmp_path / "run.flags"
     file.write_text(
         "# Ours.\n--model m --tasks a --out there --seeds 1,2\n--methods '\n dense,\n p20'"
@@ -218,7 +218,7 @@ def test_the_bad_is_named(words: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_options_become_values_and_flags() -> None:
-    """A parser with our flags reads a method's flags back as its values."""
+    """A server that parses a method's flags gets the values that the method asked for."""
     spec = "reasoncache:block=32,use-structure=false,fixed_tau=0.8"
     method = find_method(spec, EMBEDDED_SETTINGS)
     own = {**EMBEDDED_SETTINGS, "block": 32, "use_structure": False, "fixed_tau": 0.8}
@@ -232,7 +232,7 @@ def test_options_become_values_and_flags() -> None:
     assert {"block": args.reasoncache_block, **parse_settings(others)} == own
     assert find_method("memshare", EMBEDDED_SETTINGS).flags[-4:] == EMBEDDED_FLAGS
     assert find_method("memshare:block=4", EMBEDDED_SETTINGS).values["block"] == 4
-    # ``more`` comes last.
+    # Flags in ``more`` come last, so that they override the method's flags.
     method = dataclasses.replace(find_method("p50"), more=("--page-size", "8"))
     assert method.flags == [*find_method("p50").flags, "--page-size", "8"]
 

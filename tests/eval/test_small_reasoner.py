@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems of the small reasoner, and the adapter that is shipped."""
+"""Tests problems of the small reasoner, and merging of a LoRA adapter into a model."""
 
 import random
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Task files, refusals of broken files, and graders in bounded time."""
+"""Tests task files, refusals of broken files, and graders, which must end in bounded time."""
 
 import contextlib
 import time
@@ -55,12 +55,12 @@ CLASS = {"question": "?", "context": "c", "answers": ["Number"], "all_classes": 
     ],
 )
 def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
-    """Our tasks read rows with our own field names, lm-eval's tasks rows of their data set on the hub."""
+    """Tasks of mathematics read our field names. Other tasks read those of their data set on the hub."""
     file = write_rows(tmp_path / "x.jsonl", row, {**row, "id": 7})
     task = EvalTask(name, Source(file=str(file), limit=2))
     assert len(task.problems) == 2
     if name == "gpqa_diamond":
-        # Choices are shuffled by the seed.
+        # The seed shuffles the choices, so the letters are read from the prompts.
         prompts = [problem.messages[0]["content"] for problem in task.problems]
         right, other = (f"({prompt[prompt.index(') r') - 1]})" for prompt in prompts)
         wrong = "(A)" if other != "(A)" else "(B)"
@@ -135,7 +135,7 @@ _HYBRID = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }
 def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     r1 = "{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}"
-    # How the templates of QwQ-32B, the R1 distills, Qwen3 and Qwen2.5 end.
+    # The ends of chat templates: QwQ-32B and R1 distills (opening), Qwen3 and Qwen2.5 (others).
     opening = [_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", _TURNS + r1]
     others = [_TURNS + _ASKED + _HYBRID + "{%- endif %}", _TURNS + _ASKED + "{%- endif %}"]
     # This template has no generation prompt, so the user's own words come last.
@@ -152,14 +152,14 @@ def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
 
 
 def _grade(reference: str, response: str) -> bool:
-    """Grades like the harness: removes reasoning, then filters and compares."""
+    """Grades as the harness does: removes the reasoning, extracts the boxed answer, compares."""
     ((answer,),) = grading.boxed([[_after_thinking(response, False)]], [])
     found = grading.equal_mathematics({"target": reference}, [answer])["score"]
     assert found in (0.0, 1.0)
     return found == 1.0
 
 
-#: Reference -> right and wrong answers. Other equalities are for math-verify to test.
+#: Reference -> right and wrong answers. These are few, because math-verify has its own tests.
 ANSWERS: dict[str, tuple[list[str], list[str]]] = {
     "204": ([" 204 ", "204.", "n = 204"], ["205", "-204", "204x"]),
     "1002": (["1,002"], []), "\\frac{1}{3}": ([], ["0.33"]), "\\text{Evelyn}": (["Evelyn"], ["Evan"]),
@@ -222,7 +222,7 @@ HOSTILE = {
 def test_hostile_answers_are_wrong_and_in_time(name: str) -> None:
     begin = time.monotonic()
     assert not _grade("3", "\\boxed{" + HOSTILE[name])
-    # Time for a parse, a comparison and a restart of the process, on a busy machine.
+    # Enough for a parse, a comparison and a restart of the grader's process on a busy machine.
     assert time.monotonic() - begin < 30
     assert _grade("3", "\\boxed{\\frac{6}{2}}")
 

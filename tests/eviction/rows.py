@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers for requests of a world, and a fixture that checks that in the end every slot is free.
-Also views of requests with given keys and weights, and what policies evict from a view."""
+"""Helpers that run requests in a ``World``, and a fixture that checks that every slot is free in the end. Other
+helpers make views of requests with given keys and weights, and say what a policy evicts from a view."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -71,8 +71,8 @@ def evicted(world: World, req: Req) -> list[int]:
 
 @dataclass
 class GivenLayer:
-    """``keys``: ``[held, heads, dim]``. ``given``: weights ``[queries, held]``; the last query is that of
-    position ``written - 1``."""
+    """A ``Layer`` of a view. ``keys``: ``[held, heads, dim]``. ``given``: weights ``[queries, held]``, the last
+    ones by the query of position ``written - 1``."""
 
     keys: torch.Tensor
     given: torch.Tensor | None
@@ -98,7 +98,7 @@ def view(
     page: int = 1, gone: Iterable[int] = (), keys: torch.Tensor | None = None, seed: int = 7,
     shared: Iterable[tuple[int, int, int]] = (),
 ) -> View:  # fmt: skip
-    """``prompt``: its length, by default ``owned``. ``keys``: ``[layers, held, heads, dim]``."""
+    """``prompt``: length of the prompt, by default ``owned``. ``keys``: ``[layers, held, heads, dim]``."""
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     keys = torch.zeros(1, len(held), 1, 2) if keys is None else keys
     row = HostRow()
@@ -115,8 +115,8 @@ def view(
 
 
 def evict(policy: Evictor, now: View, slots: int, count: int | None = None) -> list[int]:
-    """Positions that the policy evicts from a request with ``slots`` slots; ``count``: how many slots
-    to give up, None for those beyond the budget."""
+    """The positions that the policy evicts from a request with ``slots`` slots. ``count``: how many slots must
+    become free; None: those beyond the budget."""
     excess = policy.excess(now, slots) if count is None else count
     candidates = policy.candidates(now)
     if excess <= 0 or not len(candidates):

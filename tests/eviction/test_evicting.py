@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies evict on SGLang's pools and rows; ``tests/property`` tests scripted evictions."""
+"""Policies evict from rows over SGLang's pools. Scripted evictions are tested in ``tests/property``."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -52,7 +52,7 @@ def test_policies_are_described_with_their_options() -> None:
 
 @SETUPS
 def test_a_budget_counts_slots(setup: Setup) -> None:
-    """Slots that sharing saved do not count, and a slot is evicted at all its positions or at none."""
+    """The budget does not count slots that sharing saved. All positions of a slot are evicted, or none."""
     budget = WRITTEN + 6
     world, req = begun(setup, StreamingLLM(budget=budget, slack=1, recent=1))
     world.propose(req, Pair(20, 8))
@@ -79,7 +79,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
 
 @SETUPS
 def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> None:
-    """Policies do not run until the blocks of the recomputed row are applied again, some polls later."""
+    """After a retraction, policies run only once the blocks share again, some polls later."""
     policy = RandomAttention(budget=WRITTEN - 2, slack=4, recent=4)
     world = world_of(setup, policy, meter_type=SlowMeter)
     arrive(world, True)
@@ -104,7 +104,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> No
 
 @pytest.mark.parametrize("run", [Eviction(21, 1), Eviction(9, 2)], ids=["destination", "source"])
 def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
-    """The block comes too late; its stale slots are neither shared nor released."""
+    """The block is refused, and the slots it had when the measurement began are neither shared nor freed."""
     world, req = begun(SINGLE, meter_type=SlowMeter)
     world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
@@ -184,7 +184,7 @@ def held(world: World, req: Req) -> list[int]:
 @TREES
 @pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
 def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
-    """A request has at most N + B slots, as in the KeyDiff paper; its prompt is larger than the pool."""
+    """A request takes at most budget + chunk slots, as in the KeyDiff paper. Its prompt exceeds the pool."""
     policy = kind(budget=BUDGET, slack=0, recent=1, prompt=True)
     world = world_of(setup, policy, no_tree=no_tree)
     req = world.request("r", LONG)
@@ -222,7 +222,7 @@ def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: boo
     assert world.controller.after_decode([req]) == 0
 
 
-# -- policies with ``when=short``, which SGLang's allocator runs -----------------------------
+# -- policies with ``when=short``, which evict when SGLang lacks slots -----------------------
 
 KEYDIFF = KeyDiff(budget=16, slack=0, recent=1, when="short")
 OLDEST = StreamingLLM(budget=16, slack=0, recent=1, when="short")
@@ -237,7 +237,7 @@ def grown(world: World, name: str, length: int) -> Req:
 def several(
     setup: Setup, policy: Evictor, *lengths: int, **options: Any
 ) -> tuple[World, list[Req]]:
-    """A world and requests with responses of ``lengths`` tokens, which a poll has seen."""
+    """A world, and requests that a poll has seen, with responses of ``lengths`` tokens."""
     world = world_of(setup, policy, **options)
     reqs = [grown(world, name, length) for name, length in zip("abc", lengths, strict=False)]
     world.controller.after_decode(reqs)
@@ -246,7 +246,7 @@ def several(
 
 @SETUPS
 def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
-    """In a shortage only, the longest request frees what is missing; at its budget, another does."""
+    """Only a shortage evicts: first from the longest request, down to its budget, then from another one."""
     world, (short, long) = several(setup, OLDEST, 40, 80)
     for i in range(8):
         world.step(long, i)
@@ -259,7 +259,7 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
     assert lack(world, length) >= length - 16
     assert length - len(evicted(world, long)) <= 16 + setup.page
     assert evicted(world, short) != []
-    # No request can free more.
+    # After this call no request can free more.
     lack(world, 1000)
     assert lack(world, 1000) == 0
     for req in (short, long):
@@ -268,14 +268,14 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
 
 
 def test_more_goes_than_is_missing_where_the_slack_is_more() -> None:
-    """The next decode step would be short again, so a policy gives up ``slack`` positions at once."""
+    """A policy evicts ``slack`` positions at once, because the next decode step would be short again."""
     world, _ = several(SINGLE, dataclasses.replace(OLDEST, slack=12), 60)
     assert lack(world, 1) == 12
 
 
 @pytest.mark.parametrize("policy", [OLDEST, KEYDIFF], ids=["oldest", "keydiff"])
 def test_no_request_is_retracted_while_another_one_has_to_give(policy: Evictor) -> None:
-    """Two responses grow until either alone would fill the pool."""
+    """Two responses grow until the pool could not hold both without evictions."""
     world, reqs = several(SINGLE, policy, 60, 70)
     steps(world, *reqs, count=60)
     assert used(world) <= world.total < sum(len(world.row(req)) for req in reqs)

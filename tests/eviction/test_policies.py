@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each policy against its formula written out, on random keys and weights, and against cases by hand."""
+"""Compares each policy with its formula in plain Python, on random keys and weights, and with cases by hand."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from tests.eviction.rows import GivenLayer, evict, view
 
 def random_keys(held: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    # Keys of very different length by head and layer, as in real models.
+    # Norms of keys differ widely between heads and layers, as in real models.
     scale = torch.rand(3, 1, 2, 1, generator=generator) * 20 + 0.1
     return (torch.randn(3, held, 2, 8, generator=generator) + 0.5) * scale
 
@@ -69,7 +69,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """As the plain rule says: whole slots go, lowest first; a slot has its best page's score."""
+    """Whole slots are evicted, the lowest score first. A slot has the highest score of its pages."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [
@@ -79,7 +79,7 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
     gone = np.flatnonzero(np.repeat(rng.random(pages) < 0.2, page))
     now = view(pages * page + 1, owned=2 * page, page=page, gone=gone, shared=shared)
     scores = rng.random(len(now.held))
-    # The slot of each page after all sharing, and the held pages of each slot.
+    # ``slot_of``: page -> number of its slot after all sharing. ``names``: this number -> held pages.
     slot_of = list(range(pages + 1))
     for dst, src, _ in shared:
         slot_of[dst // page] = slot_of[src // page]
@@ -108,16 +108,16 @@ STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4,
     ("policy", "now", "count", "expected"),
     [
         (STREAMING, view(20), 10, [*range(4, 14)]),
-        # Earlier evictions left 4 sinks and the 6 newest positions.
+        # Evictions at 20 positions left 4 sinks and the 6 newest positions; 2 more were written.
         (STREAMING, view(22, gone=range(4, 14)), 2, [14, 15]),
         # The prompt stays.
         (StreamingLLM(budget=10, recent=3), view(20, owned=15), 10, [15, 16]),
         # Sinks and the count are rounded up to whole pages.
         (STREAMING, view(30, page=4), 13, [*range(4, 20)]),
         (StreamingLLM(budget=10, recent=1, sinks=5), view(30, page=4), 4, [8, 9, 10, 11]),
-        # Pooling takes neighbours in the cache, whatever was evicted between them.
+        # Pooling takes neighbours among the held positions, whatever was evicted between them.
         (POOLING, BESIDE, 8, [0, 1, 2, 3, 4, 11, 12, 13]),
-        # ``recent`` keeps more of the newest positions than half of the budget would.
+        # Half of the budget goes to the newest positions, or ``recent`` positions if these are more.
         (H2O(budget=4, recent=1), view(7, SEVEN), 3, [1, 2, 4]),
         (H2O(budget=4, recent=5), view(7, SEVEN), 3, [0, 1]),
         # Of 10 positions in 7 slots, 4 slots stay: two for the newest positions, 8 and 9, and two
@@ -177,7 +177,7 @@ def test_random_attention_is_uniform_over_slots() -> None:
 
 
 def averaged(keys: torch.Tensor, score: Callable[[torch.Tensor], list[float]]) -> np.ndarray:
-    """Mean of ``score`` over layers and heads; ``score`` takes the keys ``[held, dim]`` of one head."""
+    """Mean of ``score`` over layers and heads. ``score`` takes the keys of one head, ``[held, dim]``."""
     return np.mean([score(own) for layer in keys.double() for own in layer.unbind(1)], axis=0)
 
 
@@ -191,7 +191,7 @@ def similarities(own: torch.Tensor) -> list[float]:
 
 
 def redundancies(own: torch.Tensor, threshold: float, reach: int) -> list[float]:
-    """Sums cosines pair by pair; a key skips its newest similar key, if that is among the last ``reach``."""
+    """Sums cosines pair by pair. Each key adds nothing to the newest similar key among the last ``reach``."""
     held = range(len(own))
     sums = [0.0] * len(own)
     for i in held:
@@ -211,7 +211,7 @@ def near(weights: np.ndarray, reach: int) -> list[list[float]]:
 
 
 def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[float]:
-    """Scores by the policy's formula; the positions with the highest scores go."""
+    """Scores by the policy's formula. The positions with the highest scores are evicted."""
     if isinstance(policy, L2Norm):
         return averaged(keys, norms)
     if isinstance(policy, KeyDiff):
@@ -219,19 +219,19 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
-        # ``weights`` has no query of a forward in flight.
+        # The newest of the ``alpha`` queries is that of a forward in flight, which ``weights`` lacks.
         important = [max(some) for some in near(weights[-4:].mean(axis=0), 1)]
         redundant = averaged(keys, lambda own: redundancies(own, policy.threshold, policy.reach))
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
-    # SnapKV: mean of the last 6 queries, pooled over 5 of the 34 prompt positions before them.
+    # SnapKV: mean weight by the last 6 queries on the 34 prompt positions before them, pooled over 5.
     return [-float(np.mean(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
 
 
-#: Policy, held positions, first and end of the positions that may go, and how many slots go.
+#: Policy, held positions, start and end of the positions that may be evicted, and how many are evicted.
 RULES: list[tuple[Any, int, int, int, int]] = [
     (L2Norm(budget=8, recent=1), 24, 5, 23, 9),
     (KeyDiff(budget=10, recent=4), 20, 2, 16, 8),
-    # H2O keeps heavy hitters and the newest half.
+    # Half of H2O's budget is for the newest positions, the rest for those with the highest weights.
     (H2O(budget=20, recent=1, prompt_queries=40), 40, 3, 30, 20),
     *(
         (RKV(budget=10, mix=mix, recent=8, alpha=5, kernel=3), 30, 4, 22, 9)
@@ -271,7 +271,7 @@ def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
 
 
 def test_h2o_goes_on_from_its_total() -> None:
-    """Queries counted earlier do not count again; of a prompt only the last ``prompt_queries`` count."""
+    """Queries counted earlier do not count again. Of a prompt only the last ``prompt_queries`` count."""
     weights = random_weights(20, 1, queries=20)
     policy = H2O(budget=8, prompt_queries=3)
     earlier = torch.rand(20)
@@ -284,7 +284,7 @@ def test_h2o_goes_on_from_its_total() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
-    """Positions go from a chunk as from a whole prompt; ``share`` is a share of the prompt."""
+    """A chunk of a prompt loses the same positions as a whole prompt. ``share`` is a share of the prompt."""
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt and policy.slack == 1
@@ -297,14 +297,14 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
 
 
 class Turned(GivenLayer):
-    """A layer whose queries are rotated to their positions; the oldest query asked for was not kept."""
+    """A layer whose queries are rotated to their positions. The oldest query that is asked for was not kept."""
 
     plain: torch.Tensor
 
     def queries(self, first: int, end: int | None = None) -> Any:
         at = torch.arange(first, self.written)
         assert self.rotation is not None
-        # A query that was not kept must not count, so it is a huge number.
+        # A query that was not kept is a huge number, so that counting it would be noticed.
         kept = at != first
         turned = self.rotation.rotate(self.plain[-len(at) :], at)
         return torch.where(kept[:, None, None], turned, 1e6), at, kept
@@ -312,7 +312,7 @@ class Turned(GivenLayer):
 
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_triattention_is_the_papers_series(is_neox: bool) -> None:
-    """Compared with the series summed by frequency in complex numbers, on unrotated keys and queries."""
+    """The paper's series is summed over frequencies, in complex numbers, from unrotated keys and queries."""
     held, heads, kv_heads, dim, window = 24, 4, 2, 8, 6
     generator = torch.Generator().manual_seed(3)
     frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03])
@@ -348,7 +348,7 @@ OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
 
 @pytest.mark.parametrize("policy", OF_KEYS + OF_WEIGHTS, ids=lambda policy: type(policy).__name__)
 def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
-    """NaN may cost quality but raises nothing; if all keys are zero, the older ones go first."""
+    """NaN may cost quality but raises nothing. If all keys are zero, the oldest positions are evicted first."""
     weights, keys = random_weights(30, 3), random_keys(30, 3)
     if policy in OF_KEYS:
         assert evict(policy, view(10, keys=torch.zeros(1, 10, 1, 4)), 10, 3) == [0, 1, 2]

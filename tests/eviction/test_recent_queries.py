@@ -41,7 +41,7 @@ def recent(
 
 
 class Kept:
-    """A ring buffer, and every query of each request for comparison: a random one for each position."""
+    """A ring buffer that gets random queries, and a record of every query to compare with."""
 
     def __init__(self) -> None:
         self.pool = ReqToTokenPool(ROWS, 64, "cpu", False)
@@ -60,7 +60,7 @@ class Kept:
         self.pool.free_rows([self.rows[rid]])
 
     def forward(self, *parts: tuple[str, int, int], decodes: bool = False) -> None:
-        """``parts``: request, first new position and end."""
+        """Runs a forward. ``parts``: name, first new position and end of each request."""
         positions = [torch.arange(first, end) for _, first, end in parts]
         where = torch.tensor([self.rows[rid] for rid, _, _ in parts]), torch.cat(positions)
         self.recent.forget()
@@ -79,8 +79,8 @@ class Kept:
                     at += 1
 
     def check(self, rid: str, written: int, first: int) -> None:
-        """Reads positions ``[first, written)``: every query that is there must be the request's own.
-        Stores the positions of these queries in ``there``."""
+        """Reads positions ``[first, written)``, and checks that every query that was kept is the request's own.
+        Stores the positions of the kept queries in ``there``."""
         queries, positions, kept = self.recent.read(LAYERS - 1, self.rows[rid], first, written)
         assert positions.tolist() == list(range(max(first, written - WINDOW - 1, 0), written))
         for query, position, there in zip(queries, positions.tolist(), kept, strict=True):
@@ -90,8 +90,8 @@ class Kept:
 
 
 def test_the_newest_queries_are_there_however_they_came() -> None:
-    """Queries come from chunks of prompts behind a cached prefix (which has none), from decode steps and
-    from mixed batches, past the end of the buffer. Request ids and rows are used again at once."""
+    """Queries come from chunks of prompts behind a cached prefix (which has no queries), from decode steps and
+    from mixed batches, until the ring wraps around. Freed names and rows are used again at once."""
     rng, kept = random.Random(4), Kept()
     # For each request: its positions so far, and the first position whose query was kept.
     lengths: dict[str, int] = {}
@@ -117,7 +117,7 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             since = max(begun[rid], end - WINDOW - 1)
             kept.check(rid, end, 0)
             assert kept.there == list(range(since, end))
-            # Omits the newest position: the forward in flight has already written its query.
+            # The newest query may be that of a forward in flight. Then the read ends a position earlier.
             kept.check(rid, end - 1, 0)
             assert kept.there == list(range(since, end - 1))
         if rng.random() < 0.15:
@@ -126,7 +126,7 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             kept.end(rid)
 
 
-#: Slot of each position of row 1; -1 was evicted, slot 9 serves two positions.
+#: Slot of each position of row 1. Positions with -1 were evicted; two positions name slot 9.
 ROW = [3, 9, -1, 14, 9, -1, -1, 30, 1, 22]
 HELD = np.array([0, 1, 3, 4, 7, 8, 9])
 
@@ -204,7 +204,7 @@ def test_weights_are_those_of_dense_attention(
             torch.testing.assert_close(
                 layer.weights(first).double(), expected, rtol=1e-4, atol=1e-5
             )
-    # The forward in flight computes position 9: its query is read only where ``end`` is None.
+    # The forward in flight computes position 9. The query of this position is read only if ``end`` is None.
     [layer, _] = source(layers, kept, rotation).layers(1, HELD[:-1], 9, shifted=True)
     for end, newest in ((9, 5), (None, 6)):
         assert layer.weights(0, end).sum(dim=1).tolist() == pytest.approx([newest] * HEADS)
@@ -220,7 +220,7 @@ POLICIES: list[Any] = [
 
 
 def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
-    """Each policy's scores, summed over ranks, and evictions; ``share``: this rank's KV heads."""
+    """Each policy's scores, summed over ranks, and its evictions. ``share``: this rank's KV heads."""
     group = HEADS // KV_HEADS
     kept, _ = filled(slice(share.start * group, share.stop * group))
     layers = [layer[:, share].contiguous() for layer in pool_keys()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of every common kind, trained here on text of mathematics, code and Unicode."""
+"""Tokenizers of the common kinds, trained here on text with mathematics, code and Unicode."""
 
 import functools
 import json
@@ -16,10 +16,10 @@ _VOCAB_SIZE = 6000
 _SPECIAL = ["<unk>", "<eos>"]
 _REASONING = ["<think>", "</think>", "<\uff5ctool\u2581call\uff5c>"]
 
-# Pre-tokenizers of byte-level BPE. o200k (o200k_base without its cases of letters) merges newlines with
-# the punctuation before them (``)\n\n\n``), like cl100k_base, and with slashes behind them. gpt2 merges no
-# white space with visible text behind it, except one space. no_split makes tokens with text on both sides
-# of a blank line.
+# Pre-tokenizers of byte-level BPE. o200k is o200k_base without its rules for upper case: a token may hold
+# punctuation and the newlines behind it (``)\n\n\n``), as in cl100k_base, and also slashes. gpt2 puts no white
+# space before visible text in a token, except a single space. no_split makes tokens with text on both sides of
+# a blank line.
 _BYTE_LEVEL = {
     "gpt2": "",
     "o200k": r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
@@ -74,7 +74,7 @@ def _wrap(tokenizer: Tokenizer, decoder: Any) -> PreTrainedTokenizerFast:
 
 
 def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE; an empty pattern stands for GPT-2's own pattern."""
+    """Byte-level BPE. An empty pattern stands for GPT-2's own pattern."""
     split: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern)
     if pattern:
         isolated = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -85,8 +85,8 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    """SentencePiece BPE: ``▁`` for spaces; newlines and rare characters are bytes."""
-    # Only ASCII: which of several equally rare characters a trainer keeps differs by run.
+    """SentencePiece BPE: ``▁`` stands for a space; newlines and rare characters are spelled as bytes."""
+    # Trains on ASCII only, because a trainer's choice among equally rare characters differs by run.
     text = TEXT.encode("ascii", "ignore").decode().replace("\n", "").replace(" ", "▁")
     split = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
     trained = _train(models.BPE(unk_token="<unk>"), split, trainers.BpeTrainer, [text] * 40)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests similarities and the dynamic threshold against formulas, the whole filter against a slow reference,
-each of its choices, block pairs and presets."""
+"""Tests the papers' filter (``match=steps``): similarities and dynamic threshold against formulas, the whole
+filter against a slow reference, alignment of blocks, bounds and presets."""
 
 import dataclasses
 import math
@@ -50,10 +50,10 @@ def response(phrases: list[str]) -> str:
 
 
 def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair]]:
-    """Stage 1 by the paper's text: compares with every earlier step, one after the other."""
+    """All stages before the distances, as the paper describes them: compares with each earlier step in turn."""
     _, proposals = propose(phrases, max_step_tokens=10_000)
     steps = [proposal.step for proposal in proposals]
-    # As in the papers, steps are compared without their delimiters, here one token each.
+    # As in the papers, steps are compared without their delimiters. Here a delimiter is one token.
     texts: list[Any] = [dataclasses.replace(s, token_ids=s.token_ids[:-1]) for s in steps]
     signatures = [signature(Words().decode(list(step.token_ids))) for step in steps]
     found = []
@@ -118,7 +118,7 @@ def test_positions_are_logical_and_the_delimiter_belongs_to_the_step() -> None:
     assert proposals[0].pairs == ()
     expected = tuple((117 + 3 * k, 100 + 3 * k) for k in range(5))
     assert proposals[1].pairs == expected
-    # Blank tokens between steps are not stored.
+    # Blank tokens between steps belong to no step, but their positions count.
     request, proposals = propose(["\n\n " * 5000 + "one two"], block=2)
     assert (len(proposals), request.position) == (1, 5003)
 
@@ -141,14 +141,14 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
 def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
     assert len(proposals[-1].pairs) == 3
-    # Newer steps with the same tokens in another order are as similar as the copy: they come first.
+    # Newer steps with the same tokens in another order are as similar as the copy, so they are checked first.
     one, other = "line c = 3 - 4 . here now .", "line c = 4 - 3 . here now ."
     for checks, shares in ((2, False), (3, True)):
         knobs = {"block": 4, "max_structure_checks": checks}
         _, proposals = propose([one, other, other, one], **knobs)
         assert proposals[-1].counters.candidates == 3
         assert bool(proposals[-1].pairs) is shares
-    # A step over a bound shares nothing.
+    # A step that exceeds a bound shares nothing.
     _, (_, over) = propose([_PHRASES[2]] * 2, block=2, limits=Limits(max_chars=30))
     assert over.pairs == ()
     assert (over.counters.dropped_structure, over.counters.over_bound) == (0, 2)
@@ -175,7 +175,7 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
         blocks = set(range(proposal.step.start, proposal.step.end - 3, 4))
         assert {pair.dst_start for pair in proposal.pairs} <= blocks
         starts |= blocks
-    # Sources come from all of the history, which may be bounded.
+    # Sources come from the whole history. If the history is bounded, sources are recent.
     lags = [p.step.start - pair.src_start for p in proposals[200:] for pair in p.pairs]
     assert max(lags) > 2000
     recent = run(max_history_steps=2)
@@ -227,8 +227,8 @@ def test_pairs_are_sound(
 def test_tokens_mode_misses_nothing(
     src_ids: list[int], dst_ids: list[int], block: int, gap: int
 ) -> None:
-    """Pairing is greedy from the left, so no block of the source occurs between two pairs. An exact copy stays
-    on its diagonal even if blocks repeat in it."""
+    """Pairing is greedy from the left, so tokens between two pairs contain no block of the source. A block of
+    an exact copy is paired with the block at the same place in the original, even if blocks repeat."""
     src = step_of(src_ids)
     pairs = align_blocks(step_of(dst_ids, 100), src, block)
     taken = {pair.dst_start - 100 + k for pair in pairs for k in range(block)}
@@ -246,9 +246,9 @@ def test_tokens_mode_misses_nothing(
     [
         ("abcdef", "abcdef", 2, [(0, 0), (2, 2), (4, 4)]),
         ("xabcdef", "abcdef", 2, [(1, 0), (3, 2), (5, 4)]),
-        # One token was replaced: the diagonal continues behind it.
+        # One token was replaced. Behind it, pairs continue at the same distance (on the diagonal).
         ("abXcdab", "abYcdab", 2, [(0, 0), (3, 3), (5, 5)]),
-        # If the diagonal does not match, the nearest later occurrence is taken, else the first one.
+        # If the diagonal does not match, the nearest later occurrence is taken, else the first.
         ("abcd", "cdabxcd", 2, [(0, 2), (2, 5)]), ("abcd", "cdcdab", 2, [(0, 4), (2, 0)]),
         # A source block may serve twice.
         ("abab", "abz", 2, [(0, 0), (2, 0)]),
@@ -256,23 +256,23 @@ def test_tokens_mode_misses_nothing(
     ],
 )  # fmt: skip
 def test_choices(dst: str, src: str, block: int, expected: list[tuple[int, int]]) -> None:
-    """Steps are written with one letter for each token."""
+    """Each letter of ``dst`` and ``src`` stands for a token."""
     found = align_blocks(step_of([*map(ord, dst)], 1000), step_of([*map(ord, src)]), block)
     assert [(i - 1000, j) for i, j in found] == expected
 
 
 def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
-    """Page 4: the source holds pages 4 and 8, the destination 16 and 20."""
+    """Page size 4: whole pages begin at 4 and 8 in the source, at 16 and 20 in the destination."""
     src: Step = step_of([9, 1, 2, 3, 4, 5, 6, 7, 8, 9], start=3)
     dst: Step = step_of([5, 6, 7, 8, 1, 2, 3, 4, 9], start=16)
     assert align_blocks(dst, src, 4, 4) == [BlockPair(16, 8), BlockPair(20, 4)]
     assert align_blocks(step_of(list(dst.token_ids), start=17), src, 4, 4) == []
     assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
-    # A page with a covered token is left out.
+    # A page is left out if another source covers a token of it already.
     step = step_of([7] * 12, start=16)
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
-    # Mode "index" pairs blocks by index, whatever tokens they hold.
+    # Mode "index" pairs the k-th block with the k-th block, whatever their tokens.
     src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
     for covered, expected in ((b"", [(30, 5), (33, 8)]), (b"\0\1" + bytes(8), [(33, 8)])):
         assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
@@ -287,7 +287,7 @@ def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_explicit_values_win_over_a_preset(name: str) -> None:
-    """Values of presets are as listed; at percentile 100 the first finite distance is accepted."""
+    """A preset sets the values listed for it. At percentile 100 the first finite distance is accepted."""
     resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
     assert resolved["preset"] == name and PRESETS[name].items() <= resolved.items()
     assert not re.fullmatch(r"p\d+", name) or resolved["percentile"] == int(name[1:])
@@ -324,7 +324,7 @@ _STEPS = st.lists(
 def test_similarities_equal_the_formula(
     drawn: list[tuple[list[int], int]], length_factor: bool, max_steps: int
 ) -> None:
-    """Holds for a bounded history too, after many oldest steps were dropped."""
+    """The history is bounded: similarities are also right after many of the oldest steps were dropped."""
     index = LexicalIndex(max_steps, length_factor)
     history: list[Step] = []
     for token_ids, num_chars in drawn:
@@ -355,18 +355,18 @@ def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=200), st.randoms(use_true_random=False))
 def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: random.Random) -> None:
-    """Every order must give the same bits, because native code sums in another order."""
+    """Every order of the similarities gives the same bits, so that all ranks find the same threshold."""
     tau = dynamic_threshold(np.array(sims), 0.9, 0.7)
     shuffled = rng.sample(sims, len(sims))
     assert dynamic_threshold(np.array(shuffled), 0.9, 0.7) == tau
-    # round() rounds half to even, like rint.
+    # Both round() and the filter's rint round half to even.
     total = sum(round(sim * 2**40) for sim in sims)
     assert tau == 0.9 - (0.9 - 0.7) * (total / (max(1, len(sims)) * 2.0**40))
     assert tau == pytest.approx(0.9 - 0.2 * math.fsum(sims) / max(1, len(sims)), abs=1e-12)
 
 
 def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time() -> None:
-    """Each of 2,048 steps has 1,023 of the query's 1,024 tokens: two million postings for each query."""
+    """Each of 2,048 steps has 1,023 of the query's 1,024 tokens, so a query meets two million index entries."""
     index = LexicalIndex(2048)
     tokens = np.arange(1024)
     for i in range(2048):

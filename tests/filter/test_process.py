@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter's process: it answers as the filter does, blocks no caller, and may die at any time."""
+"""Tests the filter's process: it answers as the filter does, blocks no caller, and may die at any time."""
 
 import contextlib
 import itertools
@@ -101,7 +101,7 @@ _TEXT = (
 def test_same_results_as_the_filter_in_this_process(
     make: Make, knobs: dict[str, Any], markers: messages.Markers
 ) -> None:
-    """The filter's process, fed in growing pieces, gives the results of a filter in the test."""
+    """The filter's process, fed in growing pieces, gives the results of a filter in the test's process."""
     config = FilterConfig(block=2, **knobs)
     span = ReasoningSpan(*markers, True) if markers else None
     local = RequestFilter(config, Words.classes, Words.vocabulary, 5, span)
@@ -118,7 +118,7 @@ def test_same_results_as_the_filter_in_this_process(
 
 
 def test_closed_and_unknown_requests(make: Make) -> None:
-    """The number of outstanding results, and what a take returns, depend on feeds and takes, not on time."""
+    """How many results are outstanding and what ``take`` returns depend on calls made, not on time."""
     step_filter = make()
     request = feed_new(step_filter, _STEP * 3)
     step_filter.close(request)
@@ -149,13 +149,13 @@ def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
         feed(step_filter, [request], _STEP * steps)
         taken = take_all(step_filter)
         assert (len(taken), step_filter.steps_shed) == (10, shed)
-    # Steps that were shed (dropped) are not candidates.
+    # Steps that were shed (not compared, because too many results wait) are no candidates.
     assert taken[-1].counters.candidates == 19
     assert taken[0].pairs[0][0] == 101 * len(_STEP)
 
 
 def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
-    """A fence in a step that was shed still opens and closes code."""
+    """A code fence (```) opens or closes code even if its step was shed."""
     code, fence = Words().encode("p x = 1 \n\n"), Words().encode("``` one \n\n")
     step_filter = make(max_pending=1)
     request = step_filter.open(0, True)
@@ -210,7 +210,7 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     feed_new(step_filter)
     step_filter.close(0)
     assert (step_filter.outstanding, step_filter.ready(), step_filter.take(9, 9)) == (0, 0, [])
-    # A process that was shut down after an unseen failure is not started again.
+    # After a shutdown a process is not started again, even if it failed before and nobody noticed.
     step_filter = make()
     os.kill(step_filter.pid, signal.SIGKILL)
     step_filter.shut_down()
@@ -220,7 +220,7 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
 
 
 def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
-    """No call blocks while the process is stopped, and the bytes sent to it are bounded."""
+    """No call blocks while the process is stopped. The bytes that wait for the process are bounded."""
     step_filter = make()
     request = step_filter.open(0, True)
     os.kill(step_filter.pid, signal.SIGSTOP)
@@ -248,7 +248,7 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     start = time.monotonic()
     wait_until_it_failed(step_filter)
     assert time.monotonic() - start > 0.7
-    # A pause of the scheduler itself does not count as silence of the process.
+    # If the scheduler itself pauses, the process does not count as silent.
     step_filter.restart()
     feed_new(step_filter)
     time.sleep(1.0)
@@ -277,7 +277,7 @@ def test_what_came_in_pieces_is_read_and_nonsense_is_a_failure(make: Make) -> No
 def test_a_filter_of_another_version_is_refused_by_name(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The package was replaced by another version while the server runs."""
+    """Another version of the package is installed while the server runs."""
     step_filter = make()
     package = shutil.copytree(_ROOT / "sglang_reasoncache", tmp_path / "sglang_reasoncache")
     (package / "__init__.py").write_text('__version__ = "0.0.9"')
@@ -295,7 +295,7 @@ def test_a_filter_of_another_version_is_refused_by_name(
 def test_a_process_that_cannot_be_started_is_a_failure(
     make: Make, monkeypatch: pytest.MonkeyPatch, refused: tuple[Any, str]
 ) -> None:
-    """A failed restart is a failure of the filter; only a failed start of the server raises RuntimeError."""
+    """If a restart fails, ``ready`` reports a failure. Only a failed first start raises RuntimeError."""
     step_filter = make()
 
     def refuse(*_: object, **__: object) -> None:
@@ -387,14 +387,14 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
-    """Unpickling the vocabulary that the process receives loads neither torch nor SGLang."""
+    """The process does not load torch or SGLang, not even to unpickle the vocabulary that it receives."""
     step_filter = make(vocabulary=read("gpt2"))
     feed_new(step_filter)
     take_all(step_filter)
     child = psutil.Process(step_filter.pid)
     mapped = {Path(part.path).name for part in child.memory_maps()}
     assert not [name for name in mapped if "torch" in name or "cuda" in name or "tvm" in name]
-    # Importing the filter, as the scheduler does, loads no heavy module either, nor sympy.
+    # The scheduler imports the filter too. This import loads no heavy module, SymPy included.
     of = "sglang_reasoncache.filter"
     script = f"import sys, {of}.worker, {of}.process, {of}.structure; print(*sys.modules)"
     done = subprocess.run(

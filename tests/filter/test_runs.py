@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares equal runs with brute force, and checks which block reads which block, and when."""
+"""Tests the default filter (``match=runs``): equal runs against brute force, and who reads whom, and when."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def test_runs_are_those_of_brute_force(
     def run(at: int) -> list[int]:
         return tokens[at - lead - start : at - start + block]
 
-    # Whatever source is chosen, blocks with an earlier equal run are paired from the left.
+    # Blocks that have an earlier equal run are paired from the left, whatever source is chosen.
     first = start + lead + -(start + lead) % page
     at, expected = first, []
     while at + block <= start + len(tokens):
@@ -55,14 +55,14 @@ def test_runs_are_those_of_brute_force(
         else:
             at += page
     if newest:
-        # Two earlier blocks begin at one position or do not overlap.
+        # Earlier blocks of two pairs are the same block, or do not overlap.
         starts = sorted({earlier for _, earlier in found})
         assert all(b - a >= block for a, b in itertools.pairwise(starts))
     else:
         assert [pair.dst_start for pair in found] == expected
     for later, earlier in found:
         assert run(later) == run(earlier) and start + lead <= earlier <= later - block
-        # Blocks are whole pages of the row, wherever the response begins.
+        # Blocks are whole pages of the row, even if the response begins inside a page.
         assert later % page == earlier % page == 0
 
 
@@ -76,7 +76,7 @@ def test_no_run_crosses_tokens_that_take_no_part() -> None:
     matcher = RunMatcher(FilterConfig(match="runs", block=4), 0)
     assert matcher.propose(Step.build(0, [1, 2, 3, 4], "")) == []
     assert matcher.propose(Step.build(4, [1, 2], "")) == []
-    # Position 6 takes no part.
+    # Position 6 takes no part, because it belongs to no step.
     assert matcher.propose(Step.build(7, [3, 4, 5, 1, 2, 3, 4], "")) == [(10, 0)]
 
 
@@ -104,12 +104,12 @@ def test_the_later_block_waits_until_it_is_old() -> None:
 
 def test_the_earlier_block_reads_the_newest_of_its_chain() -> None:
     rule = aged("newest", 10)
-    # The pair is too young at first; meanwhile newer copies come, paired with any older copy.
+    # The first pair is too young. Meanwhile newer copies come, each paired with some older copy.
     assert rule.release([(8, 0)], 12) == []
     assert rule.release([(12, 8)], 13) == []
     assert rule.release([(18, 0)], 22) == [(0, 18), (8, 18)]
     assert rule.release([], 26) == [(12, 18)]
-    # Readers of block 18 follow it to block 40, so that only (18, 40) is released.
+    # Readers of block 18 move to block 40 together with block 18, so only (18, 40) is released.
     assert rule.release([(40, 8)], 44) == [(18, 40)]
 
 
@@ -141,7 +141,7 @@ CONFIG = FilterConfig(match="runs", block=3, min_run=3, min_age=AGE, direction="
 def grouped(
     responses: list[list[int]], start: int, page: int = 1, block: int = 3
 ) -> tuple[list[RunMatcher], list[list[AcrossPair]], RunGroup]:
-    """Members that grow in turns by six tokens, the pairs that each may read, and their group."""
+    """Grows members of a group in turns, by six tokens. Returns the members, the pairs of each, the group."""
     config = dataclasses.replace(CONFIG, block=block, page_size=page, min_run=block)
     group = RunGroup()
     members = [RunMatcher(config, start) for _ in responses]
@@ -198,7 +198,7 @@ def test_a_member_that_left_is_no_source() -> None:
     late = RunMatcher(CONFIG, 0)
     late.join(8, group)
     late.propose(Step.build(0, text, ""))
-    # Member 7 has a copy that is old enough by now.
+    # Member 7 has the tokens too, and its copy is old enough by now.
     assert late.across() == [(0, 0, 7), (3, 3, 7)]
 
 
@@ -209,5 +209,5 @@ def test_tokens_that_take_no_part_are_equal_to_none() -> None:
         member.join(number, group)
         assert member.propose(Step.build(6, list(range(40, 52)), "")) == []
         pairs = member.across()
-    # Member 0 was alone at first, so its runs were not indexed: 1 is the source.
+    # Member 0 was alone at first, so its runs were not indexed, and member 1 is the source.
     assert pairs == [(6, 6, 1), (9, 9, 1)]

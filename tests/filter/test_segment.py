@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that token streams have the steps of their text, split at blank lines, and tests bytes of tokens."""
+"""Tests that a token stream is split into the steps of its text, and that tokens have the right bytes."""
 
 import functools
 import logging
@@ -44,7 +44,7 @@ def spans_of(pieces: list[str], max_step_tokens: int = 1000) -> list[tuple[int, 
 
 
 def split_text(text: str) -> list[str]:
-    """Slow reference: all steps of a text, the unfinished last one included."""
+    """Slow reference: all steps of a text, including an unfinished last step."""
     parts = re.split(r"\n[ \t\r]*\n[ \t\r\n]*", text)
     return [part.strip(_WHITE) for part in parts if part.strip(_WHITE)]
 
@@ -95,7 +95,7 @@ _MADE_UP = st.sampled_from(
 def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
     spans = spans_of(pieces)
     steps = ["".join(pieces[start:end]) for start, end in spans]
-    # The appended period opens a last step, which has not ended.
+    # The appended period begins a last step, which has not ended and is dropped.
     assert [step.strip(_WHITE) for step in steps] == split_text(f"{''.join(pieces)}.")[:-1]
     # Blank tokens between two steps belong to neither.
     assert all(pieces[start].strip(_WHITE) for start, _ in spans)
@@ -106,9 +106,9 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
 
 # -- with tokenizers of every kind --
 #
-# A token with text on both sides of a blank line, or between two blank lines, belongs as a whole to
-# the step that was open before it; the next step starts behind the token. The steps are as if
-# the token's own blank lines were removed and one blank line were put behind the token.
+# If a token has text on both sides of a blank line, or between two blank lines, the whole token belongs to the
+# step that was open before it, and the next step starts behind the token. So the token acts as if its blank
+# lines were removed and one blank line followed it.
 
 _STRADDLES = re.compile(
     rb"[^ \t\r\n][ \t\r]*\n[ \t\r]*\n[ \t\r\n]*[^ \t\r\n]"  # text on both sides
@@ -142,7 +142,7 @@ def test_any_text(name: str, text: str) -> None:
     if not across:
         assert steps == split_text(decoded)
         return
-    # Moves blank lines inside each straddling token behind it, as one blank line.
+    # Replaces the blank lines inside each straddling token by one blank line behind the token.
     pieces = [*vocabulary.pieces]
     for token in across:
         pieces[token] = pieces[token].translate(None, _WHITE.encode()) + b"\n\n"
@@ -155,7 +155,7 @@ _START, _END = frozenset({1}), frozenset({2})
 
 def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
     span = ReasoningSpan(_START | {3}, _END | {3}, True)
-    # Reasoning is forced, but the model still writes the start marker; later a second end marker.
+    # The response begins inside reasoning, but the model writes a start marker, and two end markers.
     found = [span.push(token) for token in (5, 1, 5, 2, 2, 5, 1, 5, 3, 5)]
     assert found == [True, False, True, False, False, False, False, True, False, False]
 
@@ -182,7 +182,7 @@ def test_the_last_marker_of_the_prompt_decides(
 def test_same_steps_as_splitting_the_text_at_markers(
     pieces: list[str], inside: bool, chunk: int
 ) -> None:
-    """Holds for chunks of any size. The slow reference cuts at markers and keeps the text inside."""
+    """Chunks may have any size. The slow reference cuts the text at markers and keeps the reasoning."""
     expected, parts, where = [], [""], [inside]
     for piece in pieces:
         if piece in ("<think>", "</think>"):
@@ -193,7 +193,7 @@ def test_same_steps_as_splitting_the_text_at_markers(
     for part, is_inside in zip(parts, where, strict=True):
         steps = [step.strip() for step in part.split("\n\n")]
         expected += [step for step in steps if step and is_inside]
-    # An end marker is added, as without one the last step would still be open.
+    # An end marker is added, because otherwise the last step would still be open.
     words = Words()
     token_ids = words.encode(" ".join([*pieces, "</think>"]))
     opens, closes = (frozenset(words.encode(marker)) for marker in ("<think>", "</think>"))
@@ -220,10 +220,10 @@ def test_text_is_the_concatenation(pieces: list[bytes], token_ids: list[int]) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_text_as_the_tokenizer(name: str) -> None:
-    """Texts are equal, except for a space before the first word, and include markers."""
+    """The vocabulary's text is the tokenizer's, markers included, except for a space before the first word."""
     tokenizer, vocabulary = made(name), read(name)
     assert len(vocabulary.pieces) == len(tokenizer)
-    # Llama 2 puts a space behind a special token.
+    # The Llama 2 tokenizer puts a space behind a special token.
     if name in _BYTE_EXACT and name != "llama2":
         assert vocabulary.text(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
     for marker in ("<think>", "</think>"):
@@ -232,7 +232,7 @@ def test_same_text_as_the_tokenizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", _BYTE_EXACT)
 def test_any_bytes_can_be_spelled(name: str) -> None:
-    """Tokens may hold parts of characters, which ``decode`` of single tokens would lose."""
+    """A token may hold a part of a character, which ``decode`` of this token alone would lose."""
     single = set(read(name).pieces)
     valid = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
     assert all(bytes([byte]) in single for byte in valid)
@@ -264,7 +264,7 @@ class _Custom:
 
 
 def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens are read by bytes, or by decoding if bytes are spelled as Latin-1, which XGrammar cannot know."""
+    """Tokens are read as bytes, or decoded if bytes are spelled in Latin-1, which XGrammar does not know."""
     tokenizer = _Custom(bytes)
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF001, SIM905, E501 - signs look alike on purpose; lists of texts stay short
-"""Structure signatures: which formal steps are equal, which differ, and which steps are prose. Hostile text is
-read in bounded time, raises nothing and is never evaluated."""
+"""Tests structure signatures: which formal steps are equal, which differ, which steps are prose. Hostile text
+is read in bounded time, raises nothing and is never evaluated."""
 
 import builtins
 import contextlib
@@ -126,7 +126,7 @@ def test_expressions(text: str, expected: list[Basic]) -> None:
 
 
 def test_step_inside_an_open_fence_is_code() -> None:
-    """Code with blank lines is cut into steps; the later ones have no fence."""
+    """A blank line inside code ends a step. The next step has no opening fence."""
     inside = signature("return x\n```\nso it works", in_code=True)
     assert list(inside.content or ()) == [written("code", Symbol("return"), x)]
 
@@ -145,7 +145,7 @@ _TEMPLATES = (
 def test_any_differing_digit_letter_or_operator_changes_the_signature(
     template: str, seed: int
 ) -> None:
-    """Replaces every formal word in turn, in prose with embedded equations."""
+    """Replaces each digit, letter and operator in turn, in prose with equations."""
     rng = random.Random(seed)
     symbols = {key: rng.choice(_LETTERS) for key in "vpu"}
     symbols |= {key: str(rng.randrange(10)) for key in "qwxyr"}
@@ -163,7 +163,7 @@ _LEAVES = st.sampled_from(["1", "2", "13", "x", "y", "z"])
 
 
 def expressions(operators: str) -> st.SearchStrategy[str]:
-    """Expressions in which every operation has brackets."""
+    """Expressions with brackets around every operation."""
     return st.recursive(
         _LEAVES,
         lambda inner: st.one_of(
@@ -212,7 +212,7 @@ def test_prose_passes_and_over_bound_never_matches() -> None:
     ],
 )  # fmt: skip
 def test_tolerance(first: str, second: str, distance: int) -> None:
-    """``distance``: operations counted by hand; the pair is equal at this tolerance and not at one less."""
+    """``distance``: edits, counted by hand. The pair matches at this tolerance, but not at one less."""
     steps = signature(first), signature(second)
     assert same_structure(*steps, tolerance=distance)
     assert not same_structure(*steps, tolerance=distance - 1)
@@ -265,7 +265,7 @@ _LONG = (
     "\x00\ud800\udfff\u202e\ufeff" * 100, "x\u0301" * 400, "```" + "\r" * 8000,
 )  # fmt: skip
 
-# Bait: evaluating one of these texts creates a file.
+# Baits: if one of these texts is evaluated, a file appears.
 _BAITS = (
     "open('{0}', 'w').close()", "__import__('os').system('touch {0}')", "eval(\"open('{0}', 'w')\")",
     "(lambda: open('{0}', 'w'))()", "f'{{open(\"{0}\", \"w\")}}'", "$(touch {0})", "; touch {0} #",
@@ -291,7 +291,7 @@ _UNICODE = (
     *(f"a {name} 2, A {name} I" for name in ("is", "or", "equals", "of", "mod", "minus", "day")),
 )  # fmt: skip
 
-# Pieces to insert into mutants.
+# Pieces that :func:`mutants` inserts.
 _SHARDS = (
     *"$`\\{}()[]^_+-=<>*/!|&,.:;'\"?~#%@\n\t\r \x00²₁√′’·×÷≤≠∈∑⌊⌋⟨é数٣½ǅΩ",
     *r"$$ ``` \( \) \[ \] \frac \sqrt \text{ \left \right \cdot \le \\ ** __ -> => <=> := &= 23 1,000".split(),
@@ -300,7 +300,7 @@ _SHARDS = (
 
 
 def hostile(bait: Path) -> list[str]:
-    """Nested, unterminated, huge, recursive and foreign texts, each as mathematics, code and prose."""
+    """Nested, unterminated, huge, recursive and foreign texts. Each comes as mathematics, code and prose."""
     texts = [*_NUMBERS, *_MACROS, *_UNICODE, *_LONG, *(one.format(bait) for one in _BAITS)]
     for nest, depth in itertools.product(_NESTS, _DEPTHS):
         opened, _, closed = nest.partition(" ") if " " in nest else (nest[:-1], "", nest[-1])
@@ -311,7 +311,7 @@ def hostile(bait: Path) -> list[str]:
 
 
 def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
-    """Parts of some seeds and random pieces, in random order."""
+    """Texts made of parts of some seeds and random pieces, in random order."""
     for _ in range(count):
         starts = [(seed, rng.randrange(len(seed) + 1)) for seed in rng.choices(seeds, k=5)]
         parts = [seed[at : at + rng.randrange(120)] for seed, at in starts]
@@ -319,7 +319,7 @@ def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
 
 
 _SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)
-# CPU time of one step.
+# The most CPU time that reading a step may take.
 _MAX_SECONDS = 0.05
 
 
@@ -362,7 +362,7 @@ def test_recursion_stays_far_below_the_interpreter_limit() -> None:
         sys.setrecursionlimit(limit)
 
 
-# Functions of the standard library that can run a text, or open a file.
+# Functions that can run a text or open a file.
 _EVALUATORS = (
     (builtins, "eval"), (builtins, "exec"), (builtins, "compile"), (builtins, "open"),
     (os, "system"), (os, "popen"), (subprocess, "Popen"),
@@ -370,7 +370,7 @@ _EVALUATORS = (
 
 
 def seconds_to_read(text: str) -> float:
-    """CPU time of one read, the best of up to three."""
+    """CPU time of reading a text: the least of up to three tries."""
     best = _MAX_SECONDS
     for _ in range(3):
         start = time.thread_time()
@@ -411,7 +411,7 @@ def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> 
     best = 1.0
     for _ in range(3):
         request = RequestFilter(FilterConfig(fixed_tau=0.0), classes, vocabulary, 0)
-        # Steps are put directly into the history, so that none of them was a candidate before.
+        # Steps are put directly into the history, so that none was a candidate and read before.
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
             assert isinstance(request._matcher, StepMatcher)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A word-level tokenizer for tests: a blank line is one token."""
+"""A word-level tokenizer for tests. A blank line is one token."""
 
 import re
 import string
@@ -24,13 +24,13 @@ _IDS = {word: i for i, word in enumerate(_WORDS)}
 
 
 class Words:
-    """A fixed list of words, each spelled with a space before it."""
+    """A tokenizer of a fixed list of words. A word's bytes begin with a space."""
 
     vocabulary = Vocabulary([f" {word}".encode() if word else b"" for word in _WORDS])
     classes = TokenClasses(vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the words; KeyError on one that is not in the list."""
+        """Ids of the words. Raises KeyError if a word is not in the list."""
         return [_IDS[word] for word in re.findall(r"\n\n|\S+", text)]
 
     def decode(self, token_ids: list[int]) -> str:
@@ -39,13 +39,13 @@ class Words:
 
 
 def filter_knobs(preset: str) -> dict[str, Any]:
-    """The settings of a preset that :class:`FilterConfig` takes, without those about distances."""
+    """The values of a preset that :class:`FilterConfig` takes: all but ``when`` and those about distances."""
     stage_two = ("percentile", "warmup", "distance", "when")
     return {name: value for name, value in PRESETS[preset].items() if name not in stage_two}
 
 
 def step_of(token_ids: list[int], start: int = 0, text: str | None = None) -> Step:
-    """A step whose text has one character per token unless given."""
+    """A step. Unless ``text`` is given, the step's text has one character for each token."""
     return Step.build(start, token_ids, "x" * len(token_ids) if text is None else text)
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools, rows and expected results for the tests of paged attention. Expected results are computed
-independently: plain Python over positions, keys rotated by complex multiplication, dense softmax,
-all in double precision over the values as stored."""
+"""Pools, rows and expected results for the tests of paged attention. Expected results use none of our kernels:
+plain Python over positions, keys rotated by complex multiplication, dense softmax, all in double precision over
+the values as stored."""
 
 import dataclasses
 import itertools
@@ -15,16 +15,16 @@ from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.triton_runs import INTERPRETED
 
-#: How a pool may lay out a layer: halves of one allocation (SGLang), K and V of a slot side by side,
-#: heads in front of slots, heads with room between them, an odd address.
+#: Layouts of a layer in the pool: K and V are halves of one allocation (SGLang), K and V of a slot are side by
+#: side, heads are the outer dimension, heads have gaps between them, the address is odd.
 LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
 #: Layout of MLA: values and keys are parts of one row.
 LATENT = "latent"
 #: Positions in the rotary table.
 TABLE = 40_000
 
-#: Tolerances (relative, absolute) by dtype of the result, for values of about 1: half a unit in the
-#: last place, and a logit's error from fp32 sums over 256 dims and rotated queries.
+#: Dtype of the result -> tolerances for values of about 1. Relative: half a unit in the last place. Absolute: a
+#: logit's error from fp32 sums over 256 dims and rotated queries.
 TOLERANCE = {
     torch.float32: (0.0, 2e-5),
     torch.bfloat16: (2.0**-8, 2e-5),
@@ -45,9 +45,9 @@ class Case:
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
-    shared: float = 0.3  # share of entries whose slot was cached at another position
-    repeated: float = 0.0  # rough share of positions that name the slot of another position
-    evicted: float = 0.0  # share of positions that are evicted; 1 leaves one entry a row
+    shared: float = 0.3  # share of positions whose slot was cached at another position
+    repeated: float = 0.0  # rough share of positions that name another position's slot
+    evicted: float = 0.0  # share of evicted positions; 1 leaves one entry per row
     layout: str = "halves"  # one of LAYOUTS, or LATENT
 
     @property
@@ -92,7 +92,7 @@ CASES = [
       rotary_dim=24) for dtype in (torch.float32, torch.float16, *_FP8)),
 ]  # fmt: skip
 
-#: Cases for Triton's interpreter: fewer entries, but every sort of head, dtype and layout.
+#: Cases for Triton's interpreter, which is slow: fewer entries, but every sort of heads, dtypes and layouts.
 FEW = [
     Case(evicted=0.4),
     Case(heads=5, kv_heads=1, k_dim=80, v_dim=80, rotary_dim=80, lengths=(1, 70)),
@@ -122,7 +122,7 @@ FEW = [
 
 @dataclasses.dataclass
 class Rig:
-    """A case's tensors. All slots that no row names, also slot 0 (SGLang's padding), hold NaN."""
+    """A case's tensors. Slots that no row names hold NaN, among them slot 0 (SGLang's padding)."""
 
     case: Case
     keys: torch.Tensor
@@ -139,8 +139,8 @@ class Rig:
         return self.case.query_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """The expected plan, entry by entry. With ``merge``, if a row has a slot at its cached position, other
-        positions with this slot have no entries: rotations in the tile of its entry stand for them."""
+        """The expected plan, computed entry by entry. With ``merge``, if a row names a slot at its cached
+        position, the slot has an entry only there. Its other positions are rotations in that entry's tile."""
         indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []
@@ -189,13 +189,13 @@ class Rig:
         return RowPlan(torch.tensor(indptr).int(), indices, shifts, found_rotations)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
-        """fp64 keys of the plan's entries, rotated to uses, ``[total, kv_heads, query_dim]``."""
+        """fp64 ``[total, kv_heads, query_dim]``: keys of the plan's entries, rotated to where they are used."""
         slots = plan.kv_indices.long()
         keys = self.turned(self.keys.float()[slots].double(), plan.shift)
         return self.with_values(keys, slots)
 
     def with_values(self, keys: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """What a query is multiplied with: ``keys``; for latent rows, values and ``keys`` side by side."""
+        """What a query is multiplied by: ``keys``. For latent rows: values and ``keys`` side by side."""
         if self.case.layout != LATENT:
             return keys
         return torch.cat((self.values.float()[slots].to(keys.dtype), keys), dim=2)
@@ -234,7 +234,7 @@ def make(case: Case, seed: int = 3) -> Rig:
 
     sizes = num_slots, case.kv_heads, case.k_dim, case.v_dim
     keys, values = lay_out(case.layout, made, *sizes)
-    # Beyond their ends rows have stale entries, and some rows belong to no request.
+    # Behind a request's positions its row has stale entries, and some rows belong to no request.
     rows = torch.randint(0, num_slots, (len(case.lengths) + 2, width), generator=generator)
     cached_at = torch.randint(0, 3000, (num_slots,), generator=generator)
     order = torch.randperm(num_slots - 1, generator=generator) + 1
@@ -246,7 +246,7 @@ def make(case: Case, seed: int = 3) -> Rig:
         at = torch.arange(count)
         cached_at[slots] = at
         if case.rotary_dim and count:
-            # Runs of 8 positions share, like blocks; the first and last position are shifted very far.
+            # Runs of 8 positions share, like blocks. The first and the last position have huge shifts.
             away = torch.rand((count + 7) // 8, generator=generator) < case.shared
             away = away.repeat_interleave(8)[:count]
             near = torch.randint(-50, 50, (len(away),), generator=generator)
@@ -256,7 +256,7 @@ def make(case: Case, seed: int = 3) -> Rig:
                 cached_at[slots[0]] = TABLE - 1
                 cached_at[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
         for _ in range(round(case.repeated * count / 10) if count > 20 else 0):
-            # A run is repeated later or earlier, also over positions that already share or repeat.
+            # Copies a run of slots to other positions, also over positions that share or repeat already.
             run, to, source = torch.randint(1, count - 20, (3,), generator=generator).tolist()
             run = 1 + run % 20
             slots[to : to + run] = slots[source : source + run].clone()
@@ -275,17 +275,17 @@ def make(case: Case, seed: int = 3) -> Rig:
 
 
 def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
-    """Write NaN into the slots chosen by a mask."""
+    """Writes NaN into the slots that a mask chooses."""
     filled = buffer.float()
     filled[where] = float("nan")
     buffer.copy_(filled.to(buffer.dtype))
-    # Without NaN in exactly these slots the tests would prove nothing.
+    # If other slots had NaN, or these had none, the tests would prove nothing.
     assert torch.equal(buffer.float().isnan().any(dim=(1, 2)), where) and where[0]
     assert buffer.float()[where].isnan().all()
 
 
 def assert_plans(found: RowPlan, expected: RowPlan) -> None:
-    """Checks equality, except for the order of a tile's rotations after the first."""
+    """Checks that plans are equal. The rotations of a tile may differ in order, except for the first."""
     sides = *zip(found[:3], expected[:3], strict=True), *_lists(found, expected)
     for mine, other in sides:
         assert (mine is None) == (other is None)
@@ -293,7 +293,7 @@ def assert_plans(found: RowPlan, expected: RowPlan) -> None:
 
 
 def _lists(*plans: RowPlan) -> list[tuple[torch.Tensor | None, ...]]:
-    """Rotations of plans side by side, sorted within their tiles."""
+    """The fields of the plans' rotations, as pairs to compare. Within a tile, rotations are sorted."""
     sides: list[list[torch.Tensor | None]] = []
     for plan in plans:
         if plan.rotations is None:
@@ -312,10 +312,10 @@ def _lists(*plans: RowPlan) -> list[tuple[torch.Tensor | None, ...]]:
 def assert_attention(
     found: torch.Tensor, expected: torch.Tensor, atol: float | None = None
 ) -> None:
-    """Compares within ``atol`` or the tolerance of the result's dtype; NaN never passes."""
+    """Compares within ``atol``, by default the tolerance of the result's dtype. NaN never passes."""
     relative, absolute = TOLERANCE[found.dtype] if atol is None else (0.0, atol)
     if INTERPRETED and found.dtype == torch.bfloat16:
-        relative *= 2  # the interpreter cuts bf16, a GPU rounds
+        relative *= 2  # the interpreter truncates to bf16, a GPU rounds
     torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute)
 
 
@@ -332,7 +332,7 @@ def make_rotation(rotary_dim: int, is_neox: bool) -> KeyRotation | None:
 def lay_out(
     layout: str, made: Callable[..., torch.Tensor], slots: int, heads: int, k_dim: int, v_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values ``[slots, heads, dim]``: strided views of tensors that ``made(*shape)`` returns."""
+    """Keys and values ``[slots, heads, dim]`` as views of tensors that ``made(*shape)`` returns."""
     match layout:
         case "halves" if k_dim == v_dim:
             keys, values = made(2, slots, heads, k_dim)
@@ -370,8 +370,8 @@ def dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *,
     hidden: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """fp64 attention of ``[tokens, heads, dim]`` to ``[held, kv_heads, dim]``, and its weights ``[heads,
-    tokens, held]``. ``hidden`` ``[tokens, held]``: pairs that are masked."""
+    """fp64 attention of queries ``[tokens, heads, dim]`` to keys ``[held, kv_heads, dim]``, and its weights
+    ``[heads, tokens, held]``. ``hidden`` ``[tokens, held]`` is True where a token does not see a key."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (side.double().repeat_interleave(group, dim=1) for side in (keys, values))
     logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale

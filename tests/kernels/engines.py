@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for the engines that run the operations: C++ as built for this machine and for older ones, and
-Triton, on a GPU or interpreted. The interpreter's process (see ``tests/triton_runs.py``) has only
-Triton. Distances also run in PyTorch."""
+"""Fixtures for the engines that run our operations: C++ built for this CPU and for older CPUs, and Triton, on a
+GPU or interpreted. PyTorch also computes distances. In a process with the interpreter (see
+``tests/triton_runs.py``) Triton is the only engine."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ import pytest
 from sglang_reasoncache import native
 from tests.triton_runs import INTERPRETED, on_device
 
-#: Builds for older x86 -> flags that they need. v3 lacks AVX-512; x86-64 lacks AVX, F16C, FMA too.
+#: Builds for older x86 CPUs -> CPU flags that a build needs. v3 lacks AVX-512; x86-64 also AVX, F16C and FMA.
 OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
 NATIVE = () if INTERPRETED else ("native", *OLDER)
 HOST = () if INTERPRETED else ("torch", *NATIVE)
@@ -25,7 +25,7 @@ ON_DEVICE = pytest.param("triton", marks=on_device)
 def _engines(*params: Any) -> Any:
     @pytest.fixture(params=params)
     def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-        """The name of the backend to ask for; see :func:`use`."""
+        """The name of the backend that a test passes to our operations; see :func:`use`."""
         return use(request.param, monkeypatch)
 
     return engine
@@ -37,8 +37,8 @@ backend = _engines(*NATIVE, ON_DEVICE)
 def by_engine(
     cases: Iterable[Any], few: Iterable[Any], host: tuple[str, ...] = NATIVE
 ) -> list[Any]:
-    """Parameters for pytest: every engine of ``host``, and Triton, each with all ``cases``. Builds for older
-    CPUs, and interpreted Triton, get the ``few`` cases instead."""
+    """Parameters for pytest: each engine of ``host``, and Triton, with all ``cases``. Builds for older CPUs and
+    interpreted Triton get the ``few`` cases instead."""
     return [
         pytest.param(engine, case, marks=on_device if engine == "triton" else ())
         for engine in (*host, "triton")
@@ -46,15 +46,15 @@ def by_engine(
     ]
 
 
-#: Fixture of the C++ engines alone, which refuse values out of range.
+#: Fixture of the C++ engines alone, because only these refuse values out of range.
 cpu = _engines(*NATIVE)
-#: Fixtures of engines for distances: all of them, and those that read host memory.
+#: Fixtures of engines for distances: all engines, and the engines that read host memory.
 of_distances = _engines(*HOST, ON_DEVICE)
 host_of_distances = _engines(*HOST)
 
 
 def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make "native" mean this engine; return the name of the backend to ask for."""
+    """Make the backend "native" use this engine's library. Return the name of the engine's backend."""
     if engine == "torch":
         monkeypatch.setattr(native, "library", unavailable)
     elif engine in NATIVE:
@@ -70,7 +70,7 @@ def unavailable() -> ctypes.CDLL:
 
 
 def this_build() -> ctypes.CDLL | str:
-    """The library for this machine, or the reason why there is none."""
+    """The library for this CPU, or the reason why there is none."""
     try:
         return _LIBRARY()
     except native.NativeUnavailable as error:
@@ -87,7 +87,7 @@ def older_build(level: str) -> ctypes.CDLL | str:
         return "a build for an x86 CPU"
     if not set(Path("/proc/cpuinfo").read_text().split()) >= OLDER[level]:
         return f"this CPU is older than {level}"
-    # Built once for all processes and runs, like the library itself.
+    # The build is cached for all processes and later runs, like the library's own build.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_OPTIMISED", ("-O1", f"-march={level}"))
         try:

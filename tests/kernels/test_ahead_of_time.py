@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles Triton kernels for GPUs that are not here, and checks by the machine code that resources stay within
-limits for several compute capabilities, and by PTX that loads are wide."""
+"""Compiles Triton kernels for several compute capabilities, without a GPU. Checks that the machine code stays
+within limits of registers, spilled bytes and shared memory, and that loads in the PTX are wide."""
 
 import contextlib
 import re
@@ -45,13 +45,13 @@ _POINTERS = {
     "bf16": "query keys values out_k out_v",
 }
 POINTERS = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
-#: Pointers and strides that are multiples of 16; not ``end``, which is ``kv_indptr[1:]``.
+#: Pointers and strides that are multiples of 16. ``end`` is not, because it is ``kv_indptr[1:]``.
 ALIGNED = {*POINTERS} - {"end"}
 ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride", "q_head_stride")
 
 
 class Resources(NamedTuple):
-    """Resources that a compiled kernel takes, or its limits."""
+    """The resources that a compiled kernel takes, or the limits of these."""
 
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
@@ -64,7 +64,7 @@ _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
 @contextlib.contextmanager
 def standing_in(gpu: int) -> Iterator[GPUTarget]:
-    """Makes ``gpu`` Triton's active GPU: Triton chooses instructions by it, and not by the target."""
+    """Makes ``gpu`` Triton's active GPU: Triton chooses instructions by the active GPU, not by the target."""
     target = GPUTarget("cuda", gpu, 32)
     driver: Any = triton.runtime.driver
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
@@ -94,7 +94,7 @@ def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dic
 
 
 def resources_of(compiled: Any) -> Resources:
-    """Resources by the kernel's machine code; RuntimeError if cuobjdump names no registers."""
+    """The resources that the machine code takes. Raises RuntimeError if cuobjdump names no registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -107,7 +107,7 @@ def resources_of(compiled: Any) -> Resources:
 
 
 def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
-    """``kind``: "merged", "own" (no key is rotated), or "shifted"."""
+    """``kind``: "merged" (a merged plan), "own" (no key is rotated), "shifted" (entries have shifts)."""
     query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
     pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
     query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
@@ -170,8 +170,8 @@ def _gather() -> _Kernel:
 
 
 #: Every kernel with constants of a usual server, and its limits on all of :data:`GPUS`: registers, spilled
-#: bytes, shared bytes. With 168 registers three blocks of four warps fit on an SM. With 8 spilled bytes
-#: ptxas keeps two numbers out of registers, so that one more block fits.
+#: bytes, shared bytes. With 168 registers, three blocks of four warps fit on an SM. Where 8 bytes are spilled,
+#: ptxas keeps two numbers in memory, so that one more block fits.
 _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, bf16 32/8x128": (_decode("32/8x128", BF16, "merged"), (168, 0, 74776)),
     "decode, merged, bf16 64/8x128": (_decode("64/8x128", BF16, "merged"), (176, 0, 74776)),
@@ -204,7 +204,7 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "rotations of tiles": (_rotations(True), (120, 0, 256)),
 }
 KERNELS = {name: kernel for name, (kernel, _) in _KERNELS.items()}
-#: Limits that differ on one GPU. Below sm_89 fp8 is converted by arithmetic, with twice the warps.
+#: Limits that differ on one GPU. Below sm_89 a kernel converts fp8 by arithmetic and has twice the warps.
 _LIMITS_OF_GPU = {
     (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776),
     (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296),
@@ -220,7 +220,7 @@ def limits_of(gpu: int, name: str) -> Resources:
 NARROW = r"ld\.global\.(?:b8|b16|u8|u16)\b"
 
 
-#: Every kernel for every GPU. If ``long`` tests are left out, each kernel has one GPU, in turns.
+#: Every kernel for every GPU. Without ``long`` tests, each kernel is compiled for one GPU, in turns.
 COMPILED = [
     pytest.param(name, gpu, marks=[] if (i - j) % len(GPUS) == 0 else pytest.mark.long)
     for i, name in enumerate(KERNELS)
@@ -241,15 +241,15 @@ def test_resources(name: str, gpu: int) -> None:
     ptx: str = compiled.asm["ptx"]
     assert f".target sm_{gpu}" in ptx
     if name.startswith("decode"):
-        # Decoding uses tensor cores and copies the next tile asynchronously, 16 bytes at a time. Latents
-        # in fp8 are loaded instead, as they are converted for both products.
+        # Decode uses tensor cores and copies the next tile asynchronously, 16 bytes at a time. fp8 latents
+        # are loaded instead, because they are converted for both products.
         copied = r"cp\.async\.cg\.shared\.global \[[^\]]+\], \[[^\]]+\], 0x10"
         assert "mma" in ptx
         assert re.search(r"ld\.global\.v4\.b32" if "e4m3 128x512" in name else copied, ptx)
-        # Only interleaved rotations, which read single neighbours, may have narrow loads.
+        # Only interleaved rotations may have narrow loads, because they read single neighbouring dims.
         assert "interleaved" in name or not re.findall(NARROW, ptx)
     elif name.startswith("distance"):
-        # At least one wide load for each of two blocks of K and of V.
+        # At least four wide loads: K and V of two blocks.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
         assert not re.findall(NARROW, ptx)
     elif name == "gather":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plan, decode, gather and extend on every backend, against dense attention in fp64."""
+"""Tests plan, decode, gather and extend on every backend against dense attention in fp64."""
 
 import dataclasses
 from typing import Any
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def placed(value: Any, backend: str) -> Any:
-    """Moves a tensor, or a tuple of tensors, to where the backend reads it."""
+    """Moves a tensor, or a tuple of tensors, to the device of the backend."""
     if backend != "triton" or value is None:
         return value
     if isinstance(value, RowPlan | Rotations):
@@ -54,7 +54,7 @@ def kv_of(rig: Rig, backend: str) -> PagedKv:
 
 
 def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
-    """The backend's plan, moved to the host; ``changed`` replaces arguments."""
+    """The backend's plan, moved to the host. ``changed`` replaces arguments."""
     sides = dict(rows=rig.rows, requests=rig.requests, lengths=rig.lengths, cached_at=rig.cached_at)
     arguments: dict[str, Any] = sides | dict(num_slots=len(rig.keys)) | changed
     if backend != "triton":
@@ -68,7 +68,7 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
 
 
 def cut(plan: RowPlan) -> RowPlan:
-    """The plan on the host, cut to the part that was planned."""
+    """The plan on the host, cut to its entries, because buffers have room for more."""
     total, rotations, shift = int(plan.kv_indptr[-1]), None, None
     assert (plan.shift is None) == (plan.rotations is not None)
     if plan.shift is not None and plan.shift[:total].any():
@@ -82,7 +82,7 @@ def cut(plan: RowPlan) -> RowPlan:
 
 
 def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tensor:
-    """The backend's decode, moved to the host."""
+    """The output of the backend's decode, moved to the host."""
     given = {"query": rig.query, "plan": plan, **options}
     arguments: Any = {name: placed(value, backend) for name, value in given.items()}
     return decode_attention(kv=kv_of(rig, backend), scale=rig.scale, **arguments).cpu()
@@ -91,7 +91,7 @@ def decode(rig: Rig, backend: str, plan: RowPlan, **options: Any) -> torch.Tenso
 def assert_decode(
     rig: Rig, backend: str, plan: RowPlan, atol: float | None = None, **options: Any
 ) -> torch.Tensor:
-    """Checks that decode gives the output of dense attention; returns it."""
+    """Checks that decode gives the output of dense attention. Returns the output."""
     out = decode(rig, backend, plan, **options)
     named = {name.removeprefix("logit_"): value for name, value in options.items()}
     assert_attention(out, rig.expected(plan, **named), atol)
@@ -108,7 +108,7 @@ BY_ENGINE = pytest.mark.parametrize(
 
 @BY_ENGINE
 def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
-    """Slots that no row names hold NaN, so the output would show that such a slot was read."""
+    """Slots that no row names hold NaN, so the output would be NaN if such a slot were read."""
     rig = make(case)
     plan = plan_of(rig, backend)
     assert_plans(plan, rig.plan())
@@ -119,11 +119,11 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
     assert_attention(decode(rig, backend, merged), rig.expected(plan))
 
 
-#: Shifts of the entries of one tile, repeated.
+#: Shifts of neighbouring entries. A list is repeated over all entries of a plan.
 TILES = ([0], [7], [0, 0, -300], [5, -9, 0], [5, -9, 0, 300, 1, -1, TABLE - 1])
 
 
-#: Pairing of dims, and dtype; the interpreter gets each value once, other engines all combinations.
+#: Pairing of dims (``is_neox``) and dtype. The interpreter gets each value once, other engines all pairs.
 KEYS = [(True, torch.bfloat16), (False, torch.float32)]
 if not INTERPRETED:
     KEYS += [(True, torch.float32), (False, torch.bfloat16)]
@@ -140,13 +140,13 @@ def test_every_sort_of_tile(
     shifted[:3] = 0
     plan = rig.plan()._replace(shift=shifted)
     out = assert_decode(rig, backend, plan)
-    # Shifts in the other request do not change a bit.
+    # The second request's shifts do not change a bit of the first request's output.
     alone = RowPlan(plan.kv_indptr[:2], plan.kv_indices[:3], None)
     assert torch.equal(out[:1], decode(rig, backend, alone, query=rig.query[:1]))
 
 
 def test_slots_of_many_positions(backend: str) -> None:
-    """Tests a slot of many positions, tiles of slots with one further position each, and requests alone."""
+    """Tests a slot with many positions, tiles of slots with one further position each, and a request alone."""
     many = 100 if INTERPRETED else 1000
     rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
     rows = [rig.rows[request] for request in rig.requests.tolist()]
@@ -183,7 +183,7 @@ def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bo
 
 
 def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several queries read one request's entries; Triton launches at most three queries at a time here."""
+    """Several queries read entries of one request. Here Triton launches at most three queries at a time."""
     if backend == "triton":
         monkeypatch.setattr("sglang_reasoncache.kernels.decode_triton.QUERIES", 3)
     rig = make(Case(lengths=(300, 19), query_dtype=torch.float32))
@@ -224,8 +224,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     plan = rig.plan()
     slots = plan.kv_indices.long()
     kv, entries = kv_of(rig, backend), placed(plan, backend)
-    # Converting to a dtype narrower than the pool's, the interpreter cuts bits off, but a GPU
-    # rounds.
+    # If the dtype is narrower than the pool's, a GPU rounds, but the interpreter truncates.
     others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
     for dtype in {case.query_dtype, torch.float16, *others}:
         out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))
@@ -237,13 +236,13 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
         assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
 
 
-#: The interpreter skips 16-bit dtypes, which would take a minute.
+#: The interpreter reads only 8-bit dtypes, because the codes of 16-bit dtypes would take a minute.
 CODES = [dtype for dtype in DTYPES if dtype.itemsize < (2 if INTERPRETED else 4)]
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_reads_every_code_exactly(backend: str, dtype: torch.dtype) -> None:
-    """Every bit pattern is read exactly, at all places of a vector, subnormals and NaN included."""
+    """Every bit pattern of a dtype is read exactly, at any place of a vector, also subnormals and NaN."""
     bits = torch.int8 if dtype.itemsize == 1 else torch.int16
     count, dim = 1 << (8 * dtype.itemsize), 67
     slots = torch.arange(count, dtype=torch.int32)
@@ -265,8 +264,8 @@ def test_plan(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_plan_of_evicted_neighbours(backend: str) -> None:
-    """Evicted positions yield no rotation, whatever the cached position of slot 0 (SGLang's padding), even one
-    that would continue a run of rotations."""
+    """Evicted positions yield no rotation, whatever the cached position of slot 0 (SGLang's padding) is, even
+    if that position would continue a run of rotations."""
     row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
     rig = make(Case())
     where: dict[str, Any] = dict(
@@ -276,7 +275,7 @@ def test_plan_of_evicted_neighbours(backend: str) -> None:
         sides = where | dict(cached_at=torch.tensor([anything, 0, 4], dtype=torch.int32))
         expected = dataclasses.replace(rig, **sides).plan(merge=True)
         assert expected.rotations is not None
-        # Position 11 of the first row reads slot 0, which may be cached elsewhere.
+        # Position 11 of the first request reads slot 0, whose cached position is ``anything``.
         found = expected.rotations.by.tolist()
         assert (found[:4], len(found), found[-3:]) == ([0, 2, 6, 5], 8, [0, 2, 6])
         assert_plans(plan_of(rig, backend, **sides, num_slots=3, merge=True), expected)
@@ -326,7 +325,7 @@ def test_extend_sees_up_to_itself(
     ]
     begin, end = torch.tensor(seen).T
     expected = rig.expected(plan, (begin, end), query)
-    # Tolerance: PyTorch's fused attention rounds weights, and gathering rounds keys once more.
+    # The tolerance allows that PyTorch's fused attention rounds weights, and gathering rounds keys.
     assert_attention(out, expected, 2e-5 if dtype == torch.float32 else 3e-2)
 
 

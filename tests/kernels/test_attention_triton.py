@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that only Triton's kernels need. They run on a GPU, or interpreted together with
+"""Tests that only Triton's kernels need. They run on a GPU, or in the interpreter's process together with
 ``test_attention.py``, which has the tests of all backends."""
 
 import pytest
@@ -28,8 +28,8 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = decode(rig, "triton", plan)
     monkeypatch.setattr(decode_triton, "SPLITS", splits)
     out = decode(rig, "triton", plan)
-    # Only the order of sums differs. A tensor core truncates each sum of 16 products to fp32, once
-    # for each half of a weight: 989 / 8 errors of up to 2**-23, for values of about 1.
+    # Only the order of sums differs. A tensor core truncates each sum of 16 products to fp32. A weight is
+    # multiplied as two halves, so there are 2 * 989 / 16 errors of up to 2**-23, for values of about 1.
     atol = 1e-6 if INTERPRETED else 989 / 8 * 2.0**-23
     torch.testing.assert_close(out, whole, rtol=0, atol=atol)
     # A row of at most one chunk is not split.
@@ -43,7 +43,7 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     + [("shift", n) for n in (TABLE, -TABLE, -(2**31))],
 )
 def test_entries_out_of_range_count_for_nothing(name: str, value: int) -> None:
-    """The host checks no values before a launch, so kernels ignore entries out of range."""
+    """The host does not check values before a launch, so kernels must ignore entries out of range."""
     rig = make(Case(lengths=(19, 70, 1)))
     plan = rig.plan()
     assert plan.shift is not None
@@ -87,7 +87,7 @@ def test_rotations_out_of_range_count_for_nothing(by: int) -> None:
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> None:
-    """Buffers are for more requests than are planned; values out of range yield no entries."""
+    """Buffers have old contents and room for more requests. Values out of range yield no entries."""
     rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, repeated=0.3, evicted=0.3))
     num_slots = rig.keys.shape[0]
     rows = rig.rows.clone()
@@ -105,7 +105,7 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
         own = buffers.merge or ()
         for side in (*vars(buffers).values(), *own[1:], *(own and own[0])):
             if isinstance(side, torch.Tensor):
-                side[1:] = -7  # all but the first, which no plan writes
+                side[1:] = -7  # not the first, which stays 0: no plan writes it
         tensors = map(there, (rows, requests, lengths, rig.cached_at))
         plan = plan_triton.plan_into(buffers, *tensors, num_slots=num_slots)
         if capacity == 2 * total:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merged plans of random rows have each use of a key once, on the CPU and by Triton."""
+"""Tests that merged plans of random rows have each use of a key exactly once, on the CPU and by Triton."""
 
 from collections import Counter
 from itertools import pairwise
@@ -14,9 +14,9 @@ from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
 #: Tensors of a batch: rows, requests, lengths and cached positions.
 Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-#: Counts uses of keys: request, slot, distance of the using position from the cached position.
+#: Counts how often a key is used: by request, slot, and position of the use minus cached position.
 Uses = Counter[tuple[int, int, int]]
-#: Pieces that make up a row: kind, number of positions, and a number to pick a place.
+#: Pieces that make up a row: kind, number of positions, and a number that picks a place.
 PIECES = st.lists(
     st.tuples(
         st.sampled_from(("own", "earlier", "another's", "evicted", "backwards")),
@@ -27,7 +27,7 @@ PIECES = st.lists(
     max_size=8,
 )
 
-#: How many of a row's newest positions a query reads; 0 means all.
+#: How many of a row's newest positions a query reads, as in a sliding window; 0 means all.
 REACHES = st.sampled_from((0, 0, 1, 5, 64, 65, 150, 1000))
 
 
@@ -94,7 +94,7 @@ def test_a_plan_has_each_use_of_a_key_once(
     slots, expected = len(read[3]), of_rows(*read, reach=reach)
     found = plan_rows(*read, num_slots=slots, reach=reach, merge=True)
     assert of_plan(found) == expected
-    # A slot that a row names at its cached position has one entry.
+    # If a row names a slot at the slot's cached position, the slot has one entry.
     own = Counter((request, slot) for request, slot, by in expected if not by)
     requests = torch.arange(len(batch)).repeat_interleave(found.kv_indptr.diff())
     entries = Counter(zip(requests.tolist(), found.kv_indices.tolist(), strict=True))

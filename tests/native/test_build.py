@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the native library comes from; if there is none, callers get the reason, and no crash."""
+"""Tests how the native library is built, cached and loaded. Without it, callers get the reason, not a crash."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from sglang_reasoncache import native
 
 ROOT = Path(__file__).parents[2]
-#: Prints the library's path, or why there is none, two times. Hides the package ziglang.
+#: Prints twice the library's path, or why there is none. Hides the package ziglang, which has a compiler.
 LOAD = """
 import sys
 sys.modules["ziglang"] = None
@@ -40,7 +40,7 @@ def load(**env: str) -> list[str]:
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Path:
-    """A fake compiler: it fails, writes bytes that are not UTF-8, and counts its calls."""
+    """A fake compiler that fails, prints bytes that are not UTF-8, and logs its calls."""
     script = tmp_path / "cxx"
     script.write_text(f"#!/bin/sh\necho x >>{tmp_path}/calls\nprintf 'br\\377ken' >&2\nexit 3\n")
     script.chmod(0o700)
@@ -61,7 +61,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
     [
         (lambda cache: None, "cannot build or load"),
         (shutil.rmtree, "no C++ compiler on PATH"),
-        # A cache that others own or may write is not trusted: nothing is loaded from it.
+        # If others own the cache or may write to it, nothing is loaded from it.
         (lambda cache: cache.chmod(0o770), "no C++ compiler on PATH"),
         (lambda cache: cache.chmod(0o707), "no C++ compiler on PATH"),
         pytest.param(
@@ -74,7 +74,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
 def test_without_a_compiler_what_is_in_our_cache_is_used(
     tmp_path: Path, spoil: Any, message: str
 ) -> None:
-    """Our cache has a broken file in place of a build: loading it is tried only if the cache is trusted."""
+    """The cache has a broken file in place of the build. This file is loaded only if the cache is trusted."""
     flags = (*native._FLAGS, *native._OPTIMISED)
     cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
     (cache / key).mkdir(parents=True, mode=0o700)
@@ -86,14 +86,14 @@ def test_without_a_compiler_what_is_in_our_cache_is_used(
 
 
 def test_no_home_leaves_no_folder_behind(compiler: Path) -> None:
-    """If no home is known, ``~`` is not expanded, and no folder of that name may be created."""
+    """If no home is known, ``~`` stays as it is. No folder of that name may be created."""
     load(HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
     assert not (ROOT / "~").exists()
 
 
 def test_builds_once_in_a_private_folder(tmp_path: Path) -> None:
-    """The first call builds, later calls load the same file, which no other user may write. The compiler
-    here copies this process's library, a real build."""
+    """The first call builds a file that no other user may write; later calls load this file. The compiler here
+    copies the library of this process, which is a real build."""
     try:
         library = native.library()._name
     except native.NativeUnavailable as error:

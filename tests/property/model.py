@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain Python model of what memory should hold, and checks of memory against it. Every KV vector has a
-number, its *content*. The model knows for which token sequence a content was computed, whether everything that
-this computation read was exact, and where the content must be found."""
+"""A plain Python model of what memory should hold, and checks of the real memory against this model. Every KV
+vector has a number, its *content*. The model knows for which token sequence a content was computed, whether the
+computation read only exact KV, and which positions must show the content."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from sglang_reasoncache.sharing.pipeline import MAX_READERS
 from sglang_reasoncache.sharing.state import state_of
 from tests.property.world import NOTHING, Eviction, Pair, World
 
-#: Content that the model notes for an evicted position.
+#: Stands for the content of an evicted position.
 EVICTED = -2
 
 
 class Path:
-    """A token sequence, as a node of an ever-growing trie: equal sequences are one object."""
+    """A token sequence. The sequences form a trie, so that equal sequences are one object."""
 
     def __init__(self, salt: str | None, tokens: tuple[int, ...] = ()) -> None:
         self.salt, self.tokens = salt, tokens
@@ -36,7 +36,7 @@ class Path:
         return self._steps[token]
 
     def along(self, tokens: Iterable[int]) -> list[Path]:
-        """The sequences that end at each of ``tokens``."""
+        """For each of ``tokens``, the sequence that ends with this token."""
         return list(itertools.accumulate(tokens, Path.step, initial=self))[1:]
 
 
@@ -50,24 +50,24 @@ class Track:
 
     req: Req
     opted_out: bool
-    #: Token sequence ending at each position of prompt and output.
+    #: For each position of prompt and output, the token sequence that ends there.
     paths: list[Path]
-    #: Content of every written row position; ``exact``: whether all contents are exact and present.
+    #: Content of every written position of the row; ``exact``: whether all are exact and none is evicted.
     shows: list[int] = field(default_factory=list)
     #: Evicted positions -> the contents that they would show if they were held.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: ``candidates``: blocks accepted, also before a retraction; ``blocks`` share; ``ledger`` could share.
+    #: ``candidates`` outlive a retraction. Of them, ``blocks`` share now, and ``ledger`` could share.
     candidates: list[Pair] = field(default_factory=list)
     blocks: list[Pair] = field(default_factory=list)
     ledger: list[Pair] = field(default_factory=list)
-    #: Positions -> labels; positions with equal labels have one slot once all blocks share.
+    #: Position -> label. Positions with equal labels name one slot once all accepted blocks share.
     labels: dict[int, int] = field(default_factory=dict)
-    #: Whether the row came back after a retraction and its candidates were not shared again yet.
+    #: True from a retraction until the candidates may share again in the new row.
     returned: bool = False
     #: Positions that were evicted before a retraction and must be evicted again.
     evicted_again: set[int] = field(default_factory=set)
-    #: Where the next redirected block may start.
+    #: The lowest position at which the next proposed block may start.
     frontier: int = 0
     #: Length at which the prefill in progress ends.
     target: int = 0
@@ -94,14 +94,13 @@ class Memory:
         #: Content -> its token sequence, or None if the row was not exact; content 0 is never used.
         self._exact_for: list[Path | None] = [None]
         self.running: list[Track] = []
-        #: Token sequence up to the end of a page -> the page's contents, for every page in the
-        #: tree.
+        #: Token sequence up to the end of a page -> the page's contents, for every page in the tree.
         self.tree: dict[Path, Page] = {}
-        #: Pages that the rule in progress may leave in the tree.
+        #: Pages that the current rule of the state machine may add to the tree.
         self.publishable: dict[Path, list[Page]] = {}
 
     def root(self, salt: str | None) -> Path:
-        """The empty sequence of a namespace."""
+        """The empty sequence for requests with this ``cache_salt``."""
         return self._roots.setdefault(salt, Path(salt))
 
     def matched(self, track: Track) -> None:
@@ -128,7 +127,7 @@ class Memory:
         track.shows += new
 
     def proposed(self, track: Track, block: Pair) -> None:
-        """Notes a block that the rules allow: it shares at once or enters the ledger."""
+        """Notes a block that the rules allow. It shares or enters the ledger, unless others forbid it."""
         track.candidates.remove(block)
         shows, page = track.shows, self.world.page
         pairs = [(block.dst_start + i, block.src_start + i) for i in range(0, self.block, page)]
@@ -164,7 +163,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Notes ledger blocks that began to share, read from the state because they cannot be predicted."""
+        """Notes the ledger's blocks that share by now, as the states say. The model cannot predict which."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
@@ -187,8 +186,8 @@ class Memory:
         )
 
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
-        """Evicts those positions of a policy's runs that must go: private, written and held positions, in whole
-        pages without the newest position."""
+        """Evicts those positions of a policy's runs that must be evicted: private, written and held ones, in
+        whole pages, except the page of the newest position."""
         protected, page = track.req.kv.cache_protected_len, self.world.page
         end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
@@ -212,19 +211,19 @@ class Memory:
                 track.candidates.remove(block)
 
     def claim(self, track: Track, block: Pair) -> bool:
-        """Whether the block's destination is free of other candidates; if so, it becomes a candidate."""
+        """Whether no other candidate overlaps the block's destination. If so, the block becomes a candidate."""
         if any(abs(block.dst_start - other.dst_start) < self.block for other in track.candidates):
             return False
         track.candidates.append(block)
         return True
 
     def publish(self, track: Track, up_to: int) -> None:
-        """Notes that the coming call may leave ``[0, up_to)`` of the row in the tree."""
+        """Notes that the next call may publish ``[0, up_to)`` of the row."""
         for path, page in self._pages(track, up_to):
             self.publishable.setdefault(path, []).append(page)
 
     def repointed(self, track: Track) -> None:
-        """Notes that the row now shows the tree's pages wherever the tree already had them."""
+        """Notes that publishing replaced the row's pages by the tree's, if the tree had them already."""
         pages = self._pages(track, track.req.kv.cache_protected_len)
         shown = [content for path, own in pages for content in self.tree.get(path, own)]
         track.shows[: len(shown)] = shown
@@ -297,7 +296,7 @@ class Memory:
             self._check_first_readers(track.req, row)
             num_evicted += len(track.evicted)
             if track.evicted:
-                # After evictions: count held positions beyond the first of each slot.
+                # After evictions: every held position saves a slot, except the first one on each slot.
                 held = mine[mine >= 0]
                 own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
                 expected_live += len(held) - len(own)
@@ -317,7 +316,7 @@ class Memory:
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
     def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
-        """Checks what evictors learn about positions of the row that have the same slot."""
+        """Checks what policies are told about positions of the row that name the same slot."""
         state = state_of(req)
         if state is None:
             return
@@ -359,6 +358,6 @@ class Memory:
         many = np.flatnonzero(uses > 1)
         recounted = dict(zip(many.tolist(), uses[many].tolist(), strict=True))
         assert world.allocator.references == recounted, "reference counts differ"
-        # Overwrites free slots, so that a row that reads one is found.
+        # Overwrite free slots, so that a later check finds a row that reads one.
         slots = (free[:, None] * world.page + np.arange(world.page)).ravel()
         world.write(slots, [NOTHING] * len(slots))

@@ -28,7 +28,7 @@ SALTS = (None, "other")
 
 
 class Composing(RuleBasedStateMachine):
-    """When a position of a row is written or adopted, notes the content that the position must show."""
+    """Composes prompts at random. ``running``: requests, each with the contents that its row must show."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Composing(RuleBasedStateMachine):
         self.world.tree.composes = True
         self.running: list[tuple[Req, list[int]]] = []
         self._contents = itertools.count(1)
-        #: Salt and document -> contents of the path last computed for the document.
+        #: Salt and document -> contents of base and document, as computed last.
         self.documents: dict[tuple[str | None, int], list[int]] = {}
 
     def _request(self, prompt: Sequence[int], salt: str | None, **custom: Any) -> Req:
@@ -63,7 +63,7 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
-        # Scores of a first chunk, prefilled before a retraction, must not count any more.
+        # As if a first chunk had been scored before a retraction: these scores must not count.
         if req.sampling_params.max_new_tokens == 0:
             repairs.prepare(SimpleNamespace(**{**vars(batch), "extend_lens": [1]}), world.ranks)
         for repaired in repairs.of([req.rid], [1]):

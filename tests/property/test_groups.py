@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random siblings (responses to one prompt) run over a real filter process and SGLang's pools and tree.
 
-Every slot holds a content computed from a token and a salt. Each position of each row and of the tree
-must read the content of its own token and salt, whichever requests ended meanwhile."""
+Every slot holds a content that is computed from a token and a salt. Each position of each row and of the tree
+must read the content of its own token and salt, whichever requests have ended."""
 
 import random
 import sys
@@ -45,8 +45,8 @@ ENDINGS = ("finish", "finish", "together", "abort", "retract", "retract", "retra
 
 
 class RandomMeter(SlowMeter):
-    """Makes random distances, so that blocks share in any order; real ones would all be 0 here.
-    Distances arrive at any poll, when rows may already be gone."""
+    """Gives random distances, so that blocks share in random order; the real distances would all be 0.
+    Distances arrive at a random poll, when rows may already be gone."""
 
     arrived = property(lambda _: random.random() < 0.8)  # type: ignore[assignment]
 
@@ -56,7 +56,7 @@ class RandomMeter(SlowMeter):
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """The memory of one scheduler; see the module."""
+    """The memory of one scheduler, which serves siblings."""
 
     operations = across = reapplied = 0
     refusals: ClassVar[Counter[str]]
@@ -157,7 +157,7 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 0)
     @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def end(self, pick: int, how: str) -> None:
-        # Prefers requests that read slots of other rows.
+        # Prefers requests that share slots with other rows.
         row_of = self.world.allocator.row_of
         sharing = [req for req in self.running if row_of(req.kv.req_pool_idx).in_other_rows]
         req = (sharing or self.running)[pick % len(sharing or self.running)]
@@ -234,7 +234,7 @@ class GroupMachine(RuleBasedStateMachine):
         return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
 
     def _check_tree(self, stored: np.ndarray) -> list[int]:
-        """Pages of the tree's nodes; a page that several nodes name has several entries."""
+        """The pages that the tree's nodes name, once for each node. Checks the contents of the Python core."""
         found: list[int] = []
         if self.world.setup.core != "python":
             slots = self.world.tree.all_values_flatten().numpy()

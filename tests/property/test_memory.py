@@ -42,7 +42,7 @@ PICK = st.integers(0, 63)
 #: Requests with different salts must never meet in the tree.
 SALT = st.sampled_from((None, None, None, "salt"))
 ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
-#: (position in the tree, tokens beyond it)
+#: (number of a page of the tree, tokens behind this page)
 LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3))
 #: (where, length, how); see ``_script_evictions``.
 EVICTIONS = st.lists(
@@ -64,7 +64,7 @@ def tokens_of(bits: int, length: int) -> list[int]:
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """One scheduler's memory. Rules follow the scheduler; :class:`Memory` says what must hold."""
+    """One scheduler's memory. Rules do what a scheduler does; :class:`Memory` says what must hold."""
 
     operations = rules_run = 0
     blocks_shared = blocks_late = positions_evicted = 0
@@ -151,7 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.published(track, up_to)
 
     def _evict_in_prefill(self, track: Track, is_last: bool) -> None:
-        """Run policies after every chunk, as for a request whose prompt is private."""
+        """Run policies after a chunk, as SGLang does if policies may evict from the prompt."""
         self._count()
         length = len(track.shows)
         self._script_evictions(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
@@ -246,12 +246,12 @@ class MemoryMachine(RuleBasedStateMachine):
         self.world.evictor.waiting[track.req.rid] = waiting
 
     def _longest(self) -> Track:
-        """The decoding request with the longest row; one that did not opt out, if any."""
+        """The decoding request with the longest row. Prefers requests that did not opt out."""
         willing = [track for track in self.decoding if not track.opted_out]
         return max(willing or self.decoding, key=lambda track: len(track.shows))
 
     def _script(self, track: Track, draws: Draws, ready: int) -> None:
-        """Propose blocks on ``track``'s row, with rising destinations, like those of a segmenter."""
+        """Propose blocks on ``track``'s row below ``ready``, at rising positions, as the filter does."""
         state = state_of(track.req)
         if state is None or state.followed is None:
             return
@@ -415,7 +415,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._after_decode()
 
     def _make_room(self, batch: list[Track]) -> list[Track]:
-        """Retract from the end until the next step fits; abort one that does not fit alone."""
+        """Retract requests, the last first, until the next step fits. Abort one that does not fit alone."""
         while batch and not self.world.can_decode([track.req for track in batch]):
             self.memory.reclaimed()
             victim = batch[-1]
@@ -523,7 +523,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.memory.tree) > 40 and not self.running)
     @rule(flush=st.booleans())
     def empty(self, flush: bool) -> None:
-        """With nothing running, evicting everything gives every slot back, and so does a flush."""
+        """While nothing runs, evicting the whole tree frees every slot, and so does a flush."""
         self._count()
         if flush:
             self.waiting.clear()
@@ -550,7 +550,7 @@ class MemoryMachine(RuleBasedStateMachine):
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
         type(self).positions_evicted += self.world.controller.stats.positions_evicted
         if sys.exc_info()[0] is not None:
-            # A rule has failed: errors that follow from it would hide it.
+            # A rule has failed: further errors would hide that failure.
             return
         for track in list(self.running):
             self._release(track, checkpoint=False)
@@ -562,14 +562,14 @@ class MemoryMachine(RuleBasedStateMachine):
 
 def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
     """Runs examples until ``machine.operations`` reaches one setup's part of REASONCACHE_PROPERTY_OPERATIONS,
-    or of ``quick`` if unset. ``rate``: about how many operations a rule adds."""
+    or of ``quick`` if that variable is unset. ``rate``: about how many operations a rule adds."""
     requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
     wanted = (requested or quick) // setups
     steps, most = (150, 200) if requested else (60, 10)
     torch.set_num_threads(1)
     while (done := machine.operations) < wanted:
-        # The quick run is the same every time, the long run never is. Each seed gets few examples,
-        # as examples of one seed resemble each other.
+        # The quick run is the same every time, the long run differs each time. A seed gets few examples,
+        # because examples of one seed resemble each other.
         stateful.run_state_machine_as_test(
             machine if requested else seed(done)(machine),
             settings=settings(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real memory parts of one scheduler process, small and on the CPU. Only the policies are
-stand-ins, scripted by the test: these tests do not depend on which blocks are similar."""
+"""The memory of one scheduler process, small and on the CPU, with SGLang's classes and ours. Tests script what
+the filter proposes and what a policy evicts, so no test depends on which tokens repeat."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ ENDS = ("finish", "abort", "retract")
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to configure the memory core. Page, block and pool are in tokens. ``need_sort``: freed
-    pages wait unsorted until an allocation runs short. ``prompts``: policies may evict in prompts.
+    """A configuration of the memory. ``page`` and ``block`` are in tokens. ``need_sort``: freed pages wait
+    unsorted until an allocation runs short. ``prompts``: policies may evict positions of prompts.
     ``core``: SGLang's ``tree_core_backend``, "python" or "rust"."""
 
     page: int
@@ -87,8 +87,8 @@ class Pair(NamedTuple):
 
 
 class ScriptedEngine(FilterProcess):
-    """A step engine that, when fed, proposes the blocks that the test put into ``waiting``. While it is
-    ``slow``, results cannot be taken."""
+    """Stands in for the filter process. When a request is fed, proposes the blocks that the test put into
+    ``waiting``. While ``slow``, no result can be taken; while ``broken``, the engine has failed."""
 
     steps_shed = restarts = 0
     given_up = slow = broken = False
@@ -120,7 +120,7 @@ class ScriptedEngine(FilterProcess):
                 self._results.append(StepResult(request, found, counters, 0.0))
 
     def late(self, request: int) -> list[Pair]:
-        """Blocks proposed for a request and not taken yet."""
+        """Blocks that were proposed for a request and not taken yet."""
         results = (result for result in self._results if result.request == request)
         return [Pair(pair.dst_start, pair.src_start) for result in results for pair in result.pairs]
 
@@ -169,8 +169,8 @@ class Eviction(NamedTuple):
 
 @dataclass(frozen=True)
 class ScriptedEvictor(Evictor):
-    """A policy that, when polled about a request, evicts the positions that the test put into ``waiting``
-    under the request's name, if they may go. ``about[0]``: the name of the polled request."""
+    """A policy that evicts the positions that the test put into ``waiting`` under the polled request's name, as
+    far as they may be evicted. ``about[0]``: this name."""
 
     budget: int | None = 1
     slack: int = 0
@@ -196,7 +196,7 @@ class ScriptedEvictor(Evictor):
 
 
 class NamingEvictor(EvictionController):
-    """Tells the scripted evictor the name of the request that is polled."""
+    """An eviction controller that tells the scripted policy the name of the polled request."""
 
     def poll(self, req: Any, *rest: Any) -> Any:
         for _, policy in self._evictors:
@@ -224,7 +224,7 @@ def in_host(tensor: torch.Tensor) -> torch.Tensor:
 class World:
     """Pools, allocator, tree and controller of one scheduler."""
 
-    #: Device of the pools. ``test_no_wait.py`` sets "cuda" for a GPU, and for a stand-in of one.
+    #: Device of the pools. ``test_no_wait.py`` sets "cuda", for a GPU or for a stand-in.
     device = "cpu"
 
     def __init__(
@@ -279,7 +279,7 @@ class World:
         self.tree.controller = self.controller
         self.allocator.once_more = self.controller.containment.once_more
         self.allocator.controller = self.controller
-        # Views of the same memory; NumPy reads small pieces faster.
+        # NumPy views of the pool and of the rows, because NumPy reads small pieces faster than PyTorch.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)
             for layer in range(LAYERS)
@@ -309,7 +309,7 @@ class World:
         return req
 
     def write(self, slots: np.ndarray, contents: Sequence[int]) -> None:
-        """Store each slot's content in K and V of all layers, each time as another value."""
+        """Store each slot's content in K and V of all layers, as another value in each of them."""
         values = np.asarray(contents, dtype=np.float32)[:, None, None]
         for buffer, sign, layer in self._sides:
             buffer[slots] = sign * (values * LAYERS + layer)
@@ -356,7 +356,7 @@ class World:
         )
 
     def decode(self, reqs: Sequence[Req]) -> np.ndarray:
-        """Allocate one slot for each request, as ``alloc_for_decode`` does; return them."""
+        """Allocate one slot for each request, as ``alloc_for_decode`` does; return the slots."""
         lengths = torch.tensor([req.kv.kv_allocated_len for req in reqs])
         rows = torch.tensor([req.kv.req_pool_idx for req in reqs]).to(self.device)
         ends = lengths.to(self.device)
@@ -378,7 +378,7 @@ class World:
         return slots
 
     def admits(self, prompt: int, output: int = 0) -> bool:
-        """Whether SGLang would admit the request."""
+        """Whether SGLang would admit a request with these numbers of tokens."""
         budget = self.allocator.create_prefill_budget(self.tree)
         asked = dict(extend_input_len=prompt, input_tokens=prompt, total_tokens=prompt + output)
         asked |= dict(max_new_tokens=output, swa_host_hit_length=0)
@@ -410,7 +410,7 @@ class World:
     # -- what a scheduler does with one request -----------------------------------
 
     def start(self, name: str = "r", first: int = 100) -> Req:
-        """A request with its prompt and most of its output computed."""
+        """A request whose prompt, and output except the newest token, are computed."""
         req = self.request(name, PROMPT)
         self.respond(req, range(first, first + 1 + OUTPUT))
         self.controller.after_decode([req])

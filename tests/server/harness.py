@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared servers for tests, and the check that a test left its server whole."""
+"""Servers that tests share, and the check that a test left no request, held slot or error behind."""
 
 import contextlib
 import time
@@ -11,8 +11,8 @@ from eval.serving import ServerError, ServerProcess
 from tests.server import tiny_models
 from tests.server.specs import ServerSpec
 
-#: SGLang's own checks: every slot is accounted for after each batch and when idle (with value 1,
-#: nothing is logged until a slot is missing), and no page is both owned and free.
+#: SGLang's own checks. After each batch, and when idle, every slot must be accounted for. No page may be both
+#: owned and free. At level 1 SGLang logs nothing until a slot is missing.
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -23,8 +23,8 @@ _BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak De
 
 
 class ServerPool:
-    """Starts each server when a test first asks for it; keeps the most recently used ones alive.
-    A start takes ten seconds of processor time; an idle server takes up to 3 GB of memory."""
+    """Starts a server when a test first asks for it. Keeps the ``capacity`` most recently used servers alive:
+    a start takes ten seconds of CPU time, but an idle server takes up to 3 GB of memory."""
 
     def __init__(self, model_path: Path, log_dir: Path, capacity: int) -> None:
         if capacity < 1:
@@ -38,20 +38,20 @@ class ServerPool:
         self._models = {"": model_path}
 
     def model(self, name: str) -> Path:
-        """The folder of a model of ``tiny_models.py``, or of the embedded reasoner."""
+        """The folder of a model of ``tiny_models.py``; if ``name`` is empty, of the embedded reasoner."""
         if name not in self._models:
             self._models[name] = tiny_models.make(name, self._model_path, self._log_dir)
         return self._models[name]
 
     def get(self, spec: ServerSpec) -> ServerProcess:
-        """Return a living server for ``spec``; may end the least recently used one."""
+        """Return a living server for ``spec``. May end the least recently used server."""
         server = self._alive.pop(spec, None)
         if server is None or not server.alive:
             if server is not None:
                 server.close()
             while len(self._alive) >= self._capacity:
                 self._alive.popitem(last=False)[1].close()
-            # A spec that failed to start fails at once in later tests.
+            # A server that failed to start is not started again for later tests.
             if spec in self._unstartable:
                 raise ServerError(f"{spec.name} failed to start before: {self._unstartable[spec]}")
             self._starts += 1
@@ -76,8 +76,8 @@ class ServerPool:
 
 
 def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
-    """Wait until, by SGLang's live counters, no request runs or waits and no slot is held. A slot is held
-    unless it is free or evictable, so leaks and locks that were never released fail here."""
+    """Wait until SGLang's counters show no running or waiting request and no held slot. A slot is held unless
+    it is free or evictable, so this fails after a leak, or if a lock was never released."""
     deadline = time.monotonic() + timeout_s
     while True:
         server.check_alive()
@@ -93,8 +93,8 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
 
 
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
-    """Check that every slot is back, that a flush succeeds and resets our totals, and that the log has no
-    error from ``log_start`` on."""
+    """Check that every slot is free or evictable, that a flush succeeds and resets our totals, and that the log
+    has no error from ``log_start`` on."""
     wait_until_idle(server)
     flushed = server.post("/flush_cache", params={"timeout": 30})
     assert flushed.status_code == 200, f"flush refused: {flushed.text}"
@@ -111,8 +111,8 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
 
 
 def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
-    """Generate greedily through SGLang's own API; ``options`` are added to the request body;
-    ``sampling_params`` among them are added to temperature and length."""
+    """Generate greedily through SGLang's ``/generate``. ``options`` are further fields of the request, but
+    their ``sampling_params`` are merged with the temperature and the length."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
     sampling |= options.pop("sampling_params", {})
     response = server.post("/generate", json={"text": text, "sampling_params": sampling, **options})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for server tests, problems of the embedded reasoner, and reports of servers."""
+"""Helpers of server tests: problems of the embedded reasoner, requests, and reports of servers."""
 
 import functools
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from tests.eval.peer import ask_all
 from tests.server.harness import generate, wait_until_idle
 
 MAX_TOKENS = 1200
-#: Switches sharing off for one request.
+#: Switches sharing and evicting off for one request.
 OPT_OUT: dict[str, Any] = {"custom_params": {"reasoncache": False}}
-#: Makes a response as long as allowed, whatever the model says.
+#: Makes a response as long as allowed: the model's end token does not end it.
 TO_THE_END: dict[str, Any] = {"sampling_params": {"ignore_eos": True}}
 
 
@@ -31,7 +31,7 @@ def problems(count: int, seed: int = 5) -> list[Problem]:
 
 
 def prompts(count: int, seed: int, each: int = 1) -> list[str]:
-    """``count`` prompts for SGLang's own API; every prompt holds ``each`` problems."""
+    """``count`` prompts for ``/generate``. Every prompt has ``each`` problems."""
     todo = [problem.prompt for problem in problems(count * each, seed)]
     return [f"<|user|> {' '.join(todo[at::count])} <|assistant|>" for at in range(count)]
 
@@ -39,7 +39,7 @@ def prompts(count: int, seed: int, each: int = 1) -> list[str]:
 def solve(
     server: ServerProcess, todo: Sequence[Problem], extra: dict[str, Any] | None = None
 ) -> list[Response]:
-    """Send all problems at once and wait for all answers; none may fail."""
+    """Send all problems at once and wait for all answers. No request may fail."""
     body = {"temperature": 0.0, "max_tokens": MAX_TOKENS, **(extra or {})}
     requests = [Request(str(i), problem.prompt, body) for i, problem in enumerate(todo)]
     answers = ask_all(server.url, MODEL_NAME, requests)
@@ -55,8 +55,8 @@ def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
 def respond(
     server: ServerProcess, todo: Sequence[str], most: int = 700, **options: Any
 ) -> list[dict[str, Any]]:
-    """Sends all prompts at once; returns for each its text, tokens, log-probabilities and our endpoint's entry.
-    ``inputs`` holds log-probabilities of the prompt from its second token on, if ``options`` ask for them."""
+    """Sends all prompts at once. Returns each response's text, tokens, log-probabilities, and our report of it.
+    ``inputs``: log-probabilities of the prompt from its second token on, if ``options`` ask for them."""
     with ThreadPoolExecutor(len(todo)) as pool:
         one = functools.partial(generate, server, max_new_tokens=most, return_logprob=True)
         bodies = [*pool.map(lambda text: one(text, **options), todo)]
@@ -64,7 +64,7 @@ def respond(
 
 
 def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
-    """Converts bodies with log-probabilities to what :func:`respond` returns."""
+    """Converts response bodies with log-probabilities to what :func:`respond` returns."""
     wait_until_idle(server)
     recent = {entry["rid"]: entry for one in reports(server) for entry in one["recent"]}
     found = []
@@ -80,7 +80,7 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
                 "cached": meta["cached_tokens"],
                 "cached_from": meta.get("cached_tokens_details") or {},
                 "prompt_tokens": meta["prompt_tokens"],
-                # The endpoint lists no request that opted out or saved nothing.
+                # The endpoint does not list a request that opted out or ended before a poll.
                 **recent.get(meta["id"], {}),
             }
         )
@@ -88,7 +88,7 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def reports(server: ServerProcess) -> list[dict[str, Any]]:
-    """The detailed report of each scheduler, by rank."""
+    """The detailed report of each scheduler, sorted by data-parallel rank."""
     response = server.get("/reasoncache/details")
     response.raise_for_status()
     return sorted(response.json()["schedulers"], key=lambda one: one["dp_rank"])
@@ -101,7 +101,7 @@ def report(server: ServerProcess) -> dict[str, Any]:
 
 
 def series(server: ServerProcess) -> dict[str, float]:
-    """Our Prometheus samples by name without ``sglang:reasoncache_``, summed over labels."""
+    """Our Prometheus series, summed over labels. The names are without ``sglang:reasoncache_``."""
     out: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
@@ -112,7 +112,7 @@ def series(server: ServerProcess) -> dict[str, float]:
 
 
 def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: Any) -> Any:
-    """The choice of one greedy, unstreamed chat completion with token log-probabilities."""
+    """The choice of a greedy chat completion, not streamed, with log-probabilities of its tokens."""
     http = openai.DefaultHttpxClient(trust_env=False)
     told: dict[str, Any] = dict(base_url=f"{server.url}/v1", api_key="unused", http_client=http)
     response = openai.OpenAI(**told, timeout=600.0, max_retries=0).chat.completions.create(
@@ -132,7 +132,7 @@ COMPARED = problems(3, seed=11)
 
 
 def answers(server: ServerProcess, **extra: Any) -> Answers:
-    """Tokens and log-probabilities of each prompt, sent alone so that no batch influences them."""
+    """Tokens and log-probabilities of each answer. Problems go one by one, so that no batch affects answers."""
     found = []
     for problem in COMPARED:
         choice = chat_once(server, [{"role": "user", "content": problem.prompt}], extra_body=extra)
@@ -142,8 +142,8 @@ def answers(server: ServerProcess, **extra: Any) -> Answers:
 
 
 def assert_equal_but_for_rounding(one: Answers, other: Answers) -> None:
-    """Tokens are equal. Log-probabilities may differ by up to 0.1, because one server may read rotated keys
-    stored in bf16 while the other rotates queries in fp32. test_equivalence.py compares in fp32."""
+    """Checks that tokens are equal, and log-probabilities within 0.1: one server may read rotated keys stored
+    in bf16 while the other server rotates queries in fp32. test_equivalence.py compares in fp32."""
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
         assert tokens == other_tokens
         assert logprobs == pytest.approx(other_logprobs, abs=0.1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expected responses. Those of a server that evicts come from a Hugging Face model whose attention is masked
-(the fixture ``reference`` is the tokenizer and the model). Those of a server that shares come from the fidelity
-harness, which edits the cache of such a model where the server shared."""
+"""Computes the log-probabilities that a server should give. If the server evicts, a Hugging Face model masks
+the evicted positions (fixture ``reference``: tokenizer and model). If the server shares, the fidelity harness
+reads the response through an editable KV cache and redirects the same blocks in this cache."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,9 +32,9 @@ def differences(
     """fp32 ``[tokens]``: how far the server's log-probabilities are from the model's.
 
     Args:
-        found: As :func:`respond` returns it.
-        after: How many queries still see a position that is evicted after the prompt. With the overlap
-            schedule it is 1, that of the forward in flight; else 0. If None, nothing is masked.
+        found: An item that :func:`respond` returned.
+        after: How many queries still see a position evicted during decode. Under the overlap schedule 1,
+            because the forward in flight reads the position; else 0. None means that nothing is masked.
     """
     tokenizer, model = reference
     ids = tokenizer(prompt)["input_ids"]
@@ -55,13 +55,13 @@ def assert_masked(
     reference: Any, todo: Sequence[str], found: Sequence[dict[str, Any]], least: int, ratio: float,
     rounding: tuple[float, float] = (0.02, 0.6), after: int = 1,
 ) -> float:  # fmt: skip
-    """Checks that log-probabilities are those of a model that does not see evicted positions; returns the
-    sum of the differences from this model.
+    """Checks that log-probabilities are those of a model that does not see evicted positions. Returns the sum
+    of the differences from this model.
 
     Args:
         least: More tokens than this must be compared.
-        ratio: By what factor the sum must be smaller than that for a model that sees everything.
-        rounding: Bounds of a response's mean and maximum difference, as the server is in bf16.
+        ratio: The differences from a model that sees everything must be larger by this factor.
+        rounding: Bounds of a response's mean and largest difference; the server computes in bf16.
         after: See :func:`differences`.
     """
     compared, sums = 0, dict.fromkeys((after, None), 0.0)
@@ -82,8 +82,8 @@ RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 
 @torch.no_grad()
 def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
-    """``RKV.scores`` from attention and keys of a Hugging Face forward; the lowest are evicted first."""
-    # On the overlap schedule the next query, behind the written positions, has been computed too.
+    """The scores of ``RKV`` from a Hugging Face forward. Positions with the lowest scores are evicted first."""
+    # Under the overlap schedule, the query behind the ``written`` positions has been computed too.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
     weights = torch.cat([layer[0] for layer in out.attentions])[:, -8:, :written]
@@ -95,7 +95,7 @@ def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
 
 
 def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
-    """The first eviction of each response takes the positions with the lowest scores, except for rounding."""
+    """Checks that the first eviction of each response takes the lowest scores, except for rounding."""
     tokenizer, model = reference
     todo = prompts(6, seed=31)
     same = total = 0
@@ -119,8 +119,8 @@ _BLOCK = ReasonCacheConfig().block
 
 
 class Replayed:
-    """Reads a server's response, the ``number``-th of its siblings, through two rows of a cache: a dense row,
-    and a row in which the harness redirects the blocks that the response shared."""
+    """Reads a server's response through two rows of a cache: a dense row, and an edited row in which the blocks
+    that the server shared are redirected. ``number``: the response's place among the samples of its prompt."""
 
     def __init__(
         self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0
@@ -140,7 +140,7 @@ class Replayed:
     def _read(self, end: int, siblings: Mapping[str, Self]) -> None:
         while self._blocks and self._blocks[0][0] < end:
             written, dst, src, *source = self._blocks.popleft()
-            # The forward in flight still reads the old slots.
+            # The forward in flight when the block shared still reads the old slots.
             self._forward(written + 1)
             if source:
                 lender = siblings[source[0]]
@@ -160,7 +160,7 @@ class Replayed:
 
 
 def assert_computed(served: dict[str, Any], found: torch.Tensor) -> None:
-    """Checks that the server's log-probabilities are those of the edited row and not of the dense row."""
+    """Checks that the server's log-probabilities are those of the edited row, not those of the dense row."""
     expected = torch.tensor(served["logprobs"])
     dense, ours = (found - expected).abs()
     assert ours.mean() < 1e-4 and ours.max() < 1e-2

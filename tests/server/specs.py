@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that tests use. They are few, because each takes a while to start."""
+"""The servers that tests use. There are few of them, because a server takes ten seconds to start."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ServerSpec:
     flags: tuple[str, ...] = ()
     #: Environment variables on top of :data:`STRICT_CHECKS`.
     env: tuple[tuple[str, str], ...] = ()
-    #: Whether its tests get the marker ``long``, which ``make test`` leaves out.
+    #: Whether tests of this server are marked ``long``; ``make test`` leaves these out.
     long: bool = False
-    #: Tests of one group run in one process; if empty, the spec is a group of its own.
+    #: Tests of one group run in one pytest process. If empty, the spec is a group of its own.
     group: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
     #: Name of a model of ``tiny_models.py``; if empty, the embedded reasoner.
     model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """This spec, renamed to ``<this>-<name>``, with more flags and environment variables. A
-        string may hold several flags, separated by blanks."""
+        """A spec named ``<this>-<name>`` with more flags and environment variables. It is not ``long`` and has
+        a group of its own. A string may hold several flags, separated by blanks."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
         of_both = replace(self, name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
@@ -45,44 +45,44 @@ class ServerSpec:
         return replace(self, long=True)
 
     def beside(self, other: ServerSpec) -> ServerSpec:
-        """This spec in the group of ``other``, so that tests that use both start ``other`` only once."""
+        """This spec in the group of ``other``, so that tests that use both start the server ``other`` once."""
         return replace(self, group=other.name)
 
 
-#: SGLang without our flag, and with our flag.
+#: SGLang without the plugin's flag, and with it.
 STOCK = ServerSpec("stock")
 SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
-#: KV slots that hold about five responses of the embedded model, so that
-#: requests queue and are retracted, and the prefix cache is evicted.
+#: KV slots for four or five responses of the embedded reasoner: requests wait, SGLang retracts requests and
+#: evicts cached prefixes.
 TIGHT = "--max-total-tokens 2400"
-#: The defaults, but with a ``min_age`` for short responses; EAGER does not wait for a shortage.
+#: The defaults with a smaller ``min_age``, so that short responses share. EAGER does not wait for a shortage.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
-#: MemShare's rule, but with every distance accepted and no warm-up. Blocks are paired by index,
-#: because repeated tokens rarely begin at the same place in a page.
+#: MemShare's rule, with every distance accepted and no warm-up. MemShare pairs blocks by index, whatever their
+#: tokens. Equal tokens would pair few whole pages, because a repeat rarely begins at the same place in a page.
 EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
-#: Requests are admitted before the running ones have left, so that memory does run short.
+#: SGLang reserves few slots for the output of running requests and admits more, so that slots do run short.
 CROWDED = "--schedule-conservativeness 0.1"
-#: Long prompts arrive in pieces, together with decoding requests.
+#: Long prompts are prefilled in chunks. One forward may hold a chunk and decoding requests.
 CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
 #: Attention that skips evicted positions.
 PAGED_READS = "--attention-backend reasoncache_cpu"
 PAGE16 = "--page-size 16"
 POLICY = "--reasoncache-policy"
-#: The policy of servers whose decisions ``reference.py`` repeats.
+#: An evicting policy; ``reference.py`` computes its decisions again.
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
 
 def retracting(interval: int) -> dict[str, str]:
-    """SGLang retracts requests after every ``interval`` forwards, and recomputes them in pieces, between
-    decode steps of other requests."""
+    """Makes SGLang retract requests at every ``interval``-th forward, as in a shortage, and later compute their
+    rows again between decode steps of other requests."""
     return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
-#: The default rule. The server's processes are spawned, as in production.
+#: Shares by the default rule. An empty REASONCACHE_FORK lets SGLang spawn its processes, as in production.
 EXACT = SHARED.having(
     *("exact", TIGHT, CROWDED, *SOON, CHUNKED, "--enable-metrics"),
     "--reasoncache-set keep_responses=8",
@@ -97,24 +97,24 @@ ACROSS = SHARED.having(
 #: Shares whole pages.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, CROWDED)
 
-#: Has memory for a few responses; responses to one prompt share with each other.
+#: Has slots for a few responses. Responses to one prompt also share with each other.
 SWINGING = SHARED.having(
     "swinging", *("--max-total-tokens 4000", CROWDED, *SOON, CHUNKED, "--reasoncache-scope prompt")
 ).for_long_runs()
 
 
 def _beside_ours(*folders: str) -> str:
-    """``PYTHONPATH`` of a server that also loads the plugins in ``folders`` of this directory."""
+    """``PYTHONPATH`` of a server that also loads the plugins in ``folders``, which are beside this file."""
     paths = (*(str(_HERE / folder) for folder in folders), os.environ.get("PYTHONPATH"))
     return os.pathsep.join(filter(None, paths))
 
 
-#: A plugin that makes a rank fail after a request with a special id. With WAITS, polls wait for the
-#: filter, so that a response shares at the same tokens on every server.
+#: Two plugins. One makes a rank fail after a request with a special id. If WAITS is set, the other makes polls
+#: wait for the filter process, so that a response shares at the same tokens on every server.
 PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
-#: Two tensor-parallel ranks, a core each: they must decide alike at every step, and stop together.
+#: Two tensor-parallel ranks with a core each. They must decide alike at every step, and stop together.
 TWO_RANKS = SHARED.having(
     "tp2",
     *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --dtype float32 --enable-metrics"),
@@ -135,21 +135,21 @@ SHARING_AND_EVICTING = SHARED.having(
     *(POLICY, "reasoncache+streamingllm:budget=240"),
     **retracting(25),
 )
-#: Evicts by attention weights, in a pool with room, so that a reference can repeat its decisions.
+#: Evicts by attention weights. The pool has room, because ``reference.py`` cannot follow retractions.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-#: Keeps prompts within a hard budget, chunk by chunk; overlap schedule on, prefix cache off.
+#: Evicts after each chunk of a prompt, so that prompts stay within a budget. Overlap schedule, no prefix cache.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
 ).for_long_runs()
-#: Copies shared KV into each row's own slots, on a GPU.
+#: A plugin for servers on a GPU: instead of sharing slots, it copies shared KV into each row's own slots.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
-#: The model marks its reasoning, and prompts are prefilled in pieces.
+#: Corrects keys and computes in fp32, for exact comparisons. Shares only between the model's reasoning markers.
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
-#: Cannot correct keys, which needs one attention backend for prefill and decode: here SGLang's own
+#: Cannot correct keys, because that needs one attention backend for prefill and decode: here SGLang's own
 #: attention decodes.
 UNCORRECTED = (
     SHARED.having(
@@ -161,7 +161,7 @@ UNCORRECTED = (
     .for_long_runs()
 )
 
-#: Models of ``tiny_models.py`` -> SGLang's module, for latent attention and for sliding windows.
+#: Models of ``tiny_models.py`` with latent attention, and with sliding windows -> SGLang's module of the model.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 #: The window layers of this model have a pool of their own.
@@ -183,8 +183,8 @@ def copying(spec: ServerSpec) -> ServerSpec:
 
 
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
-    """A server of a tiny model. It has no overlap schedule, which would need copies of states that SGLang
-    does not keep on a CPU. It imports only one model of SGLang: importing all takes many seconds."""
+    """A server of a tiny model. The overlap schedule is off, because it needs copies of states that SGLang does
+    not keep on a CPU. Only one of SGLang's models is imported: importing all takes many seconds."""
     states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     if model in WINDOW_POOL:
@@ -193,7 +193,7 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
-    # Without this, PyTorch's compiler would look for a GPU in a forked process.
+    # Without TORCHDYNAMO_DISABLE, PyTorch's compiler would look for a GPU in a forked process.
     env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1", **_beside(model)}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
@@ -210,7 +210,7 @@ def at_once(model: str) -> ServerSpec:
 def short(model: str) -> ServerSpec:
     """A server with memory for three responses, under forced retractions."""
     pool = (
-        # If there is a window pool, SGLang fills the other pool less.
+        # Beside a window pool, the other pool fills less, so it must be smaller to run short.
         f"--max-total-tokens {1000 if model in WINDOW_POOL else 1200} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
@@ -223,7 +223,7 @@ def on_two_ranks(spec: ServerSpec) -> ServerSpec:
     return spec.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
 
 
-#: DP attention with two groups, a rank and a core each; polls wait for the filter.
+#: DP attention with two groups. Each group is a rank with a core. Polls wait for the filter.
 GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
@@ -240,7 +240,7 @@ GROUPS_OF_TWO = GROUPS.having(
 ).for_long_runs()
 
 
-#: A pool of four responses; prefixes evicted from it stay on the host. Polls wait for the filter.
+#: A pool for two responses of the test. The host keeps evicted prefixes. Polls wait for the filter.
 HOST_TIER = SHARED.having(
     "host-tier",
     *("--dtype float32 --max-total-tokens 1600 --reasoncache-when always", *SOON),
@@ -251,7 +251,7 @@ HOST_TIER = SHARED.having(
         "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
     },
 )
-#: WRITE_BACK moves prefixes to the host only when they are evicted; ON_DISK also writes files.
+#: WRITE_BACK copies prefixes to the host only when the pool evicts them. ON_DISK also writes prefixes to files.
 WRITE_BACK = HOST_TIER.having(
     "write-back", CROWDED, "--hicache-write-policy write_back"
 ).for_long_runs()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DP attention: each group of ranks has its own requests and shares slots among them; all groups run each
-forward together, as the experts are computed for all of them."""
+"""DP attention: each group of ranks has its own requests, and only these share with each other. All groups run
+each forward together, because they compute the experts together."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +18,7 @@ _MOST = 300
 
 
 def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[str, Any]]:
-    """Responses to jobs that arrive together; a job is group, prompt, and whether it opts out."""
+    """Responses to jobs that arrive together. A job is a group, a prompt, and whether the request may share."""
 
     def ask(job: tuple[int, str, bool]) -> Any:
         group, text, shares = job
@@ -34,8 +34,8 @@ def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[
 
 
 def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
-    """Checks that log-probabilities are those of a loop with the same redirections; returns the mean distance
-    from a loop without redirections."""
+    """Checks that log-probabilities are those of ``loop`` if it redirects the same blocks. Returns the mean
+    distance of log-probabilities from those of ``loop`` without redirected blocks."""
     dense, rotation = 0.0, loop.rotation()
     for (_, text, shares), found in zip(jobs, responses, strict=True):
         prompt = loop.tokenizer(text)["input_ids"]
@@ -48,8 +48,8 @@ def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[s
 @specs.FEW_CORES
 @pytest.mark.parametrize("spec", [specs.GROUPS, specs.GROUPS_OF_TWO])
 def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """In each group four requests share while one has opted out; then one group runs while the other group
-    is idle."""
+    """First each group has four requests that share and a request that opted out. Then one group works while
+    the other group is idle."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
     jobs = [(i % 2, text, i < 8) for i, text in enumerate(_prompts(10))]
@@ -84,8 +84,8 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
 @specs.FEW_CORES
 @pytest.mark.parametrize("spec", [specs.GROUPS_SHORT])
 def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Each group has memory for two responses but gets six requests, one of which opted out. Requests are
-    retracted, and their blocks share again."""
+    """Each group has slots for two responses but gets six requests; one request of each group opts out.
+    Requests are retracted, and their blocks share again."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
     jobs = [(i % 2, text, i > 1) for i, text in enumerate(_prompts(12))]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts composed of documents that were prefilled before."""
+"""Tests prompts composed of documents whose KV was prefilled before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ON_RANKS = [specs.CORRECTED, pytest.param(specs.TWO_RANKS, marks=specs.FEW_CORES
 
 @pytest.fixture(scope="module")
 def texts(model_path: Path) -> list[list[int]]:
-    """Documents of 20 to 60 tokens."""
+    """Documents of 38 to 50 tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     return [tokenizer(text)["input_ids"] for text in prompts(8, seed=5)]
 
@@ -47,7 +47,7 @@ def _ask(
     marked: Any = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Asks with system prompt, documents and question; returns the response's body."""
+    """Sends system prompt, documents and question. Returns the response's body."""
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
     custom = {"documents": _spans(documents) if marked is None else marked}
     custom |= options.pop("custom_params", {})
@@ -65,7 +65,7 @@ def _logprobs(found: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
 
 
 def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
-    """A cache with the system prompt and all documents, each computed behind that prompt and then rotated."""
+    """A cache of system prompt and documents. Each document was computed behind that prompt, then rotated."""
     whole = reader.cache(1, 2048)
     reader.forward(whole, SYSTEM)
     for document in documents:
@@ -78,7 +78,7 @@ def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
 
 
 def _off(reader: Reader, cache: EditableCache, found: dict[str, Any]) -> float:
-    """Largest difference between the response's log-probabilities and those of a reader with ``cache``."""
+    """Largest difference of the response's log-probabilities from those of a model that reads ``cache``."""
     tokens, logprobs = _logprobs(found)
     length = cache.length
     logits = reader.forward(cache, [*QUESTION, *tokens])[0]
@@ -92,7 +92,7 @@ def _off(reader: Reader, cache: EditableCache, found: dict[str, Any]) -> float:
 def test_documents_are_read_in_any_order(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
-    """Responses are those of a reader of the composed KV, and not those of a prompt computed in full."""
+    """Log-probabilities are those of a model that reads the composed KV, not those of a full prefill."""
     orders = ([2, 0, 1], [3, 2, 0], [1, 3, 2, 0])
     for order in orders:
         documents = [texts[at] for at in order]
@@ -111,7 +111,7 @@ def test_documents_are_read_in_any_order(
 def test_the_first_tokens_are_computed_again(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
-    """The first tokens of documents are recomputed at their places, also across chunks of a prefill."""
+    """The first tokens of moved documents are recomputed at their places, also if the prefill has chunks."""
     for order, most in (([3, 1, 0], 6), ([2, 0, 1, 3], 40)):
         documents = [texts[at] for at in order]
         spans = _spans(documents)[1:]
@@ -166,7 +166,7 @@ def test_another_salt_has_documents_of_its_own(
     body = {"input_ids": [*SYSTEM, *documents[1]], "sampling_params": {"max_new_tokens": 1}}
     server.post("/generate", json={**body, "cache_salt": "theirs"}).raise_for_status()
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
-    # The API prefills documents first: a request composes only documents of its own salt.
+    # The server first prefills each document under the request's salt, and composes only these documents.
     sampling = {"max_new_tokens": 0, "custom_params": {"documents": _spans(documents)}}
     for salt, composed in (("theirs", 1), ("ours", 1)):
         before = report(server)["totals"]["prompts_composed"]
@@ -204,7 +204,7 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
     sampling = {"max_new_tokens": 1, "custom_params": custom}
     told = server.post("/generate", json={"input_ids": prompt, "sampling_params": sampling})
     assert told.status_code == 400 and "query:SHARE" in told.text
-    # If SGLang itself refuses a request, no documents are prefilled for it.
+    # If SGLang itself refuses a request, the request's documents are not prefilled.
     new = [texts[0][:15:-1], texts[1][:15:-1]]
     for wrong in ({"temperature": -1}, {"max_new_tokens": 1_000_000}, {"json_schema": "{"}):
         prompt = [*SYSTEM, *new[0], *new[1], *QUESTION]
@@ -250,8 +250,8 @@ def test_a_client_marks_messages(server: ServerProcess, texts: list[list[int]]) 
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_documents_in_a_server_that_is_short(server: ServerProcess, texts: list[list[int]]) -> None:
-    """Many requests arrive at once, some with two samples, and the pool has room for a few. All are answered
-    except those whose client leaves, and no slot is lost."""
+    """Many requests arrive at once, some with two samples, but the pool has room for a few. All requests are
+    answered, except those whose client leaves, and no slot is lost."""
     orders = list(itertools.permutations(range(6), 4))[::9]
 
     def ask(number: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests share eight servers on a GPU, with FlashInfer and with Triton, with and without graphs."""
+"""Tests on a GPU, with eight servers: FlashInfer or Triton, with or without CUDA graphs."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.hip is not None, reason="needs an NVIDIA GPU, this is ROCm"),
 ]
 
-#: Pools are small, so that several servers fit on a GPU; graphs are few, as capturing takes time.
+#: Pools are small, so that several servers fit on a GPU. Graphs are few, because capturing takes time.
 _SIZES = "--max-running-requests 16 --max-total-tokens 16384 --mem-fraction-static 0.3"
 _DECODE = "--cuda-graph-bs-decode 1 4 8"
 GRAPHS, NO_GRAPHS = f"{_DECODE} --disable-prefill-cuda-graph", "--disable-cuda-graph"
@@ -39,10 +39,10 @@ ON_CUDA = ServerSpec(
     env=tuple({**specs.WAITING, "PYTHONPATH": specs.PLUGINS}.items()),
     device="cuda",
 )
-#: Without flags for attention or positions; with prefill graphs of two sizes.
+#: No flag chooses attention or positions. Prefill graphs have two sizes.
 ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
-#: These have no overlap schedule: with it, copies would race with the forward in flight.
+#: ALIAS and COPIES have no overlap schedule: under it, copies would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
 COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **specs.COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"
@@ -56,7 +56,7 @@ SHARING = pytest.mark.parametrize("server", [ALONE, ON_TRITON], indirect=True)
 
 @SHARING
 def test_batches_with_and_without_shared_blocks(server: ServerProcess) -> None:
-    """First more requests than the largest graph holds, then few: all are answered, all slots come back."""
+    """First 12 requests, more than the largest graph holds, then 3. All are answered; all slots come back."""
     for count in (12, 3):
         assert all(answer.text for answer in solve(server, problems(count, seed=3)))
     seen = report(server)
@@ -70,7 +70,7 @@ def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
     """Requests that opted out give the same tokens before and after others shared."""
     server.post("/flush_cache")
     before = answers(server, **OPT_OUT)
-    # No flush follows: slots stay shifted, so each batch's mark decides which kernels run.
+    # No flush follows, so shifted slots remain. For each batch, the host's mark chooses the kernels.
     answers(server)
     after = answers(server, **OPT_OUT)
     assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
@@ -78,8 +78,8 @@ def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("spec", [ALIAS])
 def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec) -> None:
-    """A server that shares, with graphs, answers like a server that copies rotated K and V into the
-    requests' own slots, without graphs."""
+    """A server that shares, with graphs, gives the answers of a server without graphs that copies V and
+    rotated K into the requests' own slots."""
     found = []
     for each in (spec, COPIES):
         server = servers.get(each)

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing through ``sglang.Engine``, whose processes are spawned, and a stock engine after it in the
-same process."""
+"""Runs ``sglang.Engine`` with sharing, in spawned processes, then a stock engine from the same process."""
 
 import os
 import subprocess

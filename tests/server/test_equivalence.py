@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares responses of stock SGLang on the CPU platform with those of our servers, and responses with
-sharing with the same computation done without sharing memory. One test runs a language model, which
+"""Compares answers of our servers with those of stock SGLang on the CPU platform. Compares responses that
+shared with those of the fidelity harness, which shares no memory. One test runs a language model, which
 ``make real-model`` makes."""
 
 import functools
@@ -37,15 +37,15 @@ from tests.server.reference import Replayed, assert_computed
 
 @functools.cache
 def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
-    """The answers of a server, cached: stock gives the same each time, and other servers run only once."""
+    """A server's answers, cached, because stock's never change and each other server is asked only once."""
     server = servers.get(spec)
     server.post("/flush_cache")
     return answers(server)
 
 
 def _assert_same_answers(one: Answers, other: Answers) -> None:
-    """Both are right and equal up to rounding. If two tokens are equally likely, rounding decides which is
-    taken; from there on only the final answers are compared."""
+    """Checks that both are right, and equal except for rounding. If two tokens are equally likely, rounding
+    decides between them; behind such a token only the final answers are compared."""
     for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
         COMPARED, one, other, strict=True
     ):
@@ -57,7 +57,7 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
 
 @pytest.mark.parametrize("spec", [specs.EXACT])
 def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Answers equal stock's bit for bit and nothing shares: one request never fills half of the pool."""
+    """Answers equal stock's bit for bit. Nothing shares, because one request never fills half of the pool."""
     assert _run(servers, spec) == _run(servers, specs.STOCK)
     assert servers.get(specs.STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
     totals = report(servers.get(spec))["totals"]
@@ -67,14 +67,14 @@ def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.Se
 
 @pytest.mark.parametrize("spec", [specs.UNCORRECTED])
 def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """The server ``spec`` decodes by ``torch_native``; stock decodes by ``reasoncache_cpu``."""
+    """The server ``spec`` decodes by SGLang's ``torch_native``, but the stock server by ``reasoncache_cpu``."""
     _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
 
 
 @pytest.mark.parametrize("spec", [specs.ACROSS])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Requests that opt out have stock's answers, also after others have shared. Answers differ by rounding, as
-    this server prefills in pieces and recomputes after retractions."""
+    """Requests that opt out get stock's answers, also after others have shared. Rounding differs, because this
+    server prefills in chunks and recomputes after retractions."""
     server = servers.get(spec)
     solve(server, COMPARED)
     assert report(server)["totals"]["blocks_shared"] > 0
@@ -83,7 +83,7 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_path: Path) -> None:
-    """Redirected rows give the results of a cache that was edited in the same way."""
+    """A redirected row gives the log-probabilities of the harness's cache with the same blocks redirected."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     todo, blocks = prompts(4, seed=11), 0
@@ -110,7 +110,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.mark.long
 @pytest.mark.skipif(not MODEL.is_dir(), reason=f"no {MODEL}: make real-model makes it")
 def test_a_language_model_computes_what_the_harness_computes(real: ServerProcess) -> None:
-    """Blocks share within a response, and across samples of one prompt."""
+    """Blocks share within a response, then also across samples of one prompt."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     todo: list[Any] = [
         tokenizer.apply_chat_template(

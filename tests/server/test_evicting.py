@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies that evict positions, in a live server and under load. Slots are checked during and after
+"""Tests policies that evict positions, on servers that may be under load. Slots are checked during and after
 each test, as in ``test_sharing.py``."""
 
 from typing import Any
@@ -19,10 +19,10 @@ from tests.server.reference import assert_masked, assert_rkv_decides, difference
     indirect=["server"],
 )
 def test_evicting_equals_masking(server: ServerProcess, together: int, reference: Any) -> None:
-    """Log-probabilities are those of a model whose attention is masked, although evicted slots are
-    overwritten in the meantime."""
+    """Log-probabilities are those of a model that masks evicted positions, although later tokens overwrite
+    the slots of these positions."""
     todo = prompts(6, seed=21)
-    # With the overlap schedule the forward in flight at an eviction still reads the evicted slots.
+    # Under the overlap schedule the forward in flight at an eviction still reads the evicted slots.
     overlaps = not server.get("/server_info").json()["disable_overlap_schedule"]
     assert overlaps == (together > 1)
     found: list[dict[str, Any]] = []
@@ -31,7 +31,7 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
     assert all(one["retractions"] == 0 and one["evicted_positions"] > 50 for one in found)
     right = assert_masked(reference, todo, found, 1000, 30, after=int(overlaps))
     if report(server)["evictors"][0]["name"] == "keydiff":
-        # Masking a token earlier or later must fit worse.
+        # A mask that begins a token earlier or later must fit worse.
         shifted = [
             differences(reference, text, one, 1 - int(overlaps)).sum()
             for text, one in zip(todo, found, strict=True)
@@ -46,7 +46,7 @@ def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) 
 
 @pytest.mark.parametrize("server", [*specs.EVICTORS, specs.RKV], indirect=True)
 def test_frees_slots_under_load(server: ServerProcess) -> None:
-    """Evicting frees slots, and rows share as well if the policy does both."""
+    """Evicting frees slots. With a policy that also shares, some rows do both."""
     start = server.log_size()
     solve(server, problems(12, seed=22))
     wait_until_idle(server)
@@ -65,7 +65,7 @@ def test_frees_slots_under_load(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", specs.EVICTORS, indirect=True)
 def test_follow_up_turn(server: ServerProcess) -> None:
-    """A second turn gets its prefix from the cache up to the first evicted position, and computes the rest."""
+    """A second turn reads its prefix from the cache up to the first evicted position, and computes the rest."""
     [first] = prompts(1, seed=26)
     [entry] = respond(server, [first])
     page = server.get("/server_info").json()["page_size"]
@@ -74,7 +74,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     follow_up = f"{first} {entry['text']} {first}"
     cached = [generate(server, follow_up, 48)["meta_info"]["cached_tokens"] for _ in range(2)]
     assert cached[0] == lowest // page * page
-    # The first follow-up evicted nothing from its prompt, so the second finds it in the cache.
+    # The first follow-up evicted nothing from its prompt, so the second reads that prompt from the cache.
     assert cached[1] > entry["prompt_tokens"] + entry["output_tokens"] - page
 
 
@@ -82,11 +82,11 @@ BUDGET, CHUNK = 96, 64
 
 
 def check_budget(response: dict[str, Any]) -> None:
-    """Checks that a prompt, by reported evictions, never holds more than budget plus chunk."""
+    """Checks by the reported evictions that a prompt never holds more positions than budget plus chunk."""
     held_then, gone, chunks = 0, 0, set()
     for written, _, length in response["evictions"]:
         if written not in chunks:
-            # Positions held before the first eviction of this poll.
+            # The positions held before this poll evicted any.
             held_then = written - gone
             assert held_then <= BUDGET + CHUNK
         chunks.add(written)
@@ -101,7 +101,7 @@ def check_budget(response: dict[str, Any]) -> None:
 def test_block_wise_prefill_equals_masking(server: ServerProcess, reference: Any) -> None:
     """Prompt and response have the log-probabilities of a model that never sees evicted positions."""
     todo = prompts(4, seed=41, each=8)
-    # First one prompt after the other, so that chunks are not mixed; then all at once.
+    # First one prompt after the other, so that no chunk is prefilled with others; then all at once.
     found = [respond(server, [text], 200, logprob_start_len=0, **TO_THE_END)[0] for text in todo]
     found += respond(server, todo, 200, **TO_THE_END)
     for response in found:

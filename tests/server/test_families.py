@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models whose attention differs from the embedded reasoner's: hybrids (only attention layers share), latent
-attention, and layers with a sliding window. The prefix cache keeps states of state layers; a wrong state would
-show in responses that begin with a cached prefix."""
+"""Tests models whose attention differs from the embedded reasoner's: hybrids (only attention layers share),
+latent attention, layers with a sliding window. The prefix cache keeps states of hybrids; after a cached prefix,
+a wrong state would change the log-probabilities."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +16,12 @@ from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
 from tests.server.problems import OPT_OUT, TO_THE_END, report, told
 
-#: Tokens of a block.
+#: Tokens in a block.
 _LENGTH = 8
 _WORDS = list("abcdefghijklmnopqrst")
-#: Bound for differences of log-probabilities in fp32 if sums are made in different orders.
+#: How much log-probabilities in fp32 may differ, because sums are made in different orders.
 ROUNDING = 2e-3
-#: Whether a layer has a sliding window -> its rotation; if None, keys are read as cached.
+#: Whether a layer has a sliding window -> the rotation of the layer's keys. None: keys are read as cached.
 Rotations = dict[bool, KeyRotation] | None
 
 
@@ -30,7 +30,7 @@ def _prompts(count: int, first: int = 0) -> list[str]:
 
 
 def _tell(server: ServerProcess, bodies: list[Any]) -> list[dict[str, Any]]:
-    """What ``told`` returns, with default fields added and log-probabilities converted to tensors."""
+    """What ``told`` returns, with defaults for missing fields and with log-probabilities as tensors."""
     return [
         {"blocks": [], "retractions": 0, **found, "prompt": found["prompt_tokens"]}
         | {"logprobs": torch.tensor(found["logprobs"])}
@@ -54,7 +54,7 @@ def _follow_up(server: ServerProcess, ids: list[int]) -> dict[str, Any]:
 
 
 class Loop:
-    """A Hugging Face model that reads a whole response at once, and redirects the same blocks that a server
+    """A Hugging Face model that reads a whole response at once, with the same blocks redirected that a server
     redirected while it generated the response."""
 
     def __init__(self, servers: ServerPool, name: str) -> None:
@@ -82,7 +82,7 @@ class Loop:
             frequencies = embedding.inv_freq if frequencies is None else frequencies
             angles = torch.arange(1024)[:, None] * frequencies.float()
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            # Hugging Face pairs dims as halves in DeepSeek V3, as neighbours in V2.
+            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2; all others pair two halves.
             found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
         return found
 
@@ -106,8 +106,8 @@ class Loop:
         """Mean distance of a server's log-probabilities from this loop's.
 
         Args:
-            blocks: The first query that reads a block's source, and the first positions of block and source.
-            rotation: Rotates what is read from another position.
+            blocks: For each block the first query that reads the source, and where block and source begin.
+            rotation: Rotates keys that are read at another position; None reads them as cached.
         """
         tokens = prompt + found["tokens"]
         assert len(prompt) == found["prompt"]
@@ -186,8 +186,8 @@ def test_a_server_computes_what_a_loop_computes(
         off["shared"] += loop.off(prompt, found, found["blocks"], rotation) / 10
         off["dense"] += loop.off(prompt, found, [], None) / 10
         off["as cached"] += loop.off(prompt, found, found["blocks"], None) / 10
-        # The cache has the response up to its first shared position; for a model with states it has
-        # only the prompt and its state, for one with a window pool the prompt and its window.
+        # The cache has the response up to the first shared position. If the model has states or a
+        # window pool, the cache has only the prompt, with the prompt's last state or window.
         follow = _follow_up(server, prompt + found["tokens"])
         shared = min(dst for _, dst, _ in found["blocks"])
         stateless = spec.model in {**specs.LATENT, **specs.WINDOWS}
@@ -195,7 +195,7 @@ def test_a_server_computes_what_a_loop_computes(
         again += loop.off(prompt + found["tokens"], follow, [], None) / 10
     whole = prompt + found["tokens"] + follow["tokens"]
     follow = _follow_up(server, whole)
-    # The cache has all of a response that shared nothing, with its last state.
+    # The last response shared nothing, so the cache has all written positions, with the last state.
     assert follow["cached"] == len(whole) - 1
     again += loop.off(whole, follow, [], None) / 10
     print(spec.model, off, again, seen["totals"]["blocks_shared"])
@@ -208,7 +208,7 @@ def test_a_server_computes_what_a_loop_computes(
 
 @pytest.mark.parametrize("spec", [spec.for_long_runs() for spec in AT_ONCE])
 def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Copying gives the same tokens as sharing; reading keys as cached gives other tokens or probabilities."""
+    """Copying gives the same tokens as sharing. Keys read as cached give other tokens or probabilities."""
     copies = servers.get(specs.copying(spec).for_long_runs())
     copied = _together(copies, 400)
     assert report(copies)["totals"]["blocks_shared"] >= 200
@@ -231,8 +231,8 @@ def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.Ser
 
 @pytest.mark.parametrize("spec", [*SHORT, ON_TWO_RANKS[1]])
 def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Some requests are retracted, aborted or opted out while others share. Requests that opted out have
-    the log-probabilities of the loop."""
+    """While some requests share, others are retracted or aborted, or have opted out. Requests that opted out
+    have the log-probabilities of the loop."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
 

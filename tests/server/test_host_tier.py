@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing with SGLang's hierarchical cache: prefixes go to the host and come back to other slots."""
+"""Tests sharing with SGLang's hierarchical cache, which moves prefixes to the host and back to other slots."""
 
 from pathlib import Path
 
@@ -15,17 +15,17 @@ from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
 def test_a_prefix_that_was_on_the_host_is_read_as_before(
     servers: ServerPool, spec: specs.ServerSpec, tmp_path: Path
 ) -> None:
-    """When a prefix is loaded, the cached positions of its new slots must be recorded: a response that shares
-    rotates keys by these positions."""
+    """When a prefix is loaded, the cached positions of its new slots must be recorded, because a response that
+    shares rotates keys by these positions."""
     on_disk = spec is specs.ON_DISK
     server = servers.get(spec.having("", f"--file-storage-path {tmp_path}") if on_disk else spec)
     log = server.log_size()
     server.post("/flush_cache")
     todo = prompts(4, seed=21, each=2)
-    # 601 tokens make a whole number of polls, so that a response shares alike both times.
+    # 601 tokens take 600 decode steps, a whole number of polls, so a response shares alike both times.
     first = [respond(server, [text], 601, **TO_THE_END)[0] for text in todo]
     for text in prompts(3, seed=22, each=24):
-        # Long prompts evict all prefixes, and give the slots other positions.
+        # Long prompts evict all cached prefixes and use the slots at other positions.
         respond(server, [text], 5, sampling_params=OPT_OUT)
     if on_disk:
         assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200

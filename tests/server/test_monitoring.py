@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the board, the alert rules and the configuration in ``deploy/`` with a real Prometheus, and the page
-at ``GET /reasoncache/ui`` in a browser, behind a proxy with a path prefix.
+"""Tests ``deploy/`` (Grafana board, alert rules, configuration) with a real Prometheus, and the page at
+``GET /reasoncache/ui`` in a browser, behind a proxy with a path prefix.
 
 ``REASONCACHE_SCREENSHOT=docs/page.png`` saves a picture of the page, taken during three minutes of load."""
 
@@ -59,7 +59,7 @@ def test_alerts_ring_and_are_silent(tmp_path: Path) -> None:
     }
 
     def case(series: dict[str, str], *ringing: str) -> dict[str, Any]:
-        """``ringing``: names of the alerts that fire after 20 minutes; all others are silent."""
+        """``ringing``: names of the alerts that fire after 20 minutes. All other alerts are silent."""
         labels = {name: {"instance": "a", "dp_rank": "0"} for name in gauges}
         labels[retracts] = {"instance": "a"}
         return {
@@ -82,7 +82,7 @@ def test_alerts_ring_and_are_silent(tmp_path: Path) -> None:
     cases = [case({f"reasoncache_{field}": "0x20 1x80"}, name) for name, field in gauges.items()]
     cases.append(case({f"reasoncache_{field}": "0x100" for field in gauges.values()}))
     cases.append(case({retracted: "0+1x100", shareable: "40x100"}, retracts))
-    # No alert fires if shareable slots ran out first, or no request was retracted.
+    # No alert fires if shareable slots ran out meanwhile, or if no request was retracted.
     cases.append(case({retracted: "0+1x100", shareable: "40x70 0 40x30"}))
     cases.append(case({retracted: "7x100", shareable: "40x100"}))
     rules = {"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": cases}
@@ -129,7 +129,7 @@ def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: 
                 told = httpx.get(f"http://{address}/api/v1/{path}", params=params, trust_env=False)
                 return told.raise_for_status().json()["data"]
 
-            # Prometheus answers with 503 until it is ready, and starts to scrape after five seconds.
+            # Prometheus answers with 503 until it is ready. The first scrape comes after five seconds.
             deadline = time.monotonic() + 60
             while True:
                 with contextlib.suppress(httpx.HTTPError):
@@ -161,8 +161,8 @@ IN_TEXT = "" if PICTURE else HOSTILE
 
 @contextlib.contextmanager
 def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
-    """Forwards paths that begin with PREFIX, demands KEY for reports on requests, and puts IN_TEXT before
-    the text of each response, because the embedded model has no tokens for IN_TEXT."""
+    """Forwards paths that begin with PREFIX. Demands KEY for reports on single requests. Puts IN_TEXT before
+    the text of each response, because the embedded reasoner has no tokens for IN_TEXT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -243,7 +243,7 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
         page.click("#ask button")
         expect(page.locator("#ask")).to_be_hidden()
         done = pool.submit(load)
-        # By itself, the page opens a finished response that shares.
+        # Without a click, the page opens a finished response that shared.
         expect(text.locator(".shared")).not_to_have_count(0, timeout=60_000)
         expect(text).to_contain_text(IN_TEXT)
         text.locator(".shared").first.hover()

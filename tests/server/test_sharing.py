@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing under load, at several page sizes, and tests that run on every kind of server.
+"""Tests sharing under load, at two page sizes. Some tests run on every kind of server.
 
-The ``server`` fixture checks after each test that every slot is back, that a flush resets our totals and
-that the log has no traceback. SGLang's strict memory checks run after every batch. The first test here
-is light, so that its server is flushed before the other tests put it under load."""
+The ``server`` fixture checks after each test that every slot is free or evictable, that a flush resets our
+totals and that the log has no traceback. SGLang's strict memory checks run after every batch. The first test
+is light, so that a server is flushed once before other tests put it under load."""
 
 import asyncio
 import contextlib
@@ -47,11 +47,11 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("server", "count", "blocks", "saved", "right"),
     [
-        # EXACT shares only when SGLang is short, which depends on how requests overlap.
+        # EXACT shares only when SGLang is short of slots. How much depends on which requests overlap.
         (specs.EXACT, 24, 24, 0.03, 0.8),
         (specs.ACROSS, 16, 16, 0.1, 0.8),
         (specs.FP8, 16, 16, 0.1, 0.8),
-        # Blocks are whole pages paired by index: their tokens differ, so answers are not checked.
+        # Whole pages are paired by index: their tokens may differ, so answers are not checked.
         (specs.PAGED, 12, 0, 0.0, 0.0),
     ],
     indirect=["server"],
@@ -59,7 +59,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 def test_shares_and_keeps_answers(
     server: ServerProcess, count: int, blocks: int, saved: float, right: float
 ) -> None:
-    """Answers stay right; accepted blocks share again when a retracted row is recomputed."""
+    """Answers stay right. Accepted blocks share again once the row of a retracted request is recomputed."""
     todo = problems(count)
     answers = solve(server, todo)
     seen = report(server)
@@ -82,7 +82,7 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     totals = seen["totals"]
     for field in ("blocks_shared", "blocks_compared", "steps_seen", "steps_with_candidate"):
         grown = after[f"{field}_total"] - before.get(f"{field}_total", 0.0)
-        # Counts of the last steps may not have been published yet.
+        # The series may lack the counts of the last steps, which are not published yet.
         assert 0 < grown <= totals[field] - totals_before[field]
     assert after["poll_seconds_count"] > 0
     assert 0 < after["memory_saving_ratio"] < 1
@@ -115,8 +115,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()
-                # A token takes two lines of a stream: clients leave after 100 to 213 tokens, when
-                # blocks share already.
+                # A token takes two lines of a stream, so clients leave after 100 to 213 tokens. By
+                # then blocks share.
                 for _ in range(201 + 25 * number):
                     if await anext(lines, None) is None:
                         break
@@ -139,8 +139,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """Two ranks share alike; otherwise they would hang, as distances are summed over ranks. Then one rank's
-    sharing fails under load: no request fails and no slot is lost."""
+    """Two ranks share alike. Otherwise they would hang, because distances are summed over both ranks. Then
+    sharing fails on one rank under load: no request fails and no slot is lost."""
     server, todo = servers.get(spec), problems(10, seed=13)
     start = server.log_size()
     assert report(server)["disabled"] is None
@@ -151,7 +151,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     assert shared > 0
     solve(server, todo[:1])
     seen = report(server)
-    # The report is that of the first rank; the last rank failed.
+    # The endpoint reports the first rank, but the last rank failed.
     assert seen["disabled"] == "another tensor-parallel rank failed"
     assert seen["totals"]["blocks_shared"] == shared
     assert series(server)["disabled"] >= 1
@@ -197,7 +197,7 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
     for found in respond(server, prompts(4, seed=31), MAX_TOKENS, sampling_params=whole):
         reasoning, end, _answer = found["text"].partition(END_OF_THINKING)
         assert end, "the embedded model closes its reasoning"
-        # Tokenizing a part is safe: the embedded model has one token for each word.
+        # A part has the same tokens as in the whole text, because each word is one token.
         tokens = server.post("/tokenize", json={"prompt": reasoning}).json()["count"]
         last = max((dst + 8 for _, dst, _src in found["blocks"]), default=0)
         assert last <= found["prompt_tokens"] + tokens
@@ -212,8 +212,8 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_a_response_without_reasoning_shares_nothing(server: ServerProcess) -> None:
-    """The prompt opens and closes the reasoning, as templates do if a client wants no reasoning."""
-    # Forbids the marker that would open reasoning again.
+    """The prompt opens and closes the reasoning, as chat templates do if a client wants no reasoning."""
+    # The bias forbids the marker that would open the reasoning again.
     sampling = {"skip_special_tokens": False, "logit_bias": {"4": -100.0}}
     todo = [f"{prompt} {THINK} {END_OF_THINKING}" for prompt in prompts(2, seed=31)]
     for found in respond(server, todo, MAX_TOKENS, sampling_params=sampling):
@@ -248,7 +248,7 @@ def test_samples_share_with_each_other(server: ServerProcess) -> None:
 def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
     server: ServerProcess,
 ) -> None:
-    """Requests of four kinds have the same prompt and, as they are greedy, the same response."""
+    """Requests of four kinds have the same prompt and, because decoding is greedy, the same response."""
     [text] = prompts(1, seed=52)
     kinds: dict[str, dict[str, Any]] = {
         "plain": {},
@@ -266,7 +266,7 @@ def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
         for *_, source in entry["blocks_across"] if kind in kinds else ():
             across[kind] += 1
             assert source.partition("-")[0] == kind
-    # Which requests run together depends on memory, so only the sum is checked.
+    # Which requests run together depends on free slots, so only the sum over kinds is checked.
     assert across["out"] == 0 and sum(across.values()) > 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool, rows and batches for the tests of attention backends, and dense attention in fp64."""
+"""A pool, rows and batches for tests of attention backends, and dense fp64 attention as the expected result."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -21,18 +21,18 @@ from sglang_reasoncache.plugin import attention
 from tests.kernels.attention_cases import dense, turned
 
 DIM = 16
-#: Dims of a latent row: sizes that SGLang's Triton kernels take, besides 512 and 64.
+#: Latent and rotated dims of a latent row. SGLang's Triton kernels take these, as well as 512 and 64.
 RANK, ROTATED = 256, 32
 BASE = 10_000
 CONTEXT = 1024
 LENGTHS, SHORT = [1, 19, 989], [1, 19, 70]
 
-#: In fp32, angles of up to 1024 radians are off by 1024 * 2**-24, and so are weights; in bf16 keys,
-#: weights and the result are each rounded to 8 bits, for values of about 1.
+#: In fp32 an angle of up to 1024 radians is off by up to 1024 * 2**-24, and so is a softmax weight. In bf16,
+#: keys, weights and results of about 1 are each rounded to 8 bits.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
 
 
-#: New tokens of the three rows: decode, prefill, and decode requests in a prefill batch.
+#: New tokens of each of the three rows. Our kernels compute prefills of ``few`` tokens like decode steps.
 BATCHES = {
     "decode": [1, 1, 1],
     "whole": [1, 19, 989],
@@ -43,7 +43,7 @@ BATCHES = {
 
 
 class Rig:
-    """A pool with rows of random keys, a share of them (``shifted``) cached for another position.
+    """A pool and rows with random KV. ``shifted``: share of slots whose key was cached for another position.
 
     ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``window``: positions that a query
     sees besides its own; 0 means all. ``own_pool``: if not 0, the layer with the window has a window pool,
@@ -102,7 +102,7 @@ class Rig:
             torch.arange(size + 1), torch.randint(0, CONTEXT, (size + 1,), generator=generator)
         )
         order = torch.randperm(size, generator=generator) + 1
-        # Slots that no row names hold NaN; of these only slot 0, SGLang's padding, may be read.
+        # Slots that no row names hold NaN: reading them is noticed. Slot 0 is padding, which may be read.
         for buffer, peer in zip(*sides, strict=True):
             buffer[order[-64:]] = peer[self.peers[order[-64:]]] = float("nan")
         self.row_of = torch.arange(1, len(lengths) + 1)
@@ -127,7 +127,7 @@ class Rig:
             model, self.layers = _olmo(rope, *both), both if own_pool else self.layers
         #: ``unread``: positions of a window that a decode step leaves out, as in ``PagedBackend``.
         self.window, self.unread = window, 0
-        #: SGLang's model runner, with the fields that the start of a server on CUDA reads.
+        #: Stands in for SGLang's model runner: has the fields that are read when a server starts on CUDA.
         self.runner: Any = SimpleNamespace(
             device="cpu",
             req_to_token_pool=self.rows,
@@ -146,7 +146,7 @@ class Rig:
         )
 
     def batch(self, new: list[int]) -> ForwardBatch:
-        """A forward that computes the last ``new[i]`` tokens of row i; a decode step if all are 1."""
+        """A batch that computes the last ``new[i]`` tokens of row i: a decode step if all counts are 1."""
         decode = all(count == 1 for count in new)
         ends = torch.tensor(self.lengths)
         slots, positions = [], []
@@ -172,7 +172,7 @@ class Rig:
         )
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
-        """Evict some positions before each row's ``new`` tokens; never the last one before them."""
+        """Evict random positions before each row's ``new`` tokens, but not the last position before them."""
         allocator = self.runner.token_to_kv_pool_allocator
         allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
@@ -180,14 +180,14 @@ class Rig:
             self.rows.req_to_token[row, : len(gone)][gone] = -1
 
     def settle(self) -> None:
-        """From now on every key is expected to be used as it was cached."""
+        """Record every slot as cached at the position that names it, so that no key is shifted any more."""
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             held = slots >= 0
             self.cached_at.record(slots[held], torch.arange(end)[held])
 
     def forward(self, backend: Any, batch: Any) -> torch.Tensor:
-        """Attention of the batch's new tokens, ``[tokens, heads, v_dim]``; keeps their queries."""
+        """Run ``backend`` on the batch: ``[tokens, heads, v_dim]``. Keeps the queries for :meth:`expected`."""
         tokens = len(batch.out_cache_loc)
         generator = torch.Generator().manual_seed(tokens)
         q, k, v = (
@@ -201,20 +201,20 @@ class Rig:
         v = k[..., : self.v_dim] if self.latent else v
         self.query = q
         if translator := getattr(backend, "kv_index_translator", None):
-            # SGLang's runner does this for its Triton backend.
+            # SGLang's model runner makes this call before its Triton backend runs.
             translator.bind_runner_slots(batch)
         backend.init_forward_metadata(batch)
         run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
         return run(q.flatten(1), k, v, self.layer, batch).view(tokens, self.heads, self.v_dim)
 
     def check(self, backend: Any, batch: Any, logit_cap: float = 0.0) -> None:
-        """The backend's forward of the batch is as expected."""
+        """Check that the backend's result for the batch is close to :meth:`expected`."""
         found, expected = self.forward(backend, batch).double(), self.expected(batch, logit_cap)
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
-        """fp64 attention ``[tokens, heads, dim]`` to keys rotated to where they are used; evicted
-        positions are masked."""
+        """The right result, ``[tokens, heads, v_dim]`` in fp64: each key is rotated to the position that reads
+        its slot, and evicted positions are masked."""
         layer = self.layer.layer_id
         keys, values = (side.double() for side in compat.kv_of(self.pool, layer))
         found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
@@ -240,7 +240,7 @@ class Rig:
 
 
 def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
-    """Attention modules of SGLang's OLMo 3."""
+    """Attention modules of OLMo 3, a model with windows whose rotation of keys our backends know."""
     found = torch.nn.ModuleList()
     for layer in layers:
         owner: Any = Olmo2Attention.__new__(Olmo2Attention)
@@ -253,15 +253,15 @@ def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
 def announced(
     backend: Any, batch: ForwardBatch, shifted: bool = False, evicted: Sequence[int] = ()
 ) -> ForwardBatch:
-    """Announces the batch to the backend by the hook for new batches; ``shifted``, ``evicted``: what our tree
-    says about the batch's requests."""
+    """Calls our hook for new batches, which marks the batch. ``shifted`` and ``evicted`` are the prefix tree's
+    answers about the batch's requests."""
     runner: Any = SimpleNamespace(attn_backend=backend)
     attention._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
     return batch
 
 
 def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
-    """A scheduler's batch whose tree says ``shifted`` and ``evicted`` of its requests."""
+    """A scheduler's batch. Its prefix tree answers ``shifted`` and ``evicted`` about the batch's requests."""
     reqs: list[Any] = [object()]
     eviction = SimpleNamespace(evicts_prompts=False)
     own = dict(containment=contextlib.nullcontext(), holds=False, eviction=eviction)
@@ -281,7 +281,7 @@ def mark(batch: ForwardBatch, needs_ours: bool) -> None:
         batch.rids = MarkedRids(batch.rids or [], needs_ours)
 
 
-#: Unsupported cases: a change of a rig, and the words of the refusal.
+#: A change that makes a rig unsupported, and words of the error message.
 UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),

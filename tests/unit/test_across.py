@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests of slots that several requests read, with SGLang's own pools, requests and release path.
-``tests/property/test_groups.py`` ends requests in random order."""
+``tests/property/test_groups.py`` tests the same with random requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
 class GroupEngine(ScriptedEngine):
-    """Also proposes the blocks that the test put into ``lent``; knows the group of each request."""
+    """Also proposes the blocks in ``lent``, whose source is another request. Records each request's group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def balance(world: World) -> None:
 
 @ALL_SETUPS
 def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
-    """Blocks that two requests name stay; a second read in one row counts as saved within."""
+    """Slots that two rows name are not redirected. Naming them twice in a row saves within that row."""
     world, source, reader = two(setup)
     assert lend(world, source, reader, Pair(12, 20)) == 4
     rows = world.row(source).copy(), world.row(reader).copy()
@@ -178,7 +178,7 @@ KEYS: list[tuple[dict[str, Any], bool]] = [
     ({"cache_salt": "another"}, False),
     ({"extra_key": "another"}, False),
     ({"lora_id": "adapter"}, False),
-    # SGLang joins these two into one string.
+    # SGLang joins these into "adapter", which is also the key of the LoRA adapter in the test below.
     ({"extra_key": "ad", "lora_id": "apter"}, False),
     ({"positional_embed_overrides": object()}, False),
     ({"opts_out": True}, False),
@@ -193,7 +193,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(("key", "same"), KEYS)
 def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: bool) -> None:
-    """Holds in both directions, whatever the filter proposes."""
+    """Neither request is a source for the other, whatever blocks the filter proposes."""
     world = world_of(SETUPS[0])
     made = [
         began(world, i, dict(one)) for i, one in enumerate(({}, key, {"lora_id": "adapter"}, key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission with a credit for sharing, against its formula and SGLang's own."""
+"""Admission with a credit for sharing, compared with its formula and with SGLang's admission."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ class _Tree:
 
 
 def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
-    """A prefill budget over 800 free slots; with ``credit`` None it is SGLang's own."""
+    """A prefill budget over 800 free slots: ours, or SGLang's if ``credit`` is None."""
     pool = allocator_of(page, FREE)
     if credit is None:
         return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)
@@ -57,9 +57,9 @@ LENGTHS = st.integers(0, 400)
 def test_only_output_to_come_is_discounted(
     credit: float, page: int, mixed: int, reserved: Any, rest: int, asked: tuple[int, int]
 ) -> None:
-    """A request needs its prompt (in whole pages, at most prompt plus output) and the undiscounted
-    part of what remains. ``rest`` is added to ``total_offset``, as SGLang adds what running
-    requests need; a total below the current offset reserves nothing. Credit zero acts as stock."""
+    """A request needs its prompt, rounded up to pages, and the share ``1 - credit`` of the output beyond that.
+    ``rest`` stands for the output of running requests, which SGLang adds to ``total_offset``. A total below
+    ``current_offset`` reserves nothing. With credit 0 and ``rest`` >= 0 the budget decides like SGLang's."""
     made, stock = budget(credit, page, mixed), budget(None, page, mixed)
     for each in (made, stock):
         for prompt, output in reserved:
@@ -89,11 +89,11 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
     [
         # Without observations there is no credit.
         (0.5, 1000, [(ENDED, 0, 0, 0.0)]),
-        # Credit is the share of tokens; at the end the first request's 100 weigh 1 - 300/1000.
+        # The credit is the share of shared tokens; after the second request the first weighs 1 - 300/1000.
         (0.9, 1000, [(ENDED, 30, 100, 0.3), (ENDED, 10, 300, (21 + 10) / (70 + 300))]),
-        # Running requests count only if they share more, and only from some length on.
+        # Running requests count only if they share more than finished ones and have 512 tokens or more.
         (0.9, 20_000, _RUNNING),
-        # The credit follows a change: each request fades earlier ones by 0.9.
+        # The credit follows a change: each request multiplies the weights of earlier ones by 0.9.
         (0.9, 1000, [*[(ENDED, 40, 100, 0.4)] * 50, *((ENDED, 0, 100, at) for at in _FADED)]),
         (0.4, 20_000, [(ENDED, 90, 100, 0.4)]),
         (0.0, 20_000, [(ENDED, 50, 100, 0.0)]),
@@ -113,7 +113,7 @@ def test_forecast(
 
 
 def test_a_load_from_the_host_is_not_discounted() -> None:
-    """A load takes its slots before the prompt does, and before output could share."""
+    """A load from the host takes its slots at once, so the credit for later sharing must not count."""
 
     def loads(tokens: int) -> bool:
         told = dict(full_tokens=tokens + 300, extend_input_len=300, max_new_tokens=300)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocators that hand out a shared page again only after its last reference is freed; and host copies of
-rows that read each other."""
+"""Allocators hand out a shared page again only after its last reference is freed. Also tests the host's copies
+of rows whose positions read each other's slots."""
 
 from collections import Counter
 from typing import Any
@@ -59,7 +59,7 @@ def page_slots(page: int, *pages: int) -> torch.Tensor:
 
 
 def free_list(allocator: Allocator) -> list[int]:
-    """Free page ids; fails if one is there twice."""
+    """The ids of free pages; fails if an id occurs twice."""
     pages = sorted(allocator.get_all_free_pages().tolist())
     assert len(set(pages)) == len(pages), f"free twice: {pages}"
     return pages
@@ -71,7 +71,7 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
         for some in (row[:page], row[page:]):
             change = either.prepare_known(some, np.zeros(page, dtype=np.int64))
             assert either.commit(change, evicts=True) == page
-        # ``free`` must read a row's entries on the device to know which are evicted.
+        # ``free`` must read the entries on the device to know which of them are evicted.
         with pytest.raises(WouldWait):
             either.free(torch.full((page,), -1))
     either.free(torch.full((page,), -1))
@@ -89,8 +89,8 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
 def test_pages_come_back_with_their_last_reference(
     data: st.DataObject, page: int, need_sort: bool, grouped: bool, how: str
 ) -> None:
-    """Rows are freed in groups, as SGLang does for finished requests of a batch, and may be cut at their
-    ends. A page that is named twice in one call loses two references."""
+    """Rows are freed one by one, or in a group as SGLang frees requests that finish in one batch. The last page
+    of a row may be cut. A page that is named twice in one call loses two references."""
     allocator = allocator_of(page, SLOTS, need_sort=need_sort)
     ids = take(allocator, 3)
     more = data.draw(st.lists(st.sampled_from(ids), max_size=3))
@@ -122,7 +122,7 @@ def test_pages_come_back_with_their_last_reference(
 
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
-    """While nothing is shared, SGLang's ``free`` runs: it takes slots in any order, and parts of pages."""
+    """While nothing is shared, SGLang's ``free`` runs, which takes slots in any order and parts of pages."""
     token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
     share(token, [first])
@@ -134,7 +134,7 @@ def test_double_free_is_noticed_while_anything_is_shared() -> None:
 
 
 def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
-    """A slot in the tree can have one reference left and still be shifted, until a flush."""
+    """A slot with one reference left may still be shifted, so ``has_shifted_slots`` stays set until a flush."""
     assert not either.has_shifted_slots
     [page] = take(either, 1)
     share(either, [page])
@@ -163,7 +163,7 @@ def test_rebuilt_allocator_keeps_size_page_and_pool(page: int) -> None:
 
 def test_any_other_allocator_is_refused() -> None:
     class SlidingWindow(TokenToKVPoolAllocator):
-        """A subclass may count differently."""
+        """A subclass of an allocator may count slots in another way, so it is refused too."""
 
     pool: Any = None
     with pytest.raises(ValueError, match="SlidingWindow"):
@@ -175,7 +175,7 @@ def test_any_other_allocator_is_refused() -> None:
 LENGTH, BLOCK = 12, 3
 AT = st.integers(0, LENGTH - BLOCK)
 ROW = st.integers(0, 1)
-#: A block reads a block of either row (bool: is it undone?); in STEPS a number evicts a position.
+#: Row and start of a block, row and start of its source, undone or not. A number in STEPS evicts from row 0.
 READ = st.tuples(ROW, AT, ROW, AT, st.booleans())
 STEPS = st.lists(READ | st.integers(0, LENGTH - 1), max_size=12)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All backends that correct positions, on the CPU, against dense attention in double precision. The
-CUDA mixin stands in front of SGLang's torch-native backend here: it chooses between our kernels and SGLang's
-in the same way in front of any backend. ``test_attention_cuda.py`` has more tests of the mixin."""
+"""Our attention backends on the CPU, compared with dense attention in fp64. The CUDA mixin extends SGLang's
+torch-native backend here, because over every backend the mixin chooses between our kernels and SGLang's in the
+same way. ``test_attention_cuda.py`` has more tests of the mixin."""
 
 import functools
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ KINDS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
 class Stock(TorchNativeAttnBackend):
-    """SGLang's torch-native backend without memory for graphs, because it has no graphs."""
+    """SGLang's torch-native backend. This backend has no CUDA graphs, so the state for graphs is empty."""
 
     def init_cuda_graph_state(self, *_: Any, **__: Any) -> None:
         pass
@@ -58,7 +58,7 @@ def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
 def test_keys_are_read_where_they_are_used(
     new: list[int], sizes: tuple[int, int, bool], shifted: float, dtype: torch.dtype, kind: str
 ) -> None:
-    """Keys are read rotated to where they are used, also if neighbouring dims are paired."""
+    """Keys are rotated to the positions that read them, also if the rotation pairs neighbouring dims."""
     heads, kv_heads, interleaved = sizes
     options: Any = dict(heads=heads, kv_heads=kv_heads, interleaved=interleaved)
     rig = Rig(shifted=shifted, dtype=dtype, **options)
@@ -71,9 +71,9 @@ def test_keys_are_read_where_they_are_used(
 def test_windows_go_by_the_position_that_reads(
     monkeypatch: pytest.MonkeyPatch, new: list[int], window: int, kind: str
 ) -> None:
-    """A sliding window counts from the reading position, not from cached ones; SGLang's torch-native backend
-    does the same, but has no soft caps. Masks are made block by block, and large masks are not
-    kept; with a soft cap, attention is computed token by token."""
+    """A window counts back from the position that reads, not from cached positions, as in SGLang's torch-native
+    backend (which has no soft caps). The patched limits cut masks into blocks and keep no large mask. With a
+    soft cap, attention is computed token by token."""
     monkeypatch.setattr(extend, "_BLOCK", 64)
     monkeypatch.setattr(extend, "_MASK_ELEMENTS", 50_000)
     rig = Rig(shifted=0.5, window=window)
@@ -94,8 +94,8 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """Prefills on CUDA are an exception: they run SGLang's kernels, marked or not, because in a server their
-    prefixes have no shifted slots."""
+    """On CUDA, prefills run SGLang's kernels, whether the batch is marked or not: in a server, the prefix of a
+    prefill has no shifted slots."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda" and not batch.forward_mode.is_decode():
@@ -105,7 +105,7 @@ def test_latent_rows_are_read_where_they_are_used(
         assert not rig.forward(backend, batch).isnan().any()
         rig.settle()
     rig.check(backend, batch)
-    if batch.forward_mode.is_decode():  # as FlashInfer's backend is called
+    if batch.forward_mode.is_decode():  # as SGLang calls FlashInfer's backend
         parts = rig.query.split((RANK, ROTATED), dim=2)
         q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
         found = backend.forward_decode(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)
@@ -116,7 +116,7 @@ def test_latent_rows_are_read_where_they_are_used(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @ALL_BATCHES
 def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: str) -> None:
-    """With ``corrected`` off, all keys are expected to be used as cached."""
+    """Without ``corrected``, keys must be read as they were cached."""
     rig = Rig(shifted=0.5)
     backend = backend_of(kind, rig, corrected)
     rig.evict(new)
@@ -124,7 +124,7 @@ def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: st
         rig.settle()
     rig.check(backend, rig.batch(new))
     if kind == "cuda":
-        # The batch above had no mark.
+        # The batch above was not marked.
         batch = rig.batch(new)
         mark(batch, True)
         rig.check(backend, batch)
@@ -134,7 +134,7 @@ def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: st
 @pytest.mark.parametrize("marked", [True, False])
 @DECODE_AND_EXTEND
 def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kind: str) -> None:
-    """The cached positions of the written slots are recorded. Keys in the pool are never rotated in place."""
+    """A forward records the cached positions of the slots it writes, and rotates no key in the pool."""
     rig = Rig(shifted=1.0)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda":
@@ -178,7 +178,7 @@ def test_a_rank_without_a_request_needs_no_rows(kind: str) -> None:
 @KINDS
 @ALL_BATCHES
 def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str) -> None:
-    """With fp8 scales the pool holds K / k_scale, in a dtype that is not the model's."""
+    """With fp8 scales the pool holds K / k_scale and V / v_scale, in a dtype that is not the model's."""
     scales, outputs = (0.5, 4.0), []
     for scaled in (True, False):
         rig = Rig(shifted=0.5, dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str
 @KINDS
 @DECODE_AND_EXTEND
 def test_sinks_take_weight(new: list[int], kind: str) -> None:
-    """The CPU backend counts sinks; on CUDA, cases that our kernels do not know are refused."""
+    """Both backends count attention sinks. The CUDA backend refuses arguments that our kernels do not know."""
     rig = Rig(shifted=0.5)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     plain = rig.forward(backend, batch)
@@ -223,7 +223,7 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
 
 
 def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
-    """Also refused: scales by which SGLang would divide latent rows."""
+    """Policies that evict, and scales that would divide latent rows, are refused too."""
     rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
     args = compat.ServerArgs(model_path="none", device="cpu")
     served.check_latent(rig.pool, args)
@@ -247,7 +247,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
 
 
 def test_what_is_not_served_beside_windows_is_refused() -> None:
-    """Policies, images, and attention modules whose rotation is unknown are refused."""
+    """Policies that evict, images, and attention modules whose rotation of keys is unknown are refused."""
     rig = Rig(shifted=0.0, window=8)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     asked: Any = config, "triton", None, rig.cached_at

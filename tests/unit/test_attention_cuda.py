@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our mixin in front of SGLang's CUDA backends, tested here over a backend that runs on the CPU.
-``test_attention_cuda_graph.py`` tests it over the Triton backend, and in graphs."""
+"""Our mixin for SGLang's CUDA backends, tested here over a backend that runs on the CPU.
+``test_attention_cuda_graph.py`` tests the mixin over SGLang's Triton backend, and in graphs."""
 
 import dataclasses
 import json
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform",
 @pytest.mark.parametrize("known", ["as cached", "as cached, evicted", "never shared", "marked"])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
 def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: str) -> None:
-    """The result is SGLang's bit for bit; the batch's mark decides, not what the rows hold. If keys stay
-    as cached, only batches that are marked as having evicted positions use our kernels."""
+    """The result is SGLang's, bit for bit. A batch's mark decides, not what its rows hold. If keys are read as
+    cached, shifted slots do not need our kernels; only evicted positions do."""
     rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
     backend = backend_of("cuda", rig, corrected)
     assert corrected or backend.paged.rotations is None
@@ -69,7 +69,7 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
 def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attributes that we do not override are SGLang's own, such as flags that it reads from a backend."""
+    """Attributes that we do not override, such as flags that SGLang reads from a backend, are SGLang's."""
     latent = attention.backend_class(name, latent=True)
     assert latent.__mro__[1] is SharedSlotReads and latent.__mro__[3].__name__ in (
         *("FlashInferMLAAttnBackend", "TritonAttnBackend"),
@@ -81,7 +81,7 @@ def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPat
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
         assert getattr(made, attribute) is getattr(stock, attribute)
 
-    # Other devices are refused.
+    # Devices other than NVIDIA GPUs are refused.
     over = f"--x y over --attention-backend {name} needs an NVIDIA GPU"
     runner = Rig(shifted=0.0).runner
     with pytest.raises(ValueError, match=f"{over}, this server runs on cpu"):
@@ -108,7 +108,7 @@ def test_flags_in_the_way_are_named(field: str) -> None:
 
 @pytest.mark.parametrize("name", refusals.CORRECTED_VARIABLES)
 def test_variables_in_the_way_are_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Variables are named if SGLang reads their value as true, or if its own rules for a model set them."""
+    """A variable is named if SGLang reads its value as true, or if SGLang's rules for a model set it."""
     for word in ("1", "true", "YES", "y", "0", "no"):
         monkeypatch.setenv(name, word)
         found = refusals.in_the_way_of_corrected(SimpleNamespace())
@@ -119,7 +119,7 @@ def test_variables_in_the_way_are_named(monkeypatch: pytest.MonkeyPatch, name: s
     assert len(refusals.in_the_way_of_corrected(SimpleNamespace())) == 1
 
 
-#: GPUs by the facts that SGLang asks for: compute capability, and predicates that are true.
+#: GPU -> compute capability, and the predicates of SGLang that are true for this GPU.
 GPUS: dict[str, tuple[int, list[str]]] = {
     "ampere": (80, []),
     "hopper": (90, ["is_sm90", "is_hopper_with_cuda_12_3"]),
@@ -138,11 +138,11 @@ def resolved(
     flashinfer: bool = True,
     **fields: Any,
 ) -> tuple[str, str, int]:
-    """Attention of prefill and of decode, and the page size, after all of SGLang's resolution."""
+    """The attention backends of prefill and decode, and the page size, as SGLang resolves them."""
     monkeypatch.setitem(
         resolution_hooks._HOOKS, compat.ATTENTION_STEP, [hooks._before_attention_default]
     )
-    # The platform of these tests has a different default.
+    # The tests run on our CPU platform, whose default backend differs.
     monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
     capability, true = GPUS[gpu]
     facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)
@@ -160,8 +160,8 @@ def resolved(
 def test_the_flag_alone_is_the_recommended_mode(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On every NVIDIA generation the flag takes FlashInfer, where keys can be corrected; the log says so
-    if SGLang alone would take another backend. On ROCm nothing changes."""
+    """With our flag alone every NVIDIA GPU uses FlashInfer, where our kernels can correct keys. The log says so
+    if SGLang's default is another backend. On ROCm nothing changes."""
     stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
     for gpu in GPUS:
         caplog.clear()
@@ -193,7 +193,7 @@ EVICTS = "streamingllm:budget=64"
         # The operator named a backend.
         ({}, {"attention_backend": "fa3"}, {}, "fa3 fa3"),
         ({}, {"decode_attention_backend": "flashinfer"}, {}, "fa3 flashinfer"),
-        # Keys cannot be corrected here; an explicit ``corrected`` is refused later, by name.
+        # Keys cannot be corrected here. An explicit ``corrected`` is refused later, with the flag's name.
         ({}, {"enable_torch_compile": True}, {}, "fa3 fa3"),
         ({"positions": "corrected"}, {"enable_torch_compile": True}, {}, "flashinfer flashinfer"),
         ({}, {"flashinfer": False}, {}, "triton triton"),
@@ -231,7 +231,7 @@ STOCK: Any = object()
 def chosen(
     runner: Any, name: str = "triton", cached: CachedPositions | None = None, **settings: Any
 ) -> tuple[Any, attention.AttentionParts, ReasonCacheConfig]:
-    """The backend that serves (:data:`STOCK` if it is not ours), its parts, and the settings used."""
+    """The backend that serves (:data:`STOCK` if SGLang's does), its parts, and the settings."""
     config, cached = ReasonCacheConfig(**settings), cached or CachedPositions(1, "cpu")
     found = attention.attention_backend(runner, config, name, lambda _runner: STOCK, cached)
     return *found, config
@@ -239,12 +239,12 @@ def chosen(
 
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_asks_for_our_kernels(positions: str) -> None:
-    """Without such a policy SGLang's backend stays; two backends, one for each phase, are refused later."""
+    """Without an evicting policy SGLang's backend stays. Two backends (prefill, decode) are refused later."""
     runner = Rig(shifted=0.0).runner
     runner.prefill_attention_backend_str = "triton"
 
     def made(policy: str) -> str:
-        """The reason why keys are not corrected."""
+        """Check that SGLang's backend serves; return why keys are not corrected."""
         backend, parts, _ = chosen(runner, policy=policy, positions=positions)
         assert backend is STOCK
         assert parts == attention.AttentionParts(uncorrected=parts.uncorrected)
@@ -281,7 +281,7 @@ def test_auto_is_corrected(
 def test_auto_goes_on_where_ours_fails(
     kind: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``auto`` SGLang's backend serves and ours is freed; asking for it by name raises ValueError."""
+    """With ``auto`` SGLang's backend serves and ours is freed. If ours was requested, ValueError is raised."""
     rig = Rig(shifted=0.0)
     rig.runner.prefill_attention_backend_str, rig.runner.device = "triton", "cuda"
     made: list[weakref.ref[Any]] = []
@@ -291,7 +291,7 @@ def test_auto_goes_on_where_ours_fails(
 
     def make(*_: Any, **__: Any) -> Any:
         backend = backend_of("cuda", rig)
-        # On a device a pool gets this backend.
+        # A pool on a GPU uses our Triton kernels.
         backend.paged.backend = "triton"
         made.append(weakref.ref(backend))
         return backend
@@ -302,7 +302,7 @@ def test_auto_goes_on_where_ours_fails(
     monkeypatch.setattr(paged_cuda, "compile_attention", compiled)
     monkeypatch.setattr(attention, "_install_hooks", fails)
     warned = list[str]()
-    # Replaces ``warning``: log handlers of a test keep tracebacks, which hold the backend.
+    # Pytest's log handler would keep the traceback, and with it the backend.
     monkeypatch.setattr(attention.logger, "warning", lambda *args, exc_info: warned.append(args[1]))
     told = f"{kind.__name__}: none left"
     why = f"--reasoncache-positions corrected over --attention-backend triton failed .*: {told}"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two decode graphs for each batch size, in front of SGLang's own Triton backend. Needs no GPU: SGLang's
-and our Triton kernels run under Triton's interpreter, on CPU tensors. In place of replaying a CUDA
-graph, the captured call runs again, with the state of the capture and over the same buffers. Also
-checks on a stand-in (``tests/strict_device.py``) that attention hooks and plans do not wait."""
+"""Our mixin over SGLang's Triton backend, with two decode graphs for each batch size. Needs no GPU: Triton's
+interpreter runs SGLang's kernels and ours on CPU tensors. In place of a graph's replay the captured call runs
+again, with the state and the buffers of the capture. Other tests here check, on a stand-in for a GPU
+(``tests/strict_device.py``), that hooks and plans of attention do not wait for the device."""
 
 import copy
 import dataclasses
@@ -39,14 +39,14 @@ from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import SHORT, TOLERANCE, Rig, announced, mark
 from tests.unit.test_attention import REQUESTED_BY, Backend
 
-#: Requests that graphs are captured for; batches are padded to one of these.
+#: Batch sizes of the captured graphs. A batch is padded to one of these sizes.
 SIZES = (3, 1)
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
-    """Our backend over SGLang's Triton backend, made as at a server's start."""
+    """Our backend over SGLang's Triton backend, made as when a server starts."""
     runner = rig.runner
     runner.sliding_window_size, runner.gpu_id, runner.page_size = rig.window or None, 0, 1
     rig.unread = 1
@@ -67,7 +67,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.kv_lora_rank = rig.v_dim
     config.get_max_num_attention_heads = lambda: rig.heads
     config.get_num_kv_heads = lambda *_: rig.kv_heads
-    # On a device a pool gets this backend.
+    # A pool on a GPU uses our Triton kernels.
     monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
     backend = attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
@@ -80,7 +80,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
 
 
 class Graphs:
-    """The steps of SGLang's decode runner around its backend, with a capture's call as the graph."""
+    """Calls the backend as SGLang's decode graph runner does. A "graph" here is the captured call."""
 
     def __init__(self, rig: Rig, backend: Any) -> None:
         self.rig, self.backend = rig, backend
@@ -179,7 +179,7 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrinks launches to a few programs; the other tests here run as many programs as a device would."""
+    """Shrinks launches to a few programs. Without this fixture tests launch as many programs as on a GPU."""
     shrink_launches(monkeypatch)
 
 
@@ -199,9 +199,9 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mark of each batch decides whether keys are read where they are used, or as cached; SGLang's own
-    kernels run prefills of latent rows. In SGLang's kernels a decode step leaves out the oldest position of a
-    window; a prefill does not. Slots in a window pool are never shared."""
+    """A batch's mark decides whether keys are rotated to where they are used, or read as cached. Prefills of
+    latent rows always run SGLang's kernels. SGLang's decode kernels leave out the oldest position of a window;
+    SGLang's prefill kernels do not. Slots in a window pool are never shared."""
     if kind != "plain":
         shrink_launches(monkeypatch)
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, **KINDS[kind])
@@ -229,8 +229,8 @@ def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPa
 @under_interpreter
 @pytest.mark.usefixtures("few_programs")
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
-    """Each replay plans anew: rows, lengths, batch sizes and cached positions differ from the capture's.
-    An eager forward in between does not disturb the graphs."""
+    """Each replay makes a new plan: rows, lengths, batch sizes and cached positions differ from the capture's.
+    An eager forward between two replays does not disturb the graphs."""
     graphs = Graphs(rig, backend)
     for lengths in ([1, 19, 70], [1, 2, 33]):
         rig.lengths = lengths
@@ -253,7 +253,7 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch, corrected: bool
 ) -> None:
-    """Evictions come after the capture; if keys stay as cached, SGLang runs batches without evictions."""
+    """Positions are evicted after the capture. With keys as cached, SGLang's kernels run until then."""
     backend = triton_backend(rig, monkeypatch, corrected)
     if not corrected:
         rig.settle()
@@ -286,7 +286,7 @@ def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> No
 
 @under_interpreter
 def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
-    """The hooks are not removed afterwards: this process ends with these tests."""
+    """The hooks stay installed, because they cannot be removed. The process of these tests ends soon."""
     attention._install_hooks(backend)
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
@@ -316,7 +316,7 @@ def device(few_programs: None) -> Iterator[None]:
 
 
 class Replayed:
-    """Stands in for a decode graph: makes the calls that SGLang makes before a graph and in its capture."""
+    """Stands in for a decode graph: makes the calls that SGLang makes before a replay and in a capture."""
 
     def __init__(self, backend: Any) -> None:
         backend.init_cuda_graph_state(3)
@@ -329,8 +329,8 @@ class Replayed:
 
 
 def moved(part: Any) -> Any:
-    """A copy of an object of SGLang whose tensors are device tensors of the same memory, except
-    ``req_generation``, which SGLang keeps on the host."""
+    """A copy of ``part``, an object of SGLang, with device tensors over the same memory. SGLang keeps
+    ``req_generation`` on the host, so that tensor stays."""
     found = copy.copy(part)
     for name, value in vars(part).items():
         if name != "req_generation":
@@ -352,7 +352,7 @@ def on_stand_in(rig: Rig, corrected: bool = True) -> Any:
 
 
 def batch_of(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None) -> Any:
-    """A batch on the device, announced to the backend; announcing must not wait."""
+    """A batch on the device, marked by our hook, which must not wait."""
     batch = rig.batch(new)
     there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
     batch = dataclasses.replace(batch, **there)
@@ -377,8 +377,8 @@ def check_on_stand_in(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
 def test_hooks_and_plans_do_not_wait(new: list[int], corrected: bool) -> None:
-    """Tests shifted slots, then evicted positions too. Queries are kept in some cases, so that
-    over all cases each batch and each mode runs with and without kept queries."""
+    """Runs a batch with shifted slots if ``corrected``, then with evicted positions too. Over all cases, each
+    batch and each mode runs both with and without kept queries."""
     keeps = corrected != (new == NEW["with-prefix"])
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)
     backend = on_stand_in(rig, corrected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of DP attention agree by SGLang's votes on which decode graph to run, and on prefill graphs."""
+"""Groups of DP attention agree by SGLang's votes: which decode graph runs, and whether a prefill graph does."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from sglang_reasoncache.plugin import attention
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
 
-#: What a group has to run: nothing, or a batch, by its mode and whether its rows have shifted slots.
+#: What a group runs next: nothing, or a batch (its mode, and whether its rows have shifted slots).
 IDLE, EXTEND = None, ForwardMode.EXTEND
 DECODE, SHIFTED_DECODE = (ForwardMode.DECODE, False), (ForwardMode.DECODE, True)
 CASES: list[tuple[tuple[Any, Any], GraphVote]] = [
@@ -79,7 +79,7 @@ def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 @pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries"])
 def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> None:
-    """A group also votes for decode steps, which SGLang may turn into prefills."""
+    """A group votes on decode steps too, because SGLang may run them as prefills."""
     backend, batch = backend_of(), batch_of((mode, cause == "shifted"))
     controller = batch.tree_cache.controller
     controller.eviction.evicts_prompts = cause == "evicts"

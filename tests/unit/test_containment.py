@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """If any part of our code fails while a server runs, requests go on and every slot comes back.
 
-Runs SGLang's pools, allocator, tree and release path with our controller and hooks. A fault is raised
-in place of a call in our code. Every place that computes something, or calls a computing function
-in another of our files, fails once."""
+Runs SGLang's pools, allocator, tree and release path with our controller and hooks. A test raises an
+exception in place of one call. Each place in our code that calls PyTorch or NumPy, or a function of another
+file of ours that does, fails once."""
 
 import contextlib
 import copy
@@ -59,15 +59,15 @@ class Site(NamedTuple):
 
 
 class Faults:
-    """Counts calls that our code makes while SGLang waits for it: calls of PyTorch and NumPy, and of functions
-    in another file that call these. Raises ``error`` in place of the ``number``-th call at ``site``.
+    """Counts calls in our code that SGLang waits for: calls of PyTorch and NumPy, and calls of functions in
+    another of our files that make such calls. Raises ``error`` in place of the ``number``-th call at ``site``.
 
-    Once a function of ours has called :meth:`Ranks.agree` it makes its change: in it only PyTorch
-    calls then fail, as NumPy needs just some bytes of host memory. With ``agreed`` not even these
-    fail, nor do our own functions; another test has ranks that fail before they meet.
+    A function that has called :meth:`Ranks.agree` makes its change. From then on only its PyTorch calls can
+    fail, because NumPy needs just some bytes of host memory. With ``agreed`` these do not fail either, nor do
+    calls of our own functions; ``tests/server/test_sharing.py`` has a rank on which they fail.
     """
 
-    #: Functions of ours that were seen to call PyTorch or NumPy.
+    #: Functions of ours that were seen to call PyTorch or NumPy, directly or through others.
     computing: ClassVar[set[CodeType]] = set()
 
     def __init__(
@@ -120,13 +120,13 @@ class Faults:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether the frame is code of our package other than containment.py, which repeats calls."""
+    """Whether the frame runs code of our package. containment.py is left out, because it repeats calls."""
     name = frame.f_code.co_filename
     return name.startswith(OURS) and not name.endswith("containment.py")
 
 
 def _library(called: Any) -> str:
-    """The library, ``torch`` or ``numpy``, of a function or of an array's method; else empty."""
+    """The library of a function, or of an array's method: ``torch``, ``numpy``, or empty for any other."""
     of = getattr(called, "__self__", None)
     owner = type(of) if isinstance(of, torch.Tensor | np.ndarray) else called
     library = (getattr(owner, "__module__", None) or "").partition(".")[0]
@@ -218,7 +218,7 @@ class Load:
         self._polled("_after_prefill", reqs=[req], **lengths)
 
     def _script(self, req: Req) -> None:
-        """Evict a page of the prompt, a different page each time."""
+        """Have the policy evict one of three pages of the prompt."""
         if self.setup.prompts:
             at = 4 * (len(self.free) % 3) + 4
             self.world.evictor.waiting[req.rid] = [Eviction(at, 4)]
@@ -246,7 +246,7 @@ class Load:
         self.decode(1)
 
     def shortage(self, slots: int) -> None:
-        """A prompt that does not fit, and a decode step."""
+        """A prompt does not fit, and then a decode step lacks ``slots`` slots."""
         allocator, tree = self.world.allocator, self.world.tree
         if self.setup.when == "short":
             left = allocator.available_size() + tree.evictable_size()
@@ -310,7 +310,7 @@ class Load:
         tree.reset()
 
     def check(self) -> None:
-        """SGLang's slots add up, and each page is free once, or referenced as often as counted."""
+        """Check that SGLang's slots add up, and that a page is free once or has the counted references."""
         world, page = self.world, self.world.page
         named, private = [], 0
         for _, data in world.nodes():
@@ -330,8 +330,8 @@ Fault = tuple[Site, int]
 
 
 def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]]:
-    """Statistics of a run without a fault; and a fault for each place, alternately at the first and at
-    the last call of the place."""
+    """The statistics of a run without faults; and one fault for each place, which fails at its first call or
+    at its last call, in turns."""
     for _ in range(2):
         # The first run fills caches; the second one counts.
         load, faults = Load(setup), Faults(agreed=agreed)
@@ -343,7 +343,7 @@ def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]
 
 
 def failed(load: Load, faults: Faults) -> Any:
-    """Runs the load with this fault, in which no slot may be lost; returns the endpoint's report."""
+    """Runs the load with this fault and checks that no slot is lost; returns the endpoint's report."""
     try:
         with injected(faults):
             load.run()
@@ -358,7 +358,7 @@ def failed(load: Load, faults: Faults) -> Any:
 @pytest.mark.usefixtures("published_config")
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL + 1)  # some hundred tracebacks
+    caplog.set_level(logging.CRITICAL + 1)  # instead of some hundred tracebacks
     torch.set_num_threads(1)
     stats, found = sites(setup)
     assert len(found) > 70 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
@@ -375,7 +375,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
 def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     fails: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fault while SGLang makes a batch leaves it unmarked: its rows are read as possibly shifted."""
+    """If our hook fails on a new batch, the batch stays unmarked, so its rows count as shifted."""
     world = World(SETUPS[0])
     world.allocator.has_shifted_slots = world.allocator.has_evicted = True
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
@@ -392,7 +392,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
 
 
 def _rank(rank: int, group: Any) -> list[Any]:
-    """Runs every fourth fault, on the second rank only; returns sites, free slots and reasons."""
+    """Runs every fourth fault, on the second rank only; returns places, free slots, and why sharing ended."""
     logging.disable()
     ranks = functools.partial(Ranks, group)
     seen = []
@@ -410,8 +410,8 @@ def _rank(rank: int, group: Any) -> list[Any]:
 
 @pytest.mark.slow
 def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
-    """Both ranks have the same number of free slots after each step, wherever the second rank failed: they go
-    on publishing and freeing alike."""
+    """Wherever the second rank fails, both ranks have the same number of free slots after each step, because
+    both go on publishing and freeing in the same way."""
     found = on_two_ranks(_rank, tmp_path, 300)
     stopped = []
     for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):

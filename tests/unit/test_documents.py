@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site builds strictly; links of READMEs, paths, commands, tables and examples in the docs hold."""
+"""The site builds in strict mode. Links, paths, commands, tables and examples of docs and READMEs are right."""
 
 import dataclasses
 import importlib.util
@@ -23,15 +23,15 @@ from tests.eviction.rows import evict, view
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXT = {page.stem: page.read_text() for page in PAGES}
-#: READMEs are not part of the site; their links into docs/ are relative.
+#: READMEs are not part of the site, so MkDocs does not check their links.
 READMES = [ROOT / "README.md", ROOT / "csrc/README.md", *sorted(ROOT.glob("eval/*/README.md"))]
 _LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
-#: `sharing/state.py`, `config.py: ReasonCacheConfig`, `filter/structure/`, `eval/small_reasoner/README.md`
+#: Finds `sharing/state.py`, `config.py: ReasonCacheConfig`, `filter/structure/`, `eval/tiny_reasoner/README.md`
 _SOURCE = re.compile(
     r"`((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|cpp|sh)|(?:[a-z_]+/)+(?:README\.md)?)(?:: (\w+))?`"
 )
 _PLACES = [ROOT, ROOT / "sglang_reasoncache", ROOT / "sglang_reasoncache" / "kernels"]
-#: Paths of files that commands write, which a checkout may lack.
+#: Folders that commands write to; a checkout may lack their files.
 _MADE = ("build/", "out/", "docs/")
 
 
@@ -72,7 +72,7 @@ def test_source_paths_and_commands_exist(page: Path) -> None:
         assert existing, path
         assert not name or re.search(rf"\b{name}\b", existing[0].read_text()), f"{path}: {name}"
     if page.stem == "history":
-        return  # Its commands work at the commits that they are named with.
+        return  # Each command works at the commit named beside it.
     for module in re.findall(r"python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)", text):
         made = ROOT / module.replace(".", "/")
         assert made.with_suffix(".py").exists() or (made / "__main__.py").exists(), module
@@ -81,7 +81,7 @@ def test_source_paths_and_commands_exist(page: Path) -> None:
 
 
 def _table(page: str, heading: str) -> str:
-    """First column of the table that begins with ``heading``."""
+    """First column of the table whose first heading is ``heading``."""
     rows = TEXT[page].partition(f"\n| {heading} |")[2].partition("\n\n")[0]
     return "\n".join(re.findall(r"^\| (.*?) \|", rows, re.MULTILINE))
 
@@ -130,14 +130,14 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
 
 
 def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example module of the document, put into a package of its own, does what the text says."""
+    """The document's example, imported as a module, evicts what the text says."""
     [source] = re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL)
     path = tmp_path / "thinning_of_the_document.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Type hints of a class are looked up in its module.
+    # ``dataclass`` looks up the module of a class here.
     monkeypatch.setitem(sys.modules, path.stem, module)
     spec.loader.exec_module(module)
     registered = {**registry.BUILT_IN, "thinning": f"{path.stem}:Thinning"}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """No path from a decode or prefill step waits for the device, and none does what a device forbids.
 
-Our code runs on SGLang's pools, allocators and trees, on a stand-in device and, if there is one, a GPU.
-Stock SGLang waits in ``PagedTokenToKVPoolAllocator.free`` (``torch.unique``), which our code never
-calls. Our code waits only in ``free`` and ``free_page_ids``, for slots that the host does not know:
-SGLang calls these when an allocation for a part of a batch fails."""
+Our code runs over SGLang's pools, allocators and trees, on a stand-in for a GPU and, if there is one, on a GPU.
+Only freeing slots that the host does not know waits: our ``free`` and ``free_page_ids``, and SGLang's
+``PagedTokenToKVPoolAllocator.free`` (``torch.unique``). SGLang frees such slots only when an allocation for a
+part of a batch fails; our code never does."""
 
 import contextlib
 import inspect
@@ -34,7 +34,7 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
 def called_by_sglang(owner: Any) -> set[str]:
-    """Our public methods of ``owner``, except ``free``, which waits."""
+    """The public methods that our classes define for ``owner``, except ``free``, which may wait."""
     ours = [cls for cls in type(owner).__mro__ if cls.__module__.startswith("sglang_reasoncache.")]
     found = [item for cls in ours for item in vars(cls).items() if inspect.isfunction(item[1])]
     return {name for name, _ in found if name[0] != "_"} - {"free"}
@@ -48,7 +48,7 @@ pytestmark = [
 
 @pytest.fixture(params=["stand-in", "gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts worlds on the device; our methods that SGLang calls raise if they wait."""
+    """Puts worlds on the device. Methods of ours that SGLang calls then raise if they wait."""
     made: list[World] = []
     plain = World.__init__
 
@@ -64,7 +64,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip("needs a GPU")
     with contextlib.ExitStack() as stack:
         if request.param == "stand-in":
-            # Triton's interpreter needs a separate process.
+            # PyTorch computes the distances: Triton's interpreter would need a process of its own.
             monkeypatch.setattr(distance, "BACKENDS", {})
             stack.enter_context(strict_device())
         yield
@@ -115,7 +115,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
 def test_evicting(setup: Setup) -> None:
     world = World(setup)
     req = shared(world)
-    # Three blocks: a reader, one whose slots others read, and one that shares nothing.
+    # Three blocks: the first reads other slots, the second is read, the third shares nothing.
     world.evictor.waiting["r"] = [Eviction(at, 4) for at in (20, 12, 24)]
     steps(world, req, count=4)
     assert world.controller.report.slots_saved == 8 + 4

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proposals in flight: nothing waits for them, and results that come too late are refused. Runs SGLang's
-pools, requests and release path with our controller; the test, in place of a GPU, chooses only when
-results arrive."""
+"""Blocks whose distances are being measured: nothing waits for the distances, and results that come too late
+are refused. Runs SGLang's pools, requests and release path with our controller. A test decides when distances
+arrive, as a GPU would."""
 
 import gc
 import threading
@@ -53,7 +53,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     before = used(slow)
     slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 0
-    # The engine keeps later results, so rows do not change during the measurement.
+    # While a batch is measured, later results stay in the engine.
     slow.propose(req, Pair(26, 14))
     assert slow.engine.outstanding == 1
     assert used(slow) == before + 2
@@ -65,7 +65,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
 
 
 def assert_judged(world: World, freed: int, refusal: str) -> None:
-    """Checks that a block of four was refused for ``refusal``, or, if empty, freed its slots."""
+    """Checks that a block of four was refused for ``refusal``, or freed its slots if ``refusal`` is empty."""
     seen = freed, dict(world.controller.stats.refusals)
     assert seen == ((0, {refusal: 1}) if refusal else (4, {}))
 
@@ -79,7 +79,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
     ],
 )  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
-    """Parts of pages, blocks that overlap, and readers that the model has just written are refused."""
+    """A block is refused if it is no whole page, overlaps its source, or is younger than ``min_age``."""
     world = World(Setup(page=4, block=4, slots=160))
     world.controller.pipeline.redirector._min_age = min_age
     req = world.start()
@@ -91,7 +91,7 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
 
 
 def test_a_flush_forgets_what_was_judged() -> None:
-    """A request that was retracted while generation was paused may come back under other weights."""
+    """Blocks are judged anew, because a retracted request may come back under other weights after a flush."""
     world = World(Setup(1, 4, 120, when="always"))
     req, pipeline = world.start(), world.controller.pipeline
     world.propose(req, Pair(20, 8))
@@ -108,7 +108,7 @@ def test_a_flush_forgets_what_was_judged() -> None:
 
 
 def test_a_retracted_request_shares_again(slow: World) -> None:
-    """Accepted blocks share again after a retraction; blocks in flight are measured in the new row."""
+    """Accepted blocks share again after a retraction. Blocks in flight are measured again in the new row."""
     arrive(slow, True)
     req = slow.start()
     slow.propose(req, Pair(20, 8))
@@ -120,7 +120,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert slow.controller.pipeline.saved == 0
     slow.come_back(req)
     arrive(slow, True)
-    # The batch measured before the retraction arrives: its row is gone.
+    # First the batch from before the retraction arrives, too late: its row is gone.
     assert [slow.controller.after_decode([req]) for _ in range(2)] == [0, 8]
     stats = slow.controller.stats
     assert stats.refusals["late"] == stats.blocks_reapplied == 1 and stats.blocks_shared == 2
@@ -129,7 +129,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
 
 
 def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
-    """A request aborted while it waits to be scheduled again is never released, only collected."""
+    """A retracted request that is aborted while it waits is never released, only collected by Python."""
     world = World(SETUP)
     req = world.start()
     followed = state(req).followed.id
@@ -150,7 +150,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
 
 
 class Voting(Ranks):
-    """The slowest other rank has ``allowed`` results; if None, all have as many as this rank."""
+    """The slowest other rank has ``allowed`` results; None: every other rank has as many as this one."""
 
     def __init__(self, allowed: int | None) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Voting(Ranks):
 
 
 def test_ranks_take_only_what_all_of_them_have() -> None:
-    """The slowest rank's filter limits what is taken, then the slowest rank's device."""
+    """A rank takes only results that all filters have, and judges only distances that all devices have."""
     ranks = Voting(0)
     world = World(SETUP, SlowMeter, ranks=ranks)
     req = world.start()
@@ -186,8 +186,8 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
 @pytest.mark.parametrize("where", ["here", "on another rank"])
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> None:
-    """The engine's state is lost, shared blocks stay, and new requests are followed unless the engine was given
-    up."""
+    """The running request is followed no more but keeps its shared blocks. New requests are followed unless
+    the engine was given up."""
     ranks = Voting(None)
     world = World(SETUP, ranks=ranks)
     req = world.start()
@@ -216,8 +216,8 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
 def test_polls_the_requests_now_and_then() -> None:
     """A request that ended before the first poll is counted too."""
     world = World(SETUP, interval=4)
-    req = world.start()  # one call
-    world.finish(world.start("short"))  # another one
+    req = world.start()  # the first decode step
+    world.finish(world.start("short"))  # the second
     stats = world.controller.stats
     assert (stats.requests_seen, stats.requests_finished) == (1, 1)
     world.step(req)
@@ -281,7 +281,7 @@ def ledger(world: World) -> Any:
 def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
     setup: Setup, no_tree: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Holds without a prefix cache too, where SGLang itself has nothing to evict."""
+    """Tested with and without a prefix cache; without one SGLang has nothing to evict."""
     monkeypatch.setattr("sglang_reasoncache.sharing.pipeline._LEAST_RECLAIMED", 1)
     world = World(setup, no_tree=no_tree)
     req = world.start()
@@ -296,7 +296,7 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
 
 
 def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
-    """Blocks are measured once the pool fills, or once a request has to wait."""
+    """Blocks are measured once more than half of the pool is in use, or once a request has to wait."""
     world = World(SETUPS[0])
     pipeline, use = world.controller.pipeline, [0.4]
     pipeline._use = lambda: use[0]
@@ -321,7 +321,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
 
 @pytest.mark.parametrize("percentile", [100, 50])
 def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
-    """Blocks of running and of finished requests count, as far as the percentile will accept them."""
+    """Unmeasured blocks count with the share of blocks that the percentile will accept."""
     world = World(SETUPS[0])
     pipeline, forecast = world.controller.pipeline, world.controller.forecast
     pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
@@ -335,7 +335,7 @@ def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
 
 @ALL_SETUPS
 def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
-    """Slots needed now are reclaimed before admission; output to come may rely on the ledger."""
+    """Slots that a prompt needs now are reclaimed before admission. Future output may rely on the ledger."""
     world = World(setup)
     req = world.start()
     find(world, req, Pair(8, 24), Pair(12, 28))
@@ -352,7 +352,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
 def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
-    """Blocks on positions 0 to 9 of two rows; the second row is released after ``removed`` blocks."""
+    """Even positions belong to row 0, odd ones to row 1. Row 1 is released after ``removed`` blocks."""
     merges, labels = Merges(), list(range(10))
 
     def key(at: int) -> Key:

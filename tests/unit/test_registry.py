@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of ``--reasoncache-policy``, on a server's command line and in a run's method."""
+"""The text of ``--reasoncache-policy``, on a server's command line and in a method of ``eval.run``."""
 
 import shlex
 from typing import Any
@@ -94,7 +94,7 @@ def test_what_is_on() -> None:
 
 
 def test_a_method_carries_a_policy() -> None:
-    """A run's methods have commas and colons of their own."""
+    """Methods of ``eval.run`` use commas and colons too; a policy in them may use only colons."""
     spec = "reasoncache:policy=reasoncache+streamingllm:budget=256:sinks=8,percentile=90"
     method = find_method(spec)
     flags = dict(zip(method.flags[1::2], method.flags[2::2], strict=True))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the endpoints show to which client: totals to every client, single requests only if asked for,
-with SGLang's admin key if one is set."""
+"""What the endpoints show: totals to every client, and single requests only at paths of their own, which need
+SGLang's admin key if one is set."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,7 @@ def world() -> World:
 
 
 def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -> TestClient:
-    """A client of our routes behind SGLang's key check, with SGLang's channel to the scheduler."""
+    """A client of our routes, behind SGLang's key check and over SGLang's messages to a scheduler."""
 
     def scheduler(sent: GetInternalStateReq) -> None:
         asked = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GetInternalStateReq)
@@ -112,7 +112,7 @@ def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
 
 
 def test_parts_of_a_response() -> None:
-    """Each reading block and each source is a part of its own; the parts' texts join to the whole text."""
+    """Each run of blocks that read, and each run of sources, is a part. The parts join to the whole text."""
     text = "what repeats, and so what repeats, ends"
     found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
     found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, "other")]}

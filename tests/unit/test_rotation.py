@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotating a cached key, with the rotary parameters of published models over their whole context.
-Hugging Face's module embeds a key for positions s and t; the key for s, rotated by t - s with
-SGLang's table, must equal the key for t. Models without such a rotation are refused by name."""
+"""Rotates cached keys, with the rotary parameters of published models and over their whole context.
+Hugging Face's module embeds a key for positions s and t. The key for s, rotated by t - s with SGLang's table,
+must equal the key for t. Models whose keys cannot be rotated are refused by name."""
 
 import importlib
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ def fresh_rotary_modules() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Model:
-    """``rope``: as in the model's config.json. ``positions``: how many its table must hold.
-    ``original``: how many positions the model was first trained on (yarn, Llama 3)."""
+    """``rope``: as in the model's config.json. ``positions``: how many positions the rotary table must hold.
+    ``original``: how many positions the model was first trained on (YaRN, Llama 3)."""
 
     name: str
     family: str
@@ -124,7 +124,7 @@ class Embedding:
 
     def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeds ``[tokens, heads, head_dim]`` at ``[tokens]``, as in a response that fills the context."""
-        # With dynamic NTK the longest position decides all angles; SGLang's table is for the full length.
+        # With dynamic NTK the highest position decides all angles. SGLang's table assumes a full context.
         last = torch.tensor([self.model.positions - 1])
         cos, sin = (t[:, :-1] for t in self._module(keys, torch.cat((positions, last))[None]))
         rotated = keys[None, ..., : self.rotary_dim].transpose(1, 2)
@@ -139,10 +139,10 @@ class Embedding:
     def assert_close(
         self, found: torch.Tensor, raw: torch.Tensor, cached_at: torch.Tensor, used: torch.Tensor
     ) -> None:
-        """``found`` is ``raw`` embedded at ``used``, within what fp32 angles allow.
+        """Check that ``found`` is ``raw`` embedded at ``used``, as exactly as fp32 angles allow.
 
-        Three angles n * f are rounded, both factors f come from about four roundings, and cosines,
-        products and sums add a few units. Each dim may be off by that share of its pair's length.
+        Each dim may be off by a share of its pair's length. In units of fp32 this share adds up: three rounded
+        angles (position times frequency), four roundings of each library's frequencies, and 16 for the rest.
         """
         expected = self.by_hugging_face(raw, used)
         distance = (used - cached_at).abs()
@@ -171,7 +171,7 @@ def embedding(request: pytest.FixtureRequest, fresh_rotary_modules: None) -> Ite
 
 @pytest.mark.parametrize("cached_by", ["by_hugging_face", "by_sglang"])
 def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: str) -> None:
-    """Shifts of both signs: none, small ones, and nearly the whole context."""
+    """Tests shifts of both signs: 0, small ones, and nearly the whole context."""
     last = embedding.model.positions - 1
     some = torch.tensor([0, 1, 19, last // 8, last // 3, last // 2 + 1, last - 1, last])
     cached_at, used = torch.cartesian_prod(some, some).unbind(1)
@@ -182,7 +182,7 @@ def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: 
     embedding.assert_close(rotated, raw, cached_at, used)
     stays = used == cached_at
     assert torch.equal(rotated[stays], cached[stays]), "every bit without a shift"
-    # The bound is tight: a shift that is off by one position fails, also a large shift.
+    # The bound is tight: even a large shift fails if it is off by one position.
     far = slice(3, 8)
     rotated = embedding.rotation.rotate(cached[far], (used - cached_at)[far] - 1)
     with pytest.raises(AssertionError, match="of what fp32 allows"):
@@ -190,7 +190,7 @@ def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: 
 
 
 def test_angles_come_from_fp32_whatever_serving_uses(embedding: Embedding) -> None:
-    """Our table is computed in fp32, though SGLang casts its own to the model's dtype on the CPU."""
+    """Our table is in fp32, although SGLang casts its own table to the model's dtype on the CPU."""
     half = torch.nn.ModuleList([embedding.made_by_sglang(torch.bfloat16)])
     rotation = key_rotation(half, embedding.model.positions)
     assert torch.equal(rotation.cos, embedding.rotation.cos)
@@ -221,7 +221,7 @@ def test_layers_beside_windows_have_their_own_rotation() -> None:
 
 
 def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
-    """In a model with two rotations a block has distance 0 from its own copy rotated to another place."""
+    """A block and its copy at another position have distance 0 if each layer is read with its own rotation."""
     near, far = (
         key_rotation(torch.nn.ModuleList([rotary_of(base=base)]), 256) for base in (100, 10_000)
     )
@@ -269,7 +269,7 @@ SECTIONS = {"mrope_section": [8, 12, 12]}
 MULTIMODAL = {"rope_type": "default", **SECTIONS}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-#: Rotations whose angles are not linear in the position, by class name.
+#: Rotary embeddings that are refused, by class name.
 KINDS: dict[str, Any] = {
     "Phi3LongRoPEScaledRotaryEmbedding": longrope,
     "YaRNScalingMRotaryEmbedding": lambda: rotary_of(rope_scaling={**YARN, **SECTIONS}),
@@ -289,7 +289,7 @@ class Attention(torch.nn.Module):
 
 
 def hunyuan(use_qk_norm: bool) -> Any:
-    """HunYuan's norm weighs each dim after rotating: rotating its keys would mix the weights."""
+    """HunYuan scales each dim of a key after the rotation, so a further rotation would mix these scales."""
     layer: Any = HunYuanAttention.__new__(HunYuanAttention)
     Attention.__init__(layer, rotary_of())
     layer.use_qk_norm = use_qk_norm
@@ -308,7 +308,7 @@ def hunyuan(use_qk_norm: bool) -> Any:
         # Llama 4 and others have layers without rotation, whose keys must not be rotated.
         (r"1 \(Attention\)", lambda: [Attention(rotary_of()), Attention(None)]),
         (r"0 \(HunYuanAttention, use_qk_norm\) scales keys", lambda: [hunyuan(True)]),
-        # XLLM's rotated dims are neither the first ones of a head nor side by side.
+        # As in XLLM, whose rotated dims are neither the first dims of a head nor side by side.
         (
             r"0 \(Attention\) rotates a part of \{32\} dims.*\{64\}",
             lambda: [Attention(rotary_of(head_size=32, rotary_dim=32))],
@@ -321,13 +321,13 @@ def test_refused_by_name(message: str, modules: Any) -> None:
 
 
 def test_not_refused() -> None:
-    """A rotation of a part of a head is accepted too, if the rotary module names the part."""
+    """A rotation of a part of a head is accepted too, if the module's ``rotary_dim`` names the part."""
     for modules, rotary_dim in (
         ([rotary_of()] * 2, 64),
         ([Attention(rotary_of()), Attention(rotary_of())], 64),
         ([hunyuan(False)], 64),
         ([Attention(rotary_of(rotary_dim=32))], 32),
-        # Qwen3.5: text positions in a model with images; its vision part has another table.
+        # Qwen3.5 with text only: the model also has a vision part with another table.
         (
             [Attention(rotary_of(rope_scaling=MULTIMODAL)), rotary_of(head_size=32, rotary_dim=32)],
             64,

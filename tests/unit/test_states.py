@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix tree of a hybrid model, over SGLang's pools of states. A state here holds how many positions
-it has seen, so that a state published for another length is found."""
+"""The prefix tree of a hybrid model, over SGLang's pools of states. Here a state holds the number of positions
+that it has seen. So a test notices a state that is published for another length."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ class States(World):
         params.enable_mamba_extra_buffer = self.copies
 
     def write(self, slots: object, contents: object) -> None:
-        """Acts as a forward: each request's state then has seen all of its positions."""
+        """Acts as a forward: afterwards each request's state has seen all positions of the request."""
         super().write(slots, contents)  # type: ignore[arg-type]
         for req in self.requests if hasattr(self, "controller") else ():
             if req.kv.holds_mamba and req.kv.holds_kv:
@@ -72,7 +72,7 @@ class States(World):
         self.set_state(slot, kv.kv_committed_len)
 
     def cached(self, tokens: list[int]) -> int:
-        """Number of ``tokens`` that a new request finds cached; checks that its state has seen as many."""
+        """How many ``tokens`` a new request finds cached. Checks that the cached state has seen as many."""
         req = self.request("again", [*tokens, 1])
         req.init_next_round_input(self.tree)
         found = req.prefix_len
@@ -84,7 +84,7 @@ class States(World):
         return found
 
     def assert_whole(self) -> None:
-        """Each slot and each state is free or evictable; once the tree has evicted everything, all are free."""
+        """Check that slots and states are free or evictable, and that all are free once the tree is empty."""
         free, states = self.allocator.available_size(), self.rows.mamba_allocator.available_size()
         assert free + self.tree.full_evictable_size() == self.total
         assert states + self.tree.mamba_evictable_size() == STATES
@@ -110,11 +110,11 @@ def test_a_row_that_shares_nothing_is_published_whole(world: States) -> None:
 
 @pytest.mark.parametrize("dst", [8, 20])
 def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int) -> None:
-    """Without copies no part of the response is published, as its state has seen all of it. With copies it
-    is published up to the last copy before the first shared position."""
+    """Without copies nothing of the response is published, because the only state has seen all of it. With
+    copies the response is published up to the last copy before the first shared position."""
     req = world.start(first=100)
     if world.copies:
-        # Makes the copies at positions 15 and 31.
+        # Makes copies of the state after 15 positions and after all.
         req.kv.mamba_prev_track_seqlen, req.kv.mamba_last_track_seqlen = None, 15
         kept = req.kv.mamba_ping_pong_track_buffer[req.kv.mamba_next_track_idx]
         req.kv.mamba_last_track_idx = req.kv.mamba_next_track_idx
@@ -134,8 +134,8 @@ def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int)
 
 @pytest.mark.parametrize("end", ENDS)
 def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str) -> None:
-    """After a retraction the prefill covers prompt and output: its state must not be published as the
-    prompt's."""
+    """After a retraction the prefill covers prompt and output, so the prefill's state must not be published
+    for the prompt."""
     req = world.start()
     world.end(req, "retract")
     world.tree.evict(EvictParams(num_tokens=world.total, mamba_num=STATES))
@@ -157,7 +157,7 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
 def test_a_node_that_is_evicted_while_a_row_is_published_frees_its_own_slots(
     any_length: None,
 ) -> None:
-    """With a full pool of compressed states SGLang evicts a node to publish a row, which shares here."""
+    """While SGLang publishes a row that shares, it evicts a node: the pool of compressed states is full."""
     pool = {"enable_int8_mamba_checkpoint": True, "int8_mamba_ckpt_size": 2}
     facts = {"device": "cpu", "attention_backend": "torch_native"}
     with get_context().override_server_args(**facts, **pool):

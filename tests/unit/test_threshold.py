@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptive threshold against numpy's percentile; and ranks that read keys differently are refused."""
+"""The adaptive threshold is compared with NumPy's percentile. Ranks that read keys differently are refused."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def test_the_value_is_within_one_percent_of_numpy(distances: list[float], p: flo
 
 
 def test_every_distance_is_at_most_the_edge_of_its_bin() -> None:
-    """Holds also just below an edge, where the logarithm may round across the edge."""
+    """Also tests distances just below an edge: their logarithm may round to the other side."""
     for edge in (1e-7 * 10.0 ** (np.arange(1, 2560) / 256)).tolist():
         for distance in (edge * (1 - 1e-11), math.nextafter(edge, 0), edge, edge * (1 + 1e-15)):
             assert distance <= value_after([distance], 50) <= distance * 1.011
@@ -46,7 +46,7 @@ def test_distances_out_of_range_count_at_the_ends() -> None:
 
 
 def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Equals a weighted percentile over all distances, in which the weights are halved again and again."""
+    """The value is a weighted percentile of all distances. All weights are halved when their sum exceeds 64."""
     monkeypatch.setattr(measure, "_FULL", 64.0)
     rng = np.random.default_rng(2)
     distances = np.concatenate([rng.lognormal(0, 0.5, 300), rng.lognormal(2, 0.5, 50)])

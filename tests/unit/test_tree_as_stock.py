@@ -54,7 +54,7 @@ def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, ours: bool) -> list[An
 
         cache.sanity_check, cache.match_prefix, cache.inc_lock_ref = checked, matched, locked
         if not config.has_swa:
-            # SGLang's test calls this for sliding windows.
+            # SGLang's test calls this method even without a window pool.
             allocator.free_swa = lambda slots: None
         return cache, allocator, rows
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing in models where SGLang keeps some layers' KV only inside a window, in its own pool."""
+"""Sharing in models where SGLang keeps the KV of window layers in a second pool, only inside the window."""
 
 import random
 from types import SimpleNamespace
@@ -23,12 +23,12 @@ from tests.property.world import ENDS, LAYERS, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 WINDOW, CHUNK, BLOCK, SLOTS = 8, 16, 4, 300
-#: All requests write this text, so that the tree has prefixes of each other's rows.
+#: All requests have this text, so that the tree holds prefixes of later requests.
 TEXT = list(range(1, 130))
 
 
 class Windows(World):
-    """The last layer has a window."""
+    """A world whose last layer has a window, and a second pool for this layer."""
 
     def __init__(self, core: str) -> None:
         super().__init__(Setup(1, BLOCK, SLOTS, core=core))
@@ -91,8 +91,8 @@ class Windows(World):
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("seed", range(8))
 def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
-    """Requests start behind cached prefixes, share, are retracted and leave; the tree loses windows and
-    prefixes, and gets them back from rows."""
+    """Requests start behind cached prefixes, share, are retracted and leave. The tree evicts windows and
+    prefixes, and requests publish them again."""
     world, dice = Windows(core), random.Random(seed)
     live, away = list[Req](), list[Req]()
     for number in range(400):

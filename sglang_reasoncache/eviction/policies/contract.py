@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """Keys and newest queries of one attention layer, read from the device on demand. A rank has
-    its own heads. ``held`` below counts the entries of :attr:`View.held`."""
+    """Keys and newest queries of one attention layer, read from the device on demand. A rank sees only its own
+    heads. ``held`` in a shape is the length of :attr:`View.held`."""
 
     @property
     def rotation(self) -> KeyRotation | None:
@@ -35,10 +35,10 @@ class Layer(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of the positions from ``first`` on, as far as they were kept.
 
-        ``end``: the position behind the last query to read. None means all, also that of the forward in flight.
+        ``end``: the position behind the last query to read. None reads also the query of the forward in flight.
 
-        Returns fp32 ``[queries, heads, head_dim]`` after rotary embedding, their positions, int64
-        ``[queries]``, and bool ``[queries]``: False if no query was kept for that position.
+        Returns the queries after rotary embedding, fp32 ``[queries, heads, head_dim]``; their positions, int64
+        ``[queries]``; whether a query was kept for each position, bool ``[queries]``.
         """
 
     def weights(self, first: int, end: int | None = None) -> torch.Tensor:
@@ -79,9 +79,9 @@ class View:
     def candidates(self, recent: int = 1) -> np.ndarray:
         """int64, ascending: positions that may be evicted, in whole pages.
 
-        They are held, and not before ``owned``. The ``recent`` newest positions are left out, at least 1,
-        because SGLang reads the newest position's slot to place the next slot. A position that shares a slot
-        with a position that stays is left out, because evicting it frees nothing.
+        All are held, and none is before ``owned``. The ``recent`` newest positions are left out, at least 1,
+        because SGLang reads the newest position's slot to place the next slot. If a slot also belongs to a
+        position that stays, its other positions are left out, because evicting them frees nothing.
         """
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))
@@ -89,8 +89,8 @@ class View:
         return self.held[low:high][~np.isin(self.first_readers[low:high], stays)]
 
     def mean(self, score: Callable[[Layer], torch.Tensor]) -> torch.Tensor:
-        """fp32 ``[held]``: mean over this rank's layers and heads of ``score``, which maps a layer
-        to ``[heads, held]``."""
+        """fp32 ``[held]``: mean of ``score`` over this rank's layers and heads. ``score`` maps a layer to
+        ``[heads, held]``."""
         total = score(self.layers[0]).mean(dim=0)
         for layer in self.layers[1:]:
             total += score(layer).mean(dim=0)

@@ -45,7 +45,7 @@ class Evictor:
         slack: Once the budget is exceeded by more slots than this, the policy evicts down to the budget.
         recent: Newest positions that stay, even if the request then exceeds its budget. The prompt
             alone may exceed the budget, and a response without its newest words is noise.
-        prompt: Whether positions of the prompt may be evicted, chunk by chunk while it is computed. If so, the
+        prompt: Whether positions of the prompt may be evicted, after each chunk of a prefill. If so, the
             request enters the prefix tree only when it finishes, up to the first evicted position.
         when: ``always``: at every poll; ``short``: only when SGLang would retract a request.
 
@@ -59,7 +59,7 @@ class Evictor:
     prompt: bool = False
     when: str = ALWAYS
 
-    #: Whether scores are running totals, which are updated also whenever the window of recent queries is full.
+    #: Whether scores are running totals. These are updated before new queries overwrite uncounted queries.
     accumulates: ClassVar[bool] = False
     #: Whether the policy reads keys or queries before rotary embedding.
     unrotates: ClassVar[bool] = False

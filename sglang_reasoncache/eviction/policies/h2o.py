@@ -21,8 +21,8 @@ class H2O(Evictor):
 
     Attributes:
         recent_share: Share of the budget for the newest positions; at least ``recent`` positions.
-        prompt_queries: How many of the last queries of the prompt count, as far as the prompt is computed; the
-            paper adds up all of them.
+        prompt_queries: How many of the prompt's last queries count (of the computed part, if it is computed in
+            chunks). The paper counts all of them.
     """
 
     accumulates: ClassVar[bool] = True
@@ -39,7 +39,7 @@ class H2O(Evictor):
         return view.candidates(max(self.recent, newest))
 
     def scores(self, view: View) -> torch.Tensor:
-        """The running total, plus the weights by queries since the last scoring."""
+        """The running total, plus the weights that queries gave since the last scoring."""
         first = max(view.seen, min(view.prompt, view.written) - self.prompt_queries)
         total = view.mean(lambda layer: layer.weights(first, view.written))
         return total if view.earlier is None else total + view.earlier

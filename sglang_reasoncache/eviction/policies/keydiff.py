@@ -8,7 +8,7 @@ import torch
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 
-#: The paper guards its denominators with a constant that it does not give.
+#: The paper guards its denominators with a constant. This value is ours, because the paper gives none.
 _EPSILON = 1e-8
 
 
@@ -23,8 +23,8 @@ def similarity(keys: torch.Tensor) -> torch.Tensor:
 class KeyDiff(Evictor):
     """KeyDiff (Park et al., arXiv 2504.15364) evicts the keys that are most like the mean of all held keys.
 
-    Keys are compared as cached, after rotation; the paper does not say whether it compares before or after. The
-    paper protects no recent positions (``recent=1``), or 10 to 20% of the budget.
+    Keys are compared as cached, after rotation. The paper does not say whether keys are compared before or
+    after rotation. It protects no recent positions (``recent=1``), or 10 to 20% of the budget.
     """
 
     def scores(self, view: View) -> torch.Tensor:

@@ -25,6 +25,6 @@ class RandomAttention(Evictor):
     def scores(self, view: View) -> torch.Tensor:
         # The first numbers do not change when the request gets longer.
         draws = np.random.default_rng((self.seed, view.seed)).random(view.written)
-        # All positions of a page get the number drawn for its first one: the mean of a page's
+        # All positions of a page get the number of the page's first position, because the mean of a page's
         # numbers would not be uniform.
         return torch.from_numpy(draws[view.first_readers // view.page * view.page])

@@ -18,8 +18,8 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
     """The paper's R, ``[held, heads, head_dim]`` to ``[heads, held]``: a softmax over positions of each key's
     mean cosine with the other keys.
 
-    For each key, the newest similar key (cosine above ``threshold``, among the newest ``reach`` keys) leaves
-    this cosine out of its own mean, so that one of several similar keys stays.
+    Each key spares the newest other key that is similar to it (cosine above ``threshold``): that key's mean
+    leaves out this cosine. So one of several similar keys stays. Only the newest ``reach`` keys are spared.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
@@ -44,16 +44,16 @@ class RKV(Evictor):
     """R-KV (Cai et al., arXiv 2505.24133) evicts the positions with the lowest
     ``mix * importance - (1 - mix) * redundancy``.
 
-    Importance is the attention weight by the newest ``alpha`` queries, averaged over queries, layers and heads;
-    then the maximum over ``kernel`` neighbours. The paper acts every 128 tokens and keeps the newest ``alpha``.
+    Importance is the mean attention weight by the newest ``alpha`` queries, over queries, layers and heads,
+    then max-pooled over ``kernel`` neighbours. The paper acts every 128 tokens and keeps the newest ``alpha``.
 
     Attributes:
         mix: The paper's lambda.
         alpha: Queries that count.
         kernel: Held positions whose weights are pooled.
         threshold: Cosine above which two keys count as similar.
-        reach: How many of the newest held positions are searched for a similar key; unbounded in the paper,
-            which holds no more than its budget.
+        reach: How many of the newest held positions are searched for a similar key. The paper searches all,
+            because it never holds more than its budget.
     """
 
     slack: int = bounded(128, 0, 65_536)

@@ -16,15 +16,15 @@ class SnapKV(Evictor):
     """SnapKV (Li et al., arXiv 2404.14469) brings the prompt down to the budget once the prompt has been
     computed; the response stays.
 
-    The prompt's last ``window`` positions stay. So do the positions with the highest attention weight by the
-    newest ``window`` queries, averaged over neighbours. A chunked prompt is brought down after each chunk.
+    The prompt's last ``window`` positions stay. So do the positions to which the newest ``window`` queries give
+    most attention weight, averaged over neighbours. A chunked prompt is brought down after each chunk.
 
     Attributes:
-        window: Positions at the end of the prompt that stay, and queries that count.
+        window: How many positions at the end of the prompt stay, and how many newest queries count.
         kernel: Neighbouring positions that are averaged.
     """
 
-    # Acts at once, because later queries push the prompt's queries out of the window.
+    # The policy acts at once, because later queries push the prompt's queries out of the window.
     slack: int = bounded(1, 0, 65_536)
     prompt: bool = True
     window: int = bounded(32, 1, 256)

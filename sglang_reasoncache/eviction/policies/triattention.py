@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TriAttention: keeps keys that later queries will attend to if they resemble the recent queries."""
+"""TriAttention: keeps the keys that later queries will attend to, if later queries resemble recent ones."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,11 +15,10 @@ class TriAttention(Evictor):
     """TriAttention (Mao et al., arXiv 2604.04921): before rotary embedding, queries are close to a
     centre, so the logits that a key will get from later queries follow from the key's position.
 
-    For frequency f of a head, the mean query q and the key k, both complex and before rotation, and a distance
-    D between them, the paper's score is the trigonometric series ``sum |q| |k| cos(w_f D + arg(q / k))``,
-    averaged over the distances of queries 1, 2, 4, ... ``reach`` positions ahead, plus
-    ``sum (mean |query| - |q|) |k|``, which accounts for how far queries are from their centre. Each head's
-    scores are brought to mean 0 and deviation 1.
+    Take a head's mean query q and a key k at distance D, before rotation, as one complex number per frequency
+    f. The paper's score has two terms. ``sum |q| |k| cos(w_f D + arg(q / k))`` is averaged over the distances
+    of queries 1, 2, 4, ... ``reach`` positions ahead. ``sum (mean |query| - |q|) |k|`` accounts for how far
+    queries are from their centre. Each head's scores are brought to mean 0 and deviation 1.
 
     The authors measure centres beforehand on other texts; here a centre is the mean of the request's newest
     ``window`` queries. The authors take the highest score of any head; here the heads' scores are averaged.
