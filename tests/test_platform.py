@@ -21,9 +21,8 @@ def named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("selected", [None, "", "cuda", "reasoncache", "another_platform"])
 def test_silent_unless_named(monkeypatch: pytest.MonkeyPatch, selected: str | None) -> None:
-    if selected is None:
-        monkeypatch.delenv("SGLANG_PLATFORM")
-    else:
+    monkeypatch.delenv("SGLANG_PLATFORM")
+    if selected is not None:
         monkeypatch.setenv("SGLANG_PLATFORM", selected)
     assert platform.activate() is None
 

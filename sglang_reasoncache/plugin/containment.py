@@ -26,7 +26,7 @@ class Containment:
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
         self._ranks, self._disable = ranks, disable
-        self._reason = ""
+        self._reason, self._ended = "", False
 
     def __enter__(self) -> None:
         pass
@@ -86,6 +86,9 @@ class Containment:
             self._end(self._reason)
 
     def _end(self, reason: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
         try:
             told = "reasoncache: disabled until the server is started again: %s"
             logger.error(told, reason)

@@ -380,14 +380,9 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int
 
 @pytest.mark.parametrize(
     ("values", "at_once"),
-    [
-        ({}, False),
-        ({"when": "always"}, True),
-        ({"policy": "reasoncache+keydiff:budget=64"}, True),
-        ({"policy": "reasoncache+keydiff:budget=9:when=short"}, False),
-        ({"preset": "memshare"}, True),
-        ({"preset": "memshare", "when": "short"}, False),
-    ],
-)
+    [({}, False), ({"when": "always"}, True), ({"policy": "reasoncache+keydiff:budget=64"}, True),
+     ({"policy": "reasoncache+keydiff:budget=9:when=short"}, False), ({"preset": "memshare"}, True),
+     ({"preset": "memshare", "when": "short"}, False)],
+)  # fmt: skip
 def test_when_blocks_share(values: dict[str, Any], at_once: bool) -> None:
     assert ReasonCacheConfig.from_mapping(values).shares_at_once == at_once

@@ -15,15 +15,13 @@ from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("reasoncache", []),
-        ("none", []),
-        ("streamingllm:budget=64", ["streamingllm"]),
+        ("reasoncache", []), ("none", []), ("streamingllm:budget=64", ["streamingllm"]),
         ("reasoncache+streamingllm:budget=64", ["streamingllm"]),
         ("l2norm:share=0.5+random:share=0.4", ["l2norm", "random"]),
         ("snapkv:budget=512,recent=64,window=16", ["snapkv"]),
         ("snapkv:budget=512:recent=64:window=16", ["snapkv"]),
     ],
-)
+)  # fmt: skip
 def test_names_in_sequence(text: str, names: list[str]) -> None:
     """Commas or colons separate options."""
     choice = registry.parse(text)

@@ -129,12 +129,10 @@ def test_parts_of_a_response() -> None:
 @pytest.mark.parametrize(
     ("keys", "totals", "details"),
     [
-        ({}, None, None),
-        ({"api_key": "user"}, "user", "user"),
-        ({"admin_api_key": "admin"}, None, "admin"),
+        ({}, None, None), ({"api_key": "user"}, "user", "user"), ({"admin_api_key": "admin"}, None, "admin"),
         ({"api_key": "user", "admin_api_key": "admin"}, "user", "admin"),
     ],
-)
+)  # fmt: skip
 def test_the_admin_key_guards_single_requests(
     world: World, monkeypatch: pytest.MonkeyPatch, keys: dict[str, str], totals: str | None,
     details: str | None,
