@@ -56,11 +56,11 @@ def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) 
     for text in texts:
         key.update(text.encode("utf-8", "surrogatepass"))
     home = folder / f"replay-{key.hexdigest()[:12]}"
-    # This file is written last, so that a build that was cut off is done again.
-    if (home / "generation_config.json").is_file():
+    if home.is_dir():
         return home
-    home.mkdir(parents=True, exist_ok=True)
-    train_tokenizer(texts).save_pretrained(home)
+    # Renamed at the end, so that a build that was cut off is done again.
+    partial = home.with_name(f"{home.name}.partial")
+    train_tokenizer(texts).save_pretrained(partial)
     generation: Any = GenerationConfig(eos_token_id=0, pad_token_id=0, do_sample=False)
     if shape is None:
         torch.manual_seed(seed)
@@ -68,8 +68,8 @@ def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) 
         model = model.to(torch.bfloat16)
         model.config.dtype = "bfloat16"
         model.generation_config = generation
-        model.save_pretrained(home)
+        model.save_pretrained(partial)
     else:
-        config.save_pretrained(home)
-        generation.save_pretrained(home)
-    return home
+        config.save_pretrained(partial)
+        generation.save_pretrained(partial)
+    return partial.rename(home)

@@ -112,7 +112,7 @@ class DistanceKernel:
         return torch.stack(found, dim=1).unflatten(1, (-1, 2)).double()
 
 
-def block_distances(squares: Tensor, block: int, num_heads: int) -> Tensor:
+def block_distances(squares: Tensor, block: int, num_heads: float) -> Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
     ``squares``: the results of :meth:`DistanceKernel.squares`, added up over all ranks. ``block``: d.

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -161,7 +162,9 @@ class ServerParts:
         config, params, page = self.config, context.params, context.params.page_size
         block = page if page > 1 else config.block
         pool = source.pool
-        heads = 1 if compat.latent_rank(pool) else pool.head_num * self.attention_ranks
+        # Every rank has the same latent rows, so the sum over the ranks holds their squares once a rank.
+        latent = bool(compat.latent_rank(pool))
+        heads = math.sqrt(self.attention_ranks) if latent else pool.head_num * self.attention_ranks
         meter = BlockMeter(*source[:4], heads, ranks)
         markers, process = _markers(context, config), None
         if config.shares:

@@ -65,7 +65,7 @@ class BlockMeter:
         rows: torch.Tensor,
         cached_at: CachedPositions,
         rotations: Mapping[int, KeyRotation] | None,
-        num_heads: int,
+        num_heads: float,
         ranks: Ranks,
     ) -> None:
         self._layers: dict[KeyRotation | None, list[Layer]] = {}
