@@ -56,7 +56,7 @@ def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) 
     for text in texts:
         key.update(text.encode("utf-8", "surrogatepass"))
     home = folder / f"replay-{key.hexdigest()[:12]}"
-    # This file is written last, so that a build that was cut off is done again.
+    # Without this file, the build was cut off and is done again. But weights are saved after this file.
     if (home / "generation_config.json").is_file():
         return home
     home.mkdir(parents=True, exist_ok=True)
