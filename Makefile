@@ -8,8 +8,8 @@ TEST_WORKERS ?= 2
 # Recorded responses for some benchmarks: a folder of JSONL files.
 TRACES ?=
 
-# Python's compiled modules go into .venv; without them every server start is
-# twice as slow.
+# With this variable set, Python would not keep compiled modules in .venv, and every server
+# would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents real-model docs lint format constraints clean
@@ -44,8 +44,8 @@ setup:
 demo: setup
 	$(PYTHON_ENV) -m eval.demo $(DEMO_ARGS)
 
-# One thread, because waiting threads cost small operators more than they save. A worker holds up
-# to two servers of 3 GB each.
+# One OpenMP thread, because waking more threads costs small tensor operations more than it saves.
+# Each of the TEST_WORKERS pytest processes holds up to two servers of 3 GB each.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON_ENV) -m pytest
 IN_PARALLEL := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 

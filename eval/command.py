@@ -20,11 +20,11 @@ def option(
     metavar: str | None = None,
     in_place: bool = False,
 ) -> Any:  # fmt: skip
-    """A field of a class of options. ``text`` is the flag's help. The field's annotation says how a word of the
-    command line is read. A ``bool`` is a switch. A ``tuple[X, ...]`` is written ``a,b``, or as several words if
-    positional. A ``Mapping`` may be given several times. Any other type is called with the word. ``read``, if
-    given, makes the value instead. ``least``, ``most`` and ``choices`` bound each part of a value. ``in_place``
-    makes a positional argument that may be left out."""
+    """A field of a dataclass of options. ``text`` is the flag's help. The field's annotation says how words of
+    the command line become a value. A ``bool`` is a switch. A ``tuple[X, ...]`` is written ``a,b``, or as
+    several words if positional. A ``Mapping`` may be given several times. Any other type is called with the
+    word. ``read``, if given, makes the value instead. ``least``, ``most`` and ``choices`` bound each part of a
+    value. ``in_place`` makes a positional argument that may be left out."""
     about: dict[str, Any] = {"help": text, "read": read, "bounds": (least, most, choices)}
     about |= {"metavar": metavar, "in_place": in_place}
     if default is dataclasses.MISSING:
@@ -33,7 +33,7 @@ def option(
 
 
 def commas(kind: _Read = str) -> Callable[[str], tuple[Any, ...]]:
-    """Returns a reader of ``a,b``: values of one kind, none of them twice."""
+    """Returns a function that turns a text ``a,b`` into a tuple of values of one kind, none of them twice."""
 
     def values(text: str) -> tuple[Any, ...]:
         try:
@@ -48,7 +48,7 @@ def commas(kind: _Read = str) -> Callable[[str], tuple[Any, ...]]:
 
 
 def flags_of(text: str) -> tuple[str, ...]:
-    """Splits one word into the flags of a server."""
+    """Splits a text, such as the value of ``--server-flags``, into flags, as a shell would."""
     return tuple(shlex.split(text))
 
 
@@ -112,7 +112,7 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
         argument |= {} if is_required else {"nargs": "?", "default": field.default}
         parser.add_argument(field.name, **argument)
         return
-    # The default must be a list, because argparse appends to it.
+    # The default of a Mapping must be a list, because argparse appends to it.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default
     if field.default not in (None, False, ()):
         argument["help"] += " (default %(default)s)"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.demo`` runs stock SGLang, then SGLang with sharing, on the embedded reasoner.
 
-Prints the address of the sharing server's page, a table, and a response in which words that read another
-block's slots are marked. Writes ``demo.json`` and ``demo.png``."""
+Prints the address of the sharing server's page, a table, and a response in which the words that have no KV
+slots of their own are marked. Writes ``demo.json`` and ``demo.png``."""
 
 import dataclasses
 import shutil
@@ -28,7 +28,7 @@ from eval.tiny_reasoner import CHECKPOINT
 _TASK, _SEED = "tiny_reasoner", 20_261
 #: Lets the sharing server's page show the texts of responses.
 _SHOWS_TEXTS = ("--reasoncache-set", "keep_responses=8")
-#: Row of the table -> field and format.
+#: Row of the table -> field of :func:`arm_of`, and its format.
 _ROWS = {
     "accuracy": ("accuracy", "{:.3f}"),
     "output tokens/s": ("tokens_per_s", "{:.0f}"),
@@ -62,7 +62,7 @@ class Options:
 
 
 def measure(options: Options) -> dict[str, Cell]:
-    """Run both servers; return their cells by name. Raises RunError if a cell could not be measured."""
+    """Run both servers; return the cell (records) of each by name. Raises RunError if one was not measured."""
     asked, folder = options.run, options.logs / "run"
     # An earlier run is not continued, because the code or the machine may have changed since.
     shutil.rmtree(folder, ignore_errors=True)
@@ -99,7 +99,7 @@ def table_of(result: dict[str, dict[str, Any]]) -> str:
 
 def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
     """Takes a scheduler's report. Returns the text of the response in ``report["recent"]`` that shares most
-    positions. On a terminal, words that read another block's slots are green."""
+    positions. On a terminal, words without slots of their own are green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:

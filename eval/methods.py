@@ -19,7 +19,7 @@ class MethodError(ValueError):
 class Method:
     """A way to start a server."""
 
-    name: str  # the specification as given, and the name of its folder
+    name: str  # the specification as given; folders of results have this name
     values: Mapping[str, Any] = field(default_factory=dict)  # settings; {} for a stock server
     more: tuple[str, ...] = ()  # further words of the server's command line
 
@@ -37,7 +37,7 @@ class Method:
 DENSE = "dense"
 #: Every method except dense is a preset of the plugin.
 METHODS = (DENSE, *PRESETS)
-#: Folders are named after methods.
+#: The form of a specification, because folders are named after it.
 _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 

@@ -24,10 +24,10 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"
-# Every character is in a piece, because steps are found in the text. A space belongs to the word after it.
+# Pieces cover all text, also blank lines, which end reasoning steps. A space belongs to the word after it.
 _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 _MAX_NAME_CHARS = 40
-#: Block sizes at which the papers' rule is measured.
+#: Block sizes at which the rule of the papers, ReasonCache and MemShare, is measured (``match=steps``).
 BLOCKS = (4, 8, 16)
 _NOTE = """Candidate: the share of steps, without the first, that are similar to an earlier step by the papers'
 filter. Default and d: the share of tokens that the default rule, or the papers' rule with blocks of d tokens,
@@ -36,7 +36,7 @@ could share, at the end of a response / averaged over decode steps. Distances ar
 
 class Speller:
     r"""Splits responses into tokens. ``name`` is the folder of a Hugging Face tokenizer, or :data:`WORDS` for
-    ``\w+|[^\w\s]``, with new ids in each response. Raises ValueError if the tokenizer cannot be read."""
+    words and punctuation, numbered anew by response. Raises ValueError if the tokenizer cannot be read."""
 
     def __init__(self, name: str) -> None:
         self.name, self._tokenizer = name, None
@@ -57,8 +57,8 @@ class Speller:
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     """Counts of one response: ``steps``, including a last step that no blank line ends; ``candidates``, steps
-    similar to an earlier step; ``end_RULE`` and ``time_RULE``, tokens in proposed blocks, at the end and summed
-    over decode steps; ``held``, all tokens so far, summed over decode steps."""
+    similar to an earlier step; ``end_RULE`` and ``time_RULE``, tokens in blocks that the rule proposes, at the
+    end and summed over decode steps; ``held``, all tokens so far, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
     rules = {"default": filter_config(default, default.block, 1)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
@@ -95,7 +95,7 @@ class Options:
 
 
 def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields for each response the dataset, ``correct``, ``wrong`` or "", and the text. Adds to ``left_out``
+    """Yields for each response the dataset; ``correct``, ``wrong`` or ""; and the text. Adds to ``left_out``
     the places of lines that cannot be read."""
 
     def made(row: dict[str, Any]) -> tuple[str, str, str]:

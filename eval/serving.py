@@ -29,7 +29,7 @@ MODEL_NAME = "default"
 
 LEAN_START = Path(__file__).with_name("lean_start")
 _TAIL_LINES, _LINE_WIDTH = 60, 300
-# A server that logs this line only looks alive: for two minutes SGLang waits for an answer from itself.
+# A server that logs this line has failed, but lives on: SGLang waits two minutes for an answer from itself.
 _PORT_TAKEN = "error while attempting to bind on address"
 
 
@@ -55,8 +55,8 @@ class ServerProcess:
         self.env = _environment(self.model_path, device, env or {})
         temporary = f"reasoncache-server-{os.getpid()}-{self.port}.log"
         self.log_path = Path(log_path or Path(tempfile.gettempdir()) / temporary)
-        # SGLang looks for SIGTERM only every 5 s, but then lets its schedulers release a GPU. SIGINT acts at
-        # once, but the log ends with tracebacks of KeyboardInterrupt.
+        # SGLang looks for SIGTERM only every 5 s, but then lets its schedulers release a GPU. CPU servers get
+        # SIGINT first, which acts at once; their logs then end with tracebacks of KeyboardInterrupt.
         self._end = (signal.SIGINT, signal.SIGTERM) if device == "cpu" else (signal.SIGTERM,)
         self._process: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
@@ -120,7 +120,7 @@ class ServerProcess:
             raise ServerError(self._report(f"exited with status {self._process.returncode}"))
 
     def _report(self, what: str) -> str:
-        # SGLang prints all of its several hundred settings in one line.
+        # Lines are cut, because SGLang prints all of its several hundred settings in one line.
         lines = self.log_text().splitlines()[-_TAIL_LINES:]
         tail = "\n".join(line[:_LINE_WIDTH] for line in lines)
         command = shlex.join(self.command)
@@ -139,7 +139,7 @@ class ServerProcess:
                 process.wait(grace_s)
         _kill_group(process.pid)
         if self._guard is not None:
-            # The guard is killed, because when the pipe closes, a new group may have this group's number.
+            # The guard is killed, so that it kills no new group that gets the number of the server's group.
             self._guard.kill()
             self._guard.communicate()
         process.wait()
@@ -195,7 +195,7 @@ def _environment(
 ) -> dict[str, str]:
     env = dict(os.environ)
     env["PYTHONUNBUFFERED"] = "1"
-    # With this variable, all three processes would compile some thousand modules at every start.
+    # With this variable, all three processes of a server would compile some thousand modules at every start.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     # The server sends its warm-up request to itself, not through a proxy.
     env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
@@ -205,7 +205,7 @@ def _environment(
         env.pop("SGLANG_USE_CPU_ENGINE", None)
         env["SGLANG_PLATFORM"] = PLATFORM_NAME
         env["CUDA_VISIBLE_DEVICES"] = ""
-        # Waking threads costs small operators more time than the threads save.
+        # In small tensor operations, waking threads takes more time than the threads save.
         env.setdefault("OMP_NUM_THREADS", "1")
         paths = (str(LEAN_START), env.get("PYTHONPATH"))
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -227,8 +227,8 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """Starts a shell that kills a process group once this process is gone. The shell waits until a pipe closes.
-    Only this process holds the pipe, so the pipe closes even if SIGKILL ends this process."""
+    """Starts a guard: a shell that kills a process group once this process is gone. The shell waits until a
+    pipe closes. Only this process holds the pipe, so the pipe closes even if SIGKILL ends this process."""
     pipes: dict[str, Any] = dict(
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

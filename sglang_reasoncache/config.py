@@ -31,7 +31,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """Make a setting's field. Help texts show ``values`` as value. None is allowed only as the default."""
+    """Make a setting's field. ``values``: what help texts show as value. None is valid only as the default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -210,8 +210,8 @@ class ReasonCacheConfig:
 
     @property
     def shares_at_once(self) -> bool:
-        """Whether blocks share as soon as they are found: with ``when=always``, and if a policy evicts at every
-        poll. The more blocks share before such a policy runs, the fewer positions it evicts."""
+        """Whether blocks share as soon as they are found: with ``when=always``, or if a policy evicts at every
+        poll (every fourth decode step), because such a policy evicts less if blocks share before it runs."""
         evicts = any(policy.when == ALWAYS for _, policy in self.policies.evictors)
         return self.when == "always" or evicts
 
@@ -230,7 +230,7 @@ class ReasonCacheConfig:
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
-        # sglang.Engine takes keywords of any type. The constructor refuses a preset that is no text.
+        # sglang.Engine passes values of any type, even unhashable. The constructor refuses what is not text.
         row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         config = cls(**{**row, **values})  # type: ignore[arg-type]
         for name in sorted(_OF_STEPS & values.keys()) if config.match == "runs" else ():
@@ -256,7 +256,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
         return
     if bounds is not None:
         within = "between {} and {}".format(*bounds)
-        # sglang.Engine takes keywords of any type. The text of a flag was parsed to the right type before.
+        # A flag's text was parsed to the right type before, but sglang.Engine takes keywords of any type.
         if type(value) not in ((int,) if kind is int else (int, float)):
             raise ConfigError(field.name, f"{CALLED[kind]} {within}", value)
         # This check also refuses NaN, because a NaN compares false with everything.
@@ -293,7 +293,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's settings. Raises ValueError if ``page_size`` is above 1 and ``block`` differs from it."""
+    """Settings of the filter, which finds repeats. Raises ValueError unless ``page_size`` is 1 or ``block``."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     knobs |= dict(block=block, page_size=page_size)
@@ -301,5 +301,5 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
 
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:
-    """The config that ``plugin/flags.py`` attached to SGLang's record. None without --enable-reasoncache."""
+    """The config that ``plugin/flags.py`` attached to ``server_args``. None without --enable-reasoncache."""
     return getattr(server_args, "_reasoncache", None)

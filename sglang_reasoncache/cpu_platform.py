@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang platform that runs a stock server without a GPU, for tests and the demo."""
+"""An SGLang platform that runs a server without a GPU, for tests and the demo."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU without SGLang's CPU kernels. PyTorch runs all operators; only attention has a C++ kernel."""
 
     _enum = PlatformEnum.OOT
-    # If this declared Triton, the paged allocator would launch Triton kernels on CPU tensors.
+    # If this platform declared Triton, the paged allocator would launch Triton kernels on CPU tensors.
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:

@@ -9,14 +9,14 @@ from itertools import pairwise
 
 from sglang_reasoncache.compat.types import Request
 
-#: The key by which a request opts out.
+#: The key by which a request opts out of everything that the plugin does.
 OPT_OUT_KEY = "reasoncache"
 #: Strings that a client may send as the value of ``OPT_OUT_KEY``, in upper or lower case.
 _SPELLINGS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
-#: The keys by which a client marks documents, and chooses a repair.
+#: The keys that mark documents, and choose which of their tokens are computed again (a *repair*).
 KEY, REPAIR_KEY = "documents", "documents_repair"
 #: Most documents in a prompt, because a waiting request looks up each document in the cache repeatedly.
 MOST = 256
@@ -26,11 +26,11 @@ _MOST_BEFORE = 1 << 19
 
 @dataclass(frozen=True)
 class Repair:
-    """Which tokens of *moved* documents are computed again. A document moves if it was prefilled elsewhere.
+    """Which tokens of documents are computed again, if the documents were prefilled at other positions.
 
     Attributes:
-        first: Tokens at the beginning of each document (EPIC, arXiv 2410.15332).
-        share: Share of the tokens, 0 to 1. The tokens that the query attends to most are computed again.
+        first: How many tokens at the beginning of each document (EPIC, arXiv 2410.15332).
+        share: Share of document tokens, 0 to 1: those that the tokens behind the documents attend to most.
     """
 
     first: int = 0
@@ -137,7 +137,7 @@ def allows(req: Request) -> bool:
 
 
 def takes_part(req: Request) -> bool:
-    """Whether sharing and eviction may change a request's row: never with beams, media or embeddings."""
+    """Whether we may change a request's row: not after an opt-out, nor with beams, media or embeddings."""
     return (
         allows(req)
         and req.beam_group is None

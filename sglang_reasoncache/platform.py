@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of the CPU platform. SGLang calls such entry points even if nobody asked for their platforms, so
-this module imports nothing of SGLang. It answers only if ``SGLANG_PLATFORM`` names the platform, because any
-answer replaces the machine's own platform.
+"""Entry point of our CPU platform for tests. If nobody asks for a platform, SGLang calls all such entry points,
+so this module imports nothing of SGLang. The entry point returns its platform only if ``SGLANG_PLATFORM`` names
+it, because any platform that is returned replaces the machine's own.
 """
 
 import os
@@ -13,8 +13,8 @@ PLATFORM_NAME = "reasoncache_cpu"
 def activate() -> str | None:
     """The class path of the CPU platform if ``SGLANG_PLATFORM`` names this platform, else None.
 
-    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on: in both cases parts of SGLang
-    would use different devices.
+    Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on, because parts of SGLang would then
+    use that GPU, or kernels of that engine.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
@@ -22,7 +22,7 @@ def activate() -> str | None:
         raise RuntimeError(
             f"SGLANG_PLATFORM={PLATFORM_NAME} excludes SGLANG_USE_CPU_ENGINE=1: unset one of them"
         )
-    # This costs no time: SGLang imports torch before it looks for platforms.
+    # This import costs no time: SGLang imports torch before it looks for platforms.
     import torch
 
     if torch.cuda.is_available():

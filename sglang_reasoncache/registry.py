@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies by name, and the parser of ``--reasoncache-policy``.
+"""Policies (sharing, and rules that evict positions) by name, and the parser of ``--reasoncache-policy``.
 
-Options are separated by ``,`` or ``:``. With ``:`` the text can be an item of a list that is split at commas.
+Options are separated by ``,`` or ``:``; with ``:`` the text can be an item of a comma-separated list.
 ``reasoncache+keydiff:budget=512,recent=64`` means the same as ``reasoncache+keydiff:budget=512:recent=64``.
 """
 
@@ -36,12 +36,12 @@ _LONGEST = 1000
 
 
 class PolicyError(ValueError):
-    """The text of a policy is wrong. The message continues a sentence that ends in ``must be``."""
+    """The text of a policy is wrong. The message continues a sentence after the words ``must be``."""
 
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """What ``--reasoncache-policy`` asks for. ``evictors`` act one after the other, in this order."""
+    """What ``--reasoncache-policy`` chooses. ``evictors``: evicting policies in the order in which they act."""
 
     shares: bool
     evictors: tuple[NamedPolicy, ...] = ()

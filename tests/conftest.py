@@ -22,17 +22,17 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Servers are forked,
-    unless a spec says otherwise, because without a fork imports take two thirds of a server's start."""
+    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Servers fork their
+    processes unless a ``ServerSpec`` says otherwise: in spawned ones, imports take two thirds of a start."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["REASONCACHE_FORK"] = "1"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist looks for groups
+@pytest.hookimpl(tryfirst=True)  # runs before pytest-xdist looks for the groups made here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks server tests and sorts them by server (parameter ``server`` or ``spec``), so that each server
-    starts once. Server tests run last. Under pytest-xdist server tests run first, each group on one worker,
-    then tests marked ``slow``, so that no worker has a long test left at the end."""
+    starts once. They run last, but first under pytest-xdist: each ``ServerSpec.group`` on one worker, then
+    tests marked ``slow``, so that no worker has a long test left at the end."""
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Writes each failure at once to the file descriptor REASONCACHE_FAILURES, because pytest shows no failure
-    if a signal ends the run. Under pytest-xdist only the controller process writes."""
+    """Writes each failure at once to the file descriptor that REASONCACHE_FAILURES names, because pytest shows
+    no failure if a signal ends the run. Under pytest-xdist only the controller process writes."""
     to = os.environ.get("REASONCACHE_FAILURES")
     if to and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         lines = report.longreprtext.splitlines()[-25:]
@@ -79,7 +79,7 @@ def poisoned_memory() -> Iterator[None]:
 
 @pytest.fixture
 def few_objects() -> Iterator[None]:
-    """Exempts all existing objects from garbage collection: with them a collection takes a second."""
+    """Exempts all existing objects from garbage collection, because visiting them takes a second."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -96,7 +96,7 @@ def model_path() -> Path:
 
 @pytest.fixture(scope="module")
 def reference(model_path: Path) -> Any:
-    """Tokenizer and fp32 Hugging Face model. A test can mask the model's attention."""
+    """The tokenizer and the fp32 Hugging Face model. Its attention is eager, so that a test can mask it."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,7 +120,7 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """A server for the spec given by indirect parametrization, checked after the test."""
+    """The server of the ``ServerSpec`` that indirect parametrization gives, checked after the test."""
     from tests.server.harness import assert_whole
 
     process = servers.get(request.param)
@@ -146,7 +146,7 @@ def published_config() -> Iterator[None]:
 
 @pytest.fixture
 def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has SGLang's rotary module run on our platform, because on others the module needs a CUDA kernel."""
+    """Makes SGLang's rotary module run on our platform, because on others the module needs a CUDA kernel."""
     from sglang.srt.layers.rotary_embedding import base
 
     from sglang_reasoncache.cpu_platform import TorchCpuPlatform

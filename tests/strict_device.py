@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
 CUDA = torch.device("cuda", 0)
-#: Functions that give a device tensor's numbers to the host; _MOVES: functions that move a tensor.
+#: Functions that give a device tensor's numbers to the host: _READS wait, _NUMPY fail. _MOVES move a tensor.
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _READS |= {"__repr__", "__format__", "__complex__"}
 _NUMPY = {"numpy", "__array__", "__array_wrap__", "__dlpack__"}
 _MOVES = {"to", "cpu", "cuda", "type_as"}
-#: Factories that read numbers of the host. For a device they copy from pageable memory, which waits.
+#: Factories that read numbers of the host. For a device tensor they copy from pageable memory, which waits.
 _FROM_HOST = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
 _INDEX = torch.ops.aten.index.Tensor
 _INDEXING = (
@@ -82,7 +82,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Event:
-    """Like a CUDA event. The second query after a record returns True and delivers the queued copies."""
+    """Stands in for a CUDA event. The second query after a record delivers queued copies and returns True."""
 
     def __init__(self, device: "StrictDevice") -> None:
         self._device, self._asked = device, False
@@ -101,7 +101,7 @@ class _Event:
 
 
 class StrictDevice(TorchFunctionMode):
-    """Copies to the host that do not block arrive at :meth:`finish`. Until then the host reads rubbish."""
+    """Runs PyTorch's calls. A non-blocking copy to the host arrives at :meth:`finish` and is rubbish before."""
 
     def __init__(self) -> None:
         super().__init__()

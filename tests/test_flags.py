@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our flags, what is refused, and the flag that enables the plugin. Some tests start SGLang itself."""
+"""Tests our flags, what a server refuses, and the flag that enables the plugin. Some tests start SGLang."""
 
 import argparse
 import os
@@ -82,7 +82,7 @@ def test_few_flags_are_shown() -> None:
 
 
 def test_settings_of_several_lists_add_up() -> None:
-    """A flag wins over a list of settings, and a later list wins over an earlier list."""
+    """A flag wins over a list (``--reasoncache-set``), and a later list wins over an earlier list."""
     lists = SET, "match=steps,warmup=3, tau-soft=0.1", SET, "warmup=4,block=2"
     config = _config("--reasoncache-block", "8", *lists)
     assert (config.warmup, config.tau_soft, config.block) == (4, 0.1, 8)
@@ -109,7 +109,7 @@ def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> No
 
 
 def test_messages_name_flags_that_can_be_typed() -> None:
-    """All flags that the code names exist. Settings without a flag are named as keys of a list."""
+    """All flags that the code names exist. Settings without a flag are named as keys of :data:`SET`."""
     known = {flag_of(name) for name in FLAGS} | {SET}
     for file in Path(arguments.__file__).parent.rglob("*.py"):
         named = set(re.findall(r"--reasoncache-[a-z-]*[a-z]", file.read_text()))
@@ -201,8 +201,8 @@ print("attention:", *base.attention_backends_of(base.resolving_view(args)))
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
-    """Without our flag only argument parsing is hooked. With our flag alone SGLang chooses FlashInfer, so that
-    keys can be corrected. ``test_attention_cuda.py`` tests the other cases."""
+    """Without our flag only argument parsing is hooked. With our flag alone the backend is FlashInfer, over
+    which our kernels can rotate keys to other positions. ``test_attention_cuda.py`` has the other cases."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: flashinfer flashinfer" in done.stdout, done.stderr

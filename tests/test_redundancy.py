@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.redundancy`` on made-up responses, some of them broken."""
+"""Runs ``python -m eval.redundancy`` on made-up responses, some of them broken."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ OTHER = "nothing here looks like that"
 def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """Runs the program; returns the name of each table row -> its cells."""
     out, traces = tmp_path / "out", write_rows(tmp_path / "traces.jsonl", *rows)
-    # Some programs write files without a newline at the end.
+    # The last line has no newline, as in files that some programs write.
     traces.write_text(traces.read_text(encoding="utf-8").removesuffix("\n"), encoding="utf-8")
     command.run(Options, work, [str(traces), "--out", str(out), *options])
     lines = (out / "redundancy.md").read_text().splitlines()
@@ -26,13 +26,13 @@ def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, 
 
 
 def test_counts_by_hand(tmp_path: Path) -> None:
-    """Five steps: two new ones, a copy of the first, the first one twice, a copy of the second."""
+    """Five steps between blank lines: two new, a copy of the first, the first twice, a copy of the second."""
     response = "\n\n".join([STEP, OTHER, STEP, f"{STEP} {STEP}", OTHER])
     found = run(tmp_path, {"dataset": "made", "response": response})["made"]
-    # 78 tokens. A step repeated within a step has cosine 1 and twice the length.
+    # 78 tokens. The two copies are similar to an earlier step. The fourth step is not: it is twice as long.
     assert found[:3] == ["1", "15.6", "50.0%"]
-    # With its two newlines the first copy has 17 tokens; the second copy has 5. No block is old enough
-    # for the default rule.
+    # The default rule finds no block that is old enough. The copy of the first step has 17 tokens with its
+    # newlines, the copy of the second 5, to cut into blocks of 4, 8 and 16.
     ends = [f"{shared / 78:.1%}" for shared in (0, 4 * 4 + 4, 2 * 8, 16)]
     assert [cell.partition(" / ")[0] for cell in found[3:]] == ends
     assert 0 < float(found[4].partition(" / ")[2][:-1]) < 100 * 20 / 78

@@ -14,7 +14,7 @@ import pytest
 from eval import serving
 from eval.serving import ServerError, ServerProcess, free_port
 
-# Starts a child that ignores SIGTERM, prints the child's id, then answers every GET with 200.
+# A server that starts a child that ignores SIGTERM, prints the child's id, then answers every GET with 200.
 STAND_IN = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c",
@@ -91,7 +91,7 @@ def test_flags_and_variables_of_the_caller_win(monkeypatch: pytest.MonkeyPatch) 
     command = ServerProcess("m", flags=["--max-total-tokens=99", "--random-seed", "7"]).command
     assert command.count("--random-seed") == 1 and "--max-total-tokens" not in command
     assert command[-3:] == ["--max-total-tokens=99", "--random-seed", "7"]
-    # A server on the CPU hides GPUs and names our platform.
+    # The environment of a server on the CPU hides GPUs and names our platform.
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
     env = ServerProcess("m", env={"OMP_NUM_THREADS": "2", "HOME": None}).env
     told = {"SGLANG_PLATFORM": "reasoncache_cpu", "CUDA_VISIBLE_DEVICES": ""}

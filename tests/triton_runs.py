@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Triton tests on a GPU, if there is one, and under Triton's interpreter.
 
-Once imported, the interpreter replaces all of Triton in a process. So a process of its own runs the file of
-the tests again, under the interpreter."""
+Once imported, the interpreter replaces all of Triton in a process. So a process of its own runs the test file
+again, under the interpreter."""
 
 import functools
 import inspect
@@ -66,7 +66,7 @@ _BESIDE = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
-    """The tests of the file that imports this test also pass under the interpreter; at least one runs."""
+    """Tests of the importing file and files beside it also pass under the interpreter; some of each run."""
     files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
     done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

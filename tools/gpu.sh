@@ -1,17 +1,17 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# Runs what needs an NVIDIA GPU: tools/gpu.sh [PART...]. The default is kernels, servers and bench, which
-# end within 540 s together. This is enough on one H100 if ~/.cache and ~/.triton have the compiled
-# kernels. The first run compiles them, so give it SECONDS_A_PART=3600.
+# Runs what needs an NVIDIA GPU: tools/gpu.sh [PART...]. Without arguments, the parts kernels, servers and
+# bench run; their time limits end them within 540 s in all, enough for one H100 if ~/.cache and ~/.triton
+# have the compiled kernels. The first run compiles these, so set SECONDS_A_PART=3600, a limit for each part.
 #
-#   kernels             tests/kernels on the device, and that no hook of ours waits for it
+#   kernels             tests/kernels on the GPU, and the test that none of our code waits for the GPU
 #   servers             tests/server/test_cuda.py, three servers at a time
-#   bench               decode attention against FlashInfer; BENCH_ARGS go to eval.bench.attention,
-#                       for which the device is cuda
-#   memcheck racecheck  the kernels under compute-sanitizer, an hour each at most
+#   bench               our decode attention against FlashInfer's; BENCH_ARGS are further arguments of
+#                       eval.bench.attention, after --device cuda
+#   memcheck racecheck  tests/kernels under this tool of compute-sanitizer, an hour each at most
 #   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, an hour at most;
-#                       LOAD_ARGS go to eval.bench.servers: LOAD_ARGS="--only waiting,together"
+#                       LOAD_ARGS go to eval.bench.servers, such as LOAD_ARGS="--only waiting,together"
 #
 # Failed tests are shown at once. If a part fails or reaches its time limit (SECONDS_A_PART), the others
 # run nevertheless. Logs and a summary go to build/bench/gpu. The exit status is 0 if all parts passed, 1
@@ -34,12 +34,12 @@ for name; do
     *) fail "part must be kernels, servers, bench, memcheck, racecheck or load, got $name" ;;
     esac
 done
-# Checked first, because the set-up would install 9 GB for nothing.
+# The GPU is looked for first, because without one the set-up would install 9 GB for nothing.
 command -v nvidia-smi >/dev/null 2>&1 ||
     fail "no nvidia-smi on PATH: this needs an NVIDIA GPU and its driver"
 gpus=$(nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total,memory.free \
     --format=csv,noheader 2>&1) && [ -n "$gpus" ] || fail "nvidia-smi finds no GPU: $gpus"
-# Compiled modules go into .venv; without them every server start is twice as slow.
+# With this variable set, Python would keep no compiled modules, and servers would take twice as long to start.
 unset PYTHONDONTWRITEBYTECODE
 tools/setup.sh || fail "set-up failed"
 "$python" -c '
@@ -66,11 +66,11 @@ rm -f "$out"/*.log "$out/summary.md"
 } >"$out/summary.md"
 
 failed=0
-# tests/conftest.py writes failures to descriptor 3 at once, because output goes to a log.
+# tests/conftest.py writes each failure at once to descriptor 3, our stderr; pytest's output goes to a log.
 exec 3>&2
 export REASONCACHE_FAILURES=3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# part NAME SECONDS COMMAND...: runs it with its output in NAME.log.
+# part NAME SECONDS COMMAND... runs the command, SECONDS (or SECONDS_A_PART) at most, with output in NAME.log.
 part() {
     name=$1
     limit=${SECONDS_A_PART:-$2}
@@ -102,7 +102,7 @@ part() {
     echo "gpu: $name $result, $took s, $out/$name.log $counts" >&2
 }
 
-# Selects the tests of tests/kernels that run Triton kernels on the device.
+# A pytest expression (-k) for the tests of tests/kernels that run Triton kernels on the GPU.
 on_device="triton and not interpreted"
 
 sanitized() {
@@ -130,7 +130,7 @@ for name; do
         part servers 270 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
             tests/server/test_cuda.py -n 3 --dist loadgroup --no-loadscope-reorder
         ;;
-    # shellcheck disable=SC2086 # BENCH_ARGS and LOAD_ARGS hold several
+    # shellcheck disable=SC2086 # BENCH_ARGS and LOAD_ARGS hold several words
     bench) part bench 80 "$python" -m eval.bench.attention --device cuda ${BENCH_ARGS:-} ;;
     # shellcheck disable=SC2086
     load) part load 3600 "$python" -m eval.bench.servers gpu --traces "$TRACES" ${LOAD_ARGS:-} ;;

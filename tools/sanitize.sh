@@ -1,8 +1,8 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# Runs the tests of the native code under AddressSanitizer and UndefinedBehaviorSanitizer,
-# and its thread hand-over under ThreadSanitizer. Usage: sanitize.sh PYTHON [PYTEST ARGUMENTS]
+# Runs the tests of the native code (csrc) under AddressSanitizer and UndefinedBehaviorSanitizer, and its
+# attention, called from several threads, under ThreadSanitizer. Usage: sanitize.sh PYTHON [PYTEST ARGUMENTS]
 set -eu
 cd "$(dirname "$0")/.."
 python=$1
@@ -15,7 +15,7 @@ trap 'rm -rf "$scratch"' EXIT
 # shellcheck disable=SC2086 # CXX may hold options
 $cxx -std=c++17 -O1 -g -fsanitize=thread -pthread -Icsrc \
     tests/native/attention_threads.cpp csrc/attention/*.cpp csrc/pool/*.cpp -o "$scratch/attention"
-# Address space randomisation leaves ThreadSanitizer of older compilers no room.
+# setarch -R: with address space randomisation, ThreadSanitizer of older compilers finds no room.
 TSAN_OPTIONS=halt_on_error=1 setarch -R "$scratch/attention"
 
 echo "sanitize: AddressSanitizer and UndefinedBehaviorSanitizer" >&2

@@ -9,7 +9,7 @@
 namespace reasoncache {
 namespace attention {
 
-// A tile has this many entries of a request. Every rotation of a tile has a bit for each entry.
+// A tile has this many entries (slots to read) of a request. A rotation has a bit for each of them.
 constexpr std::int64_t kRotationTile = 64;
 
 // Each query of a call reads a range of entries. Queries of one request may read the same entries.
@@ -54,7 +54,7 @@ extern "C" {
 // has the slot of each of `width` positions; a number below 0 means that the position was evicted.
 // `requests` [batch] has the index of each request's row, `lengths` [batch] its positions in use.
 // Only the newest `reach` positions of a row are read, or all if `reach` is 0. `cached_at`
-// [num_slots] has the position of each slot's key; null means that no slot is shifted.
+// [num_slots] has the position for which each slot's key was rotated; null: no slot is shifted.
 //
 // Writes kv_indptr [batch + 1], kv_indices [capacity], shift [capacity] (null exactly if cached_at
 // is null), and is_shifted: whether any shift is not 0. If tile_ptr [capacity / 64 + batch + 1] is

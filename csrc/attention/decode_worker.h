@@ -2,9 +2,9 @@
 // The part of a decode call that one thread computes. Every key and value is fetched from memory
 // once for all query heads that share it.
 //
-// A worker alternates between the queries of a unit, one tile of entries at a time, roughly in slot
-// order. Requests that decode together get neighbouring slots, so the next query reads the same
-// memory pages. Whole queries one after another would miss in the TLB for every page again.
+// A worker alternates between the queries of a unit (task.h), one tile of entries at a time, roughly
+// in slot order. Requests that decode together get neighbouring slots, so the next query reads the
+// same memory pages. If queries were read one by one, each would miss in the TLB for every page.
 #pragma once
 
 #include <algorithm>
@@ -380,8 +380,8 @@ class Worker {
   Lines query_;                // [most_queries][num_heads][k_padded], scaled
   Lines latent_query_;         // [most_queries][num_heads][latent_padded], scaled
   Lines sums_;                 // [most_queries][num_heads][v_padded]
-  std::vector<float> most_;    // [most_queries][num_heads], then room to read a whole vector
-  std::vector<float> total_;   // [most_queries][num_heads], then room to read a whole vector
+  std::vector<float> most_;    // largest scores [most_queries][num_heads], then room for a vector
+  std::vector<float> total_;   // sums of weights [most_queries][num_heads], then such room
   std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], 0 if not rotated yet
   Lines rotated_;                         // [most_queries][num_heads][k_padded]
   Lines kept_;  // [2 * kTile][k_padded], fp32 keys of a tile, and room for stores beyond the tile
@@ -389,7 +389,7 @@ class Worker {
   std::vector<std::int32_t> next_slot_;   // [most_queries], first slot of that tile, kDone if none
   std::size_t turn_ = 0;
   std::int64_t horizon_ = 0;  // the current round takes tiles whose first slot is below it
-  static constexpr int kAhead = 2;  // steps
+  static constexpr int kAhead = 2;  // steps by which prefetching is ahead
   Reads steps_[kAhead + 1];
   Step step_{};
   const float* kept_rows_[kTile];

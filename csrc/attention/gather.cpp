@@ -22,9 +22,9 @@ struct Call {
   void* out_v;
 };
 
-constexpr std::int64_t kChunk = 256;  // entries
-constexpr std::int64_t kInlineBytes = 1 << 18;
-constexpr std::int64_t kAhead = 8;  // rows
+constexpr std::int64_t kChunk = 256;  // entries that a thread takes at a time
+constexpr std::int64_t kInlineBytes = 1 << 18;  // one thread alone copies fewer bytes than this
+constexpr std::int64_t kAhead = 8;  // rows by which prefetching is ahead
 
 struct Task {
   const Pool& pool;

@@ -26,8 +26,8 @@ Bounds bounds_of(const std::int32_t* slots, std::int64_t count) {
   return found;
 }
 
-// Writes the shifts of `length` positions of a row, from `first` on. The shift of an evicted
-// position means nothing. Returns the bitwise or of all shifts.
+// Writes the shifts (position - cached position) of `length` positions of a row, from `first` on.
+// The shift of an evicted position means nothing. Returns the bitwise or of all shifts.
 std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t first,
                       std::int64_t length, std::int32_t* shift) {
   std::int32_t any = 0;

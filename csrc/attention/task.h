@@ -57,7 +57,7 @@ class Task {
   std::vector<Unit> units{};
   std::int64_t most_queries = 1;                        // largest number of queries in a unit
   std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], units not computed yet
-  std::atomic<std::int64_t> next{0};
+  std::atomic<std::int64_t> next{0};                    // index of the next unit to compute
 
  private:
   std::vector<std::int64_t> first_partial_{};  // [batch]

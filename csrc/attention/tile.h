@@ -16,7 +16,7 @@ constexpr int kTile = 16;
 constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // query heads at a time
 constexpr std::int64_t kLine = 64;
 
-// Calls load_some. Not inlined, because only the last dims of odd head sizes need this function.
+// Calls load_some. Not inlined, because only head sizes that kLanes does not divide need it.
 template <class Element>
 __attribute__((noinline)) Floats load_last(const Element* from, std::int64_t count) {
   return load_some(from, count);

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks; each is a program and writes what it measured under ``build/bench``."""
+"""Benchmarks: programs, most of which write results under ``build/bench``, and modules that they share."""

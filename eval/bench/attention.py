@@ -34,7 +34,7 @@ SHAPES = tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for he
 
 
 def on_cpu(shapes: Sequence[Shape], rounds: int) -> Iterator[Row]:
-    """Yields a row for each shape and share."""
+    """Yields a row for each shape and setting of :data:`SHARES`."""
     # Our backend needs our platform, which must be set before SGLang is imported.
     os.environ |= {"SGLANG_PLATFORM": PLATFORM_NAME, "CUDA_VISIBLE_DEVICES": ""}
     from eval.bench.attention_cpu import CpuBatch, outside_a_server
@@ -52,7 +52,7 @@ def on_cpu(shapes: Sequence[Shape], rounds: int) -> Iterator[Row]:
 
 
 def on_gpu(rounds: int) -> Iterator[Row]:
-    """Yields a row for each share, all of one shape."""
+    """Yields a row for each setting of :data:`SHARES`, all of one shape."""
     from eval.bench.attention_cuda import CudaBatch, measured
 
     batch = CudaBatch(Shape(64, 16_000))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of decode requests on one layer's pool: shape, slots of its rows, and a check of results."""
+"""A batch of decode requests on one layer's pool: its shape, the slots of its positions, a check of results."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,14 +12,14 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 
 #: Tokens of a shared run, unless a setting gives another number.
 RUN = 48
-#: For each setting, the percentage of shared entries, and the number of tokens in each shared run.
+#: For each setting, the percentage of positions that share, and the number of tokens in each shared run.
 SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
 
 
 @dataclass(frozen=True)
 class Shape:
     """``requests`` of ``tokens`` tokens each on a bf16 pool. K and V are ``[slots, kv_heads, head_dim]``. If
-    ``rotated`` is not 0, rows are latent: ``head_dim`` dims, and behind them ``rotated`` rotated dims."""
+    ``rotated`` is not 0, KV is latent (MLA): a slot has ``head_dim`` dims, then ``rotated`` rotated dims."""
 
     requests: int
     tokens: int
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of K and V of all entries in one layer."""
+        """Bytes of K and V of all positions in one layer."""
         dims = self.query_dim if self.rotated else 2 * self.kv_heads * self.head_dim
         return self.requests * self.tokens * dims * 2
 
@@ -51,8 +51,8 @@ class Shape:
 def shared_blocks(
     tokens: int, fraction: float, draw: torch.Generator, run: int = RUN
 ) -> torch.Tensor:
-    """Draws blocks of ``run`` tokens to share, ``fraction`` of ``tokens`` in all, and for each an earlier block
-    that is not shared. Returns both blocks' numbers, ``[2, pairs]``. The first and last are never shared."""
+    """Draws blocks of ``run`` tokens, ``fraction`` of ``tokens`` in all, and for each an earlier block that is
+    not drawn. Returns both blocks' numbers, ``[2, pairs]``. The first and last block are never drawn."""
     others = max(0, (tokens - 1) // run - 1)
     shared = torch.zeros(1 + others, dtype=torch.bool)
     count = min(others, round(fraction * tokens / run))
@@ -89,7 +89,7 @@ def rotation(length: int, dim: int, is_neox: bool = True) -> KeyRotation:
 
 class Batch:
     """Requests of one shape. ``pool`` is K and V of a layer, each ``[slots, kv_heads, head_dim]``.
-    A subclass adds the calls that are timed and makes a row of figures from the times."""
+    A subclass adds the calls that are timed."""
 
     #: The largest allowed difference from fp32 attention, relative to the norm of fp32 attention.
     tolerance: ClassVar[float]

@@ -30,13 +30,13 @@ def outside_a_server() -> AbstractContextManager[object]:
 
 
 class CpuBatch(Batch):
-    """Decode steps of our backend and of SGLang's. A step makes the plan and runs all layers of a pool."""
+    """Decode steps of our backend and of SGLang's. A step plans (lists what to read) and runs all layers."""
 
     # Our backend rounds its result to bf16.
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # Layers of 1 GB in all, or 8 layers, exceed the CPU's caches. Latent rows are slow: 2 layers.
+        # Layers of 1 GB in all, at most 8, exceed the CPU's caches. Latent rows are slow, so 2 layers.
         self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
         size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
         if shape.rotated:
@@ -158,7 +158,7 @@ class CpuBatch(Batch):
 
     def _alone(self) -> list[dict[str, float]]:
         """Time SGLang's backend, which copies every latent row for each head and is slow. So one layer of one
-        request is timed, in a second run. This time is multiplied by the numbers of layers and requests."""
+        request is timed, after a warm-up. This time is multiplied by the numbers of layers and requests."""
         alone = self._batch_of(1)
         alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
         for _ in range(2):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times decode attention on a GPU, on one layer's pool: ours and, if FlashInfer is installed, FlashInfer's.
-FlashInfer reads pages of one token. The time that FlashInfer plans is not counted.
+FlashInfer reads pages of one token; the time that it takes to plan is not counted.
 
     python -m eval.bench.attention_cuda
 
-prints a line of JSON for every kind (heads and dtype of the pool) with every share. Every result is
-compared with fp32 attention. The program needs only PyTorch and Triton, and takes three minutes."""
+prints a line of JSON for every kind (heads and dtype of the pool) and every setting of ``SHARES``. Every
+result is compared with fp32 attention. The program needs only PyTorch and Triton, and takes three minutes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
-#: The planner runs once for all layers: its time is compared with a step of this many layers.
+#: A plan serves all layers of a step, so the time to make it is compared with a step of this many layers.
 _LAYERS = 32
 #: Name -> heads and dtype of the pool.
 KINDS = {

@@ -76,7 +76,7 @@ def _is_prose(text: str) -> bool:
     return len(text) > 120 and text[-1] == "." and text.isascii() and letters > 0.9 * len(text)
 
 
-#: Documents, and questions about them: ``(question, lead, answer)``.
+#: Documents, and questions about them: ``(question, lead, answer)``. The answer continues the lead.
 Drawn = tuple[list[str], list[tuple[str, str, str]]]
 
 
@@ -153,7 +153,7 @@ class Tasks:
 
 
 class Live:
-    """Prompts made of a fixed set of documents. All sides get the same prompts."""
+    """Prompts made of a fixed set of documents. Stock and each of our repairs get the same prompts."""
 
     def __init__(self, tokenizer: Any) -> None:
         encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -167,8 +167,8 @@ class Live:
             _ask(server, [*self._base, *document, 0])
 
     def side(self, server: ServerProcess, repair: str = "") -> Callable[[], list[dict[str, float]]]:
-        """Returns a side. Each of its calls asks the next question, and returns the time to the first token and
-        the number of tokens that were computed."""
+        """Returns a side for :func:`take_turns`. Each of its calls asks the next question, and returns the time
+        to the first token and the number of tokens that were computed."""
         drawn, start = random.Random(1), len(self._base)
         bounds = range(start, start + IN_PROMPT * TOKENS + 1, TOKENS)
         custom = {"documents": [*itertools.pairwise(bounds)], "documents_repair": repair}
@@ -210,7 +210,7 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
-    """A side's times, also divided by stock's times, and the tokens that it computed / those of documents."""
+    """A side's times, also divided by stock's, and the tokens that it computed, divided by the documents'."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",

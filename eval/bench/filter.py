@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.filter TRACES`` measures what the step filter costs.
+"""``python -m eval.bench.filter TRACES`` measures what the filter of the papers (``match=steps``) costs.
 
 Times are CPU seconds of one thread, which other work on the machine disturbs little."""
 
@@ -26,10 +26,10 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
 _REQUESTS = 32
-#: Decode steps between two polls, as in a server.
+#: Decode steps between two polls (exchanges with the filter process), as in a server.
 _INTERVAL = 4
 _POLLS = 2000
-#: Pause between two polls, so that the process lags behind as in a server.
+#: Pause between two polls, so that the filter process lags behind as in a server.
 _PAUSE_SECONDS = 0.004
 
 

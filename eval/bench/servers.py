@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.servers BENCH`` makes the runs of ``eval.run`` of a bench, and one report of them.
+"""``python -m eval.bench.servers BENCH`` makes all runs of a bench with ``eval.run``, and one report of them.
 
 Stock SGLang and ours take turns on the same problems. After a stop, the same command on the same commit
 continues the bench."""
@@ -30,7 +30,7 @@ from eval.tokenizers import load_tokenizer
 
 #: Name of a run of a bench -> its flags for ``eval.run``.
 Runs = dict[str, str]
-#: Lets SGLang fill the pool. SGLang's documents advise this flag if requests wait although slots are free.
+#: Conservativeness 0.3 lets SGLang fill the pool, as its documents advise if requests wait beside free slots.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
@@ -41,11 +41,11 @@ LOOPING = 20_000
 
 def serve(traces: Path | None) -> Runs:
     """Two workloads of the embedded model (``noise`` has nothing to share), and two replays of ``traces`` on a
-    model made from them. Each has 8 responses, because stock runs 2 pieces at a time, ours up to 4."""
+    model made from them. A replay has 8 responses or pieces, as stock runs only 2 at a time, ours up to 4."""
     runs = {
         "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
-        # Rounds are short, because other work on the machine changes within seconds.
+        # Each seed is a short round, because other work on the machine changes within seconds.
         "noise": f"--tasks noise {_IN_TURNS} dense,newest --limit 32 "
         "--seeds 0,1,2,3,4,5,6,7,8 --kv-budget 16384",
     }
@@ -63,11 +63,11 @@ def serve(traces: Path | None) -> Runs:
 
 
 def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: int = 8000) -> Runs:
-    """Replays of ``traces`` on a model with dummy weights and the shape of Qwen3-8B. Without a GPU, four narrow
-    layers have the same heads. Weights affect only the values of K and V: memory, step times and scheduling are
-    real. ``waiting`` has enough requests to make some wait: pieces of looping responses, and three copies of
-    whole responses. ``together`` has as many pieces as both sides can run at once. Both runs are made with
-    SGLang's choice of attention, and again with FlashInfer."""
+    """Replays of ``traces`` on a model with dummy weights and the shape of Qwen3-8B. Without a GPU, it has
+    only four narrow layers, with as many heads. Weights affect only the values of K and V: memory, step times
+    and scheduling are real. ``waiting`` has enough requests to make some wait: pieces of looping responses, and
+    three copies of whole responses. ``together`` has as many pieces as both sides can run at once. Both runs
+    are made with SGLang's choice of attention, and again with FlashInfer."""
     if traces is None:
         raise ValueError("--traces FOLDER is needed, got none")
     sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
@@ -90,7 +90,7 @@ def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: i
     cuda = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
     server += f" {cuda}" if torch.cuda.is_available() else ""
     runs = {}
-    # 11 pieces fill four fifths of the slots.
+    # 11 pieces fill three quarters of the slots.
     for name, tasks, limit in (("waiting", files, 48), ("together", ["loops"], 11)):
         data = " ".join(f"--data {task}_replay={files[task]}" for task in tasks)
         asked = f"--tasks {','.join(f'{task}_replay' for task in tasks)} {data} --limit {limit}"
@@ -119,7 +119,7 @@ def looping_pieces(
 
 
 def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path:
-    """Write a file of responses to replay. No prompt is the beginning of another prompt."""
+    """Write a file of responses to replay. Prompts begin with numbers, so copies share no cached prefix."""
     rows = [
         {"question": f"{number}. {tokenizer.decode(ids[:60])}", "response": tokenizer.decode(ids)}
         for number, ids in enumerate(responses)
@@ -159,9 +159,9 @@ _EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache
 
 
 def policies(_: Path | None) -> Runs:
-    """Compares evictors with random sharing, and with the papers' sharing, which saves 10% or 22%: the embedded
-    reasoner's steps do not allow more. SnapKV evicts only prompts. The pool has room for all requests in
-    flight, so memory does not affect the answers."""
+    """Compares evictors with random sharing, and with the ReasonCache paper's sharing, which saves 10% or 22%:
+    the embedded reasoner's steps do not allow more. SnapKV has one setting, because it evicts only prompts. The
+    pool has room for all requests in flight, so memory does not affect the answers."""
     methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
     methods += ["reasoncache:policy=snapkv:share=0.5"]
     methods += [f"random:random_ratio={ratio}" for ratio in (0.12, 0.24, 0.48, 0.72)]

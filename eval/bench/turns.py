@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs sides in turns, in many rounds, and measures the memory bandwidth in between. Other work on the machine
-changes within seconds, so with turns it affects all sides alike."""
+"""Runs the sides of a comparison in turns, in many rounds, and measures memory bandwidth in between. Other work
+on the machine changes within seconds, so with turns it affects all sides alike."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     import pandas as pd
 
-#: A call runs the side once and returns samples. Each sample is a dictionary of figures.
+#: Calling a side runs it once and returns samples. Each sample is a dictionary of figures.
 Side = Callable[[], Sequence[Mapping[str, float]]]
 Call = Callable[[], object]
 

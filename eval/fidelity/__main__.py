@@ -26,7 +26,7 @@ from eval.jsonl import cut_unfinished, read_rows, text_of
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
-#: Takes a model; returns a function that gives the scores of a response or prompt, by arm.
+#: Takes a model; returns a function that scores a response or prompt under each arm (way to edit the KV).
 Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
 #: A response loops if at least a tenth of its runs of 32 tokens also occur earlier in it.
@@ -34,7 +34,7 @@ _RUN, _LOOPS = 32, 0.1
 
 
 class Response(NamedTuple):
-    """A row of a file. ``tokens`` are cut at ``--cap``. The first ``prompt`` tokens are the question."""
+    """A question and its response. The first ``prompt`` of ``tokens``, cut at ``--cap``, are the question."""
 
     name: str
     group: str
@@ -42,7 +42,7 @@ class Response(NamedTuple):
     prompt: int
 
 
-#: The items to measure, the settings on which their scores depend, and how to begin.
+#: The items to measure, the settings on which their scores depend, and a function that takes the model.
 Job = tuple[Sequence[Response | Prompt], list[str], Begin]
 
 
@@ -110,7 +110,7 @@ class Options:
 
 
 def load(options: Options) -> Reader:
-    """Load the model. Raises OSError or ValueError if that fails, or if its kind or ``--cap`` is refused."""
+    """Load the model. Raises OSError or ValueError if that fails, or if the model or ``--cap`` is refused."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arms by name: an arm is a way to edit a KV cache while a response is read; see docs/fidelity.md."""
+"""Arms by name: an arm is a way to edit the KV cache while a model is fed a response; see docs/fidelity.md."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_con
 from sglang_reasoncache.filter.settings import FilterConfig
 
 POOLS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-#: Share of the blocks that random sharing redirects.
+#: Share of the blocks that random sharing lets read an earlier block.
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
@@ -27,12 +27,12 @@ _GRAMMAR = (
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to treat a KV cache. ``filter`` proposes blocks to share. ``evictor`` evicts; callers replace the
-    evictor's budget. ``pool`` is the fp8 dtype of the cache; None keeps the model's dtype."""
+    """A way to treat a KV cache. ``filter`` has settings of the plugin's filter, which finds blocks to share.
+    ``evictor`` is a policy; callers set its budget. ``pool`` is an fp8 dtype; None keeps the model's dtype."""
 
     name: str
     filter: FilterConfig | None = None
-    corrected: bool = True  # keys are rotated to where they are used
+    corrected: bool = True  # keys are rotated to the positions that read them
     percentile: float = 100.0  # of KV distances; 100 means no threshold
     evictor: Any = None
     need: float = 1.0  # the largest share of positions to save; blocks of least distance come first
@@ -57,7 +57,7 @@ def parse(name: str) -> Arm:
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
     if direction == "oldest":
-        knobs.setdefault("min_age", 0)  # The papers use this direction, and set no least age.
+        knobs.setdefault("min_age", 0)  # as in the ReasonCache paper, which has no least age
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
@@ -82,7 +82,7 @@ def _evictor(name: str) -> Arm:
 
 
 def default_name() -> str:
-    """The name of the arm with the plugin's default settings and corrected positions."""
+    """The name of the arm with the plugin's default settings, which also rotate keys."""
     config = ReasonCacheConfig()
     name = f"{config.direction}-{config.match}-{config.block}"
     if config.direction == "oldest" and config.min_age:

@@ -11,14 +11,14 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _NAME = "editable_cache"
 #: Called with a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and its fp32 attention
-#: ``[KV heads, query heads per KV head, tokens, positions]``.
+#: weights ``[KV heads, query heads per KV head, tokens, positions]``.
 Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class EditableCache(Cache):
-    """KV of rows, such as those of several arms, that read the same tokens. ``keys`` and ``values`` are
-    ``[layers, rows, heads, capacity, head_dim]``; new keys are rotated for their positions. ``visible``
-    ``[rows, capacity]`` is false for positions that cannot be read."""
+    """KV of a batch. Its rows are fed the same tokens, but may be edited differently. ``keys``, rotated for
+    their positions, and ``values`` are ``[layers, rows, heads, capacity, head_dim]``. ``visible``, ``[rows,
+    capacity]``, is false for positions that cannot be read."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
         super().__init__(layers=[])
@@ -73,7 +73,7 @@ class EditableCache(Cache):
         lender: tuple["EditableCache", int] | None = None,
     ) -> None:
         """For each ``(position, source position)`` of ``reads``, copy K and V from the source to the position.
-        The source is in the same row or in the row of ``lender``. If rotation is None, keys are not rotated."""
+        The source is in this row or in ``lender`` (cache, row). If rotation is None, keys are not rotated."""
         to, source = torch.tensor(reads, device=self.keys.device).T
         cache, lent = lender or (self, row)
         keys = cache.keys[:, lent, :, source]
@@ -101,8 +101,8 @@ class Reader:
     def forward(
         self, cache: EditableCache, tokens: Sequence[int], first: int = 0, **options: Any
     ) -> torch.Tensor:
-        """Returns logits ``[rows, tokens, vocabulary]``; ``first`` is the position of the cache's first entry.
-        ``options`` go to the model, and ``watch`` from there to :func:`_attention`."""
+        """Appends ``tokens``. Returns logits ``[rows, tokens, vocabulary]``. ``first`` is the position of the
+        cache's first entry. ``options`` go to the model, and ``watch`` from there to :func:`_attention`."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]

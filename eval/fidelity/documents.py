@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts made of prefilled documents: compares each way to repair their KV with full prefill."""
+"""Compares full prefill with prompts made of documents prefilled alone, for each way to repair their KV."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
 
 def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
     """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``,
-    ``question``, ``answer``, perhaps ``id``, ``group`` and ``lead``, text that precedes the answer. Raises
+    ``question``, ``answer``, perhaps ``id``, ``group`` and ``lead`` (text before the answer). Raises
     OSError, or ValueError that names the file or line that cannot be read or has more than ``cap`` tokens."""
     seen, found = Counter[str](), []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
@@ -95,7 +95,7 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
 
 
 def parse(name: str) -> tuple[str, Repair | SamKV]:
-    """The kind and the amount of a repair. ``deviation`` takes a share, like ``query``. Raises ValueError."""
+    """The kind and the amount of a repair. ``deviation`` and ``query`` take a share. Raises ValueError."""
     if arm := samkv.parse(name):
         return "samkv", arm
     try:
@@ -106,15 +106,15 @@ def parse(name: str) -> tuple[str, Repair | SamKV]:
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
-    """The positions, ascending, with the highest ``scores``, fp32 ``[positions]``: as many as ``share`` of the
-    tokens of all documents. The first document has not moved, so none of its positions is chosen."""
+    """The positions with the highest ``scores`` (fp32 ``[positions]``), ascending: as many as ``share``
+    of the tokens of all documents. The first document has not moved, so none of its positions is chosen."""
     first, end = prompt.ends[0], prompt.ends[-1]
     count = round(share * (end - prompt.start))
     return (highest_of(scores[first:end].cpu(), count) + first).tolist()
 
 
 class Documents:
-    """Reads ``prompts`` through the caches of all repairs. Keeps only the caches of the newest documents."""
+    """Scores prompts with the KV cache of each repair. Keeps only the caches of the last prompt's documents."""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class Documents:
         self._reader, self._repairs = reader, repairs
         self._room = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
         self._of: Any = None
-        #: The caches of the newest prompt, by repair.
+        #: The caches of the last prompt, by repair; ``full`` is full prefill.
         self.caches: dict[str, EditableCache] = {}
         self._again: dict[str, int] = {}
-        self._profiles: dict[int, list[samkv.Profile]] = {}  # by size of a block
+        self._profiles: dict[int, list[samkv.Profile]] = {}  # by block size
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
         """Figures of ``full`` and of each repair: ``accuracy``, 1 if each token of the answer is the likeliest;
@@ -198,7 +198,7 @@ class Documents:
 
     def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
         """Two caches: ``full`` has all documents computed in full context; ``none`` has each document computed
-        right behind the base, with its keys rotated to its place in the prompt."""
+        right behind the tokens before all documents, with its keys rotated to its place in the prompt."""
         start, ends, tokens = prompt.start, prompt.ends, prompt.tokens
         full, composed = (self._read(tokens[:end], ends[-1]) for end in (ends[-1], ends[0]))
         for begin, end in pairwise(ends):

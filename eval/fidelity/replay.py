@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads recorded responses through the KV caches of all arms, to see how predictions change."""
+"""Feeds recorded responses to a model with the KV cache of each arm, to see how predictions change."""
 
 import dataclasses
 import heapq
@@ -29,15 +29,15 @@ from sglang_reasoncache.sharing.state import Candidate, RequestState
 
 #: Tokens of one forward, and of one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
-#: A threshold accepts no block before it has seen this many distances. An arm uses one for all responses.
+#: Distances that a threshold sees before it accepts a block. An arm has one threshold for all responses.
 _WARM_UP = 32
-#: More positions than any response has.
+#: Distance between the first slots of two responses: more positions than any response has.
 _FAR = 1 << 32
 
 
 class ArmCache:
-    """An arm's row in the cache of a response (row 0 until the arm's first edit), and the slots that its
-    positions would have in a server. ``number`` is unique among responses that lend each other slots."""
+    """An arm's row in a response's cache, and the slots that its positions would have in a server. Until its
+    first edit the arm uses row 0, which no arm edits. ``number`` differs between responses that share slots."""
 
     def __init__(
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
@@ -83,7 +83,7 @@ class ArmCache:
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
         """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, maybe another response.
-        Does nothing if another response also names slots of the first block, as none would be freed."""
+        Does nothing if other responses use slots of the block at ``dst_start``, as none would be freed."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return
@@ -143,7 +143,7 @@ class ArmCache:
 
 
 class Replay:
-    """Reads responses through a model and all arms. Evictors save as much as the arm named ``like``."""
+    """Scores responses under all arms. An arm that evicts saves as much as the arm named ``like``."""
 
     def __init__(
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
@@ -153,7 +153,7 @@ class Replay:
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 
     def scores(self, tokens: Sequence[int], prompt: int) -> dict[str, dict[str, float]]:
-        """Figures of ``dense`` and of each arm, over the tokens after the first ``prompt``: ``saved``, the
+        """Figures of ``dense`` (no edits) and each arm, over tokens after the first ``prompt``: ``saved``, the
         share of positions without a slot of their own at the end; ``nll`` and ``kl`` (dense || arm), means over
         tokens in nats; ``top1``, the share of tokens where dense and the arm predict the same token."""
         cache = self._reader.cache(1 + len(self._arms), len(tokens))

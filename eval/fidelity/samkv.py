@@ -22,26 +22,26 @@ UPDATES = {"samkv": "overwrite", "samkv-fusion": "fusion", "samkv-select": ""}
 
 
 class SamKV(NamedTuple):
-    """An arm. With the paper's blocks of 64 tokens, documents below 193 tokens are read whole. With blocks of
-    16, the ends of a document of 300 tokens are about 15%, the share that the paper reads and recomputes."""
+    """An arm. With the paper's blocks of 64 tokens, documents below 193 tokens are read whole. With our blocks
+    of 16, the ends of a document of 300 tokens are about 15%, the share that the paper reads and recomputes."""
 
     update: str
     block: int = 16
 
 
 class Profile(NamedTuple):
-    """What is stored of a document in addition to its KV. Blocks are ranges of positions in the prompt."""
+    """What is stored of a document besides its KV. Blocks are ranges of positions in the prompt."""
 
     ends: list[int]  # positions of the first block and the last two
     middle: list[range]  # the blocks between the ends
     query: torch.Tensor  # fp32 [layers, heads, head_dim], mean query of the last two blocks
-    most: list[int]  # by stable layer, the most important block of the middle (K_max)
-    least: list[int]  # by stable layer, the least important block of the middle (K_min)
-    outliers: set[int]  # positions of the middle that stand out
+    most: list[int]  # by layer of ``_stable``, number of the most important middle block (K_max)
+    least: list[int]  # by layer of ``_stable``, number of the least important middle block (K_min)
+    outliers: set[int]  # positions of the middle whose decay is unusual, see :func:`profiles`
 
 
 def parse(name: str) -> SamKV | None:
-    """Parses ``samkv``, ``samkv-fusion``, ``samkv-select``, with or without ``:BLOCK``; else None."""
+    """Parses ``samkv``, ``samkv-fusion``, ``samkv-select``, with or without ``:BLOCK``; else returns None."""
     kind, colon, block = name.partition(":")
     if kind not in UPDATES or (colon and not (block.isascii() and block.isdigit() and int(block))):
         return None
@@ -49,7 +49,7 @@ def parse(name: str) -> SamKV | None:
 
 
 def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
-    """The offline step: prefills each document behind the base and notes its queries and attention."""
+    """The offline step: prefills each document behind the system prompt; sums up its queries and attention."""
     cache, found = reader.cache(1, prompt.ends[-1]), []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
     for begin, end in pairwise((prompt.start, *prompt.ends)):
@@ -66,7 +66,7 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
             strong = [part.start + int(strength[part].argmax()) for part in parts]
             one.most.append(int(alpha[strong].argmin()))
             one.least.append(int(strength[strong].argmin()))
-            # PauTa: alphas beyond 3 standard deviations. ⚠ In any layer, above or below the middle's mean.
+            # PauTa: alpha is over 3 standard deviations off the middle's mean, ⚠ in any layer, above or below.
             inner = alpha[parts[0].start : parts[-1].stop]
             far = (inner - inner.mean()).abs() > 3 * inner.std(correction=0)
             one.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
@@ -77,8 +77,8 @@ def select(
     reader: Reader, cache: EditableCache, prompt: Prompt, found: Sequence[Profile]
 ) -> list[int]:
     """The online step: hides in row 0 the positions that the request does not read; returns those to recompute.
-    ⚠ Positions are those of the whole prompt. Scores use queries and keys before rotation, because a profile is
-    made before the document has a place in a prompt. All layers read the same blocks, as in a server."""
+    ⚠ Tokens keep their positions in the whole prompt. Scores use queries and keys before rotation: a profile is
+    made before its document has a place in a prompt. As in a server, all layers read the same blocks."""
     end, visible = prompt.ends[-1], cache.visible[0]
     visible[prompt.start : end] = False
     visible[[at for one in found for at in one.ends]] = True
@@ -127,7 +127,7 @@ def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> floa
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes attention ``[tokens, tokens]``, queries by keys. Returns for each key alpha and the mean attention
-    of later tokens. By least squares ``distance ** -alpha`` fits the attention of later tokens."""
+    of later tokens. That attention falls with distance as ``distance ** -alpha``, by a fit of least squares."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()
@@ -154,7 +154,7 @@ def _stable(layers: int) -> range:
 def _look(
     reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reads tokens behind a cache, which does not keep them. Returns the mean unrotated query of the last
+    """Feeds tokens behind a cache, which does not keep them. Returns the mean unrotated query of the last
     ``last`` tokens, fp32 ``[layers, heads, head_dim]``, and the attention averaged over heads, ``[stable
     layers, tokens, positions]``."""
     queries, given = list[torch.Tensor](), list[torch.Tensor]()

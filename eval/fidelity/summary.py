@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 _RESAMPLES = 2000
-#: Figure -> its format, and how it is computed from the mean scores of an arm and of the first arm.
+#: Figure -> its format, and how it follows from the mean scores of an arm and of the first arm (dense or full).
 Figures = Mapping[str, tuple[str, Callable[[Any, Any], Any]]]
 RESPONSES: Figures = {
     "saved": ("{:.1%}", lambda arm, _: arm["saved"]),

@@ -12,6 +12,6 @@ gc.set_threshold(100_000, 20, 100)
 sys.modules["flashinfer"] = None  # type: ignore[assignment]
 
 if os.environ.get("REASONCACHE_FORK"):
-    # For tests, which start many servers: a forked process need not import SGLang again, as a spawned one must.
+    # For tests, which start many servers: a forked process has SGLang imported, a spawned one must import it.
     _set = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: _set("fork", force=True)  # type: ignore

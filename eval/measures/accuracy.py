@@ -31,7 +31,7 @@ class Estimate:
     n: int
 
     def scaled(self, factor: float, shift: float = 0.0) -> "Estimate":
-        """``factor * x + shift``; ``factor`` must be positive."""
+        """The estimate of ``factor * x + shift``, where x is estimated here; ``factor`` must be positive."""
         low, high = (None if e is None else factor * e + shift for e in (self.low, self.high))
         return Estimate(factor * self.value + shift, low, high, self.n)
 
@@ -113,7 +113,7 @@ def _series(values: Mapping[Key, float]) -> pd.Series:
 
 
 def _effective(series: pd.Series) -> float:
-    """The number of independent answers whose mean varies as much as the mean here; at least one a problem."""
+    """The number of independent answers whose mean varies as much as this one; at least one a problem."""
     problems = series.groupby(level=0).mean()
     error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
     effective = float(series.var(ddof=0)) / error if error else 0.0
@@ -126,7 +126,7 @@ def _wilson(share: float, n: float) -> tuple[float, float]:
 
 
 def _phi(x: pd.Series, y: pd.Series, weight: float) -> float:
-    """Newcombe's correlation of paired zeros and ones, with his correction to 0; a pair counts ``weight``."""
+    """Newcombe's correlation of paired zeros and ones, corrected towards 0; a pair counts ``weight``."""
     both, neither = weight * (x * y).sum(), weight * ((1 - x) * (1 - y)).sum()
     only_x, only_y = weight * (x * (1 - y)).sum(), weight * (y * (1 - x)).sum()
     scale = (both + only_x) * (only_y + neither) * (both + only_y) * (only_x + neither)

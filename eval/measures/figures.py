@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and KV memory of a cell."""
+"""Speed and KV memory of a cell, which is a method on one task and seed."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def of_cell(cell: Cell) -> Figures:
 
 
 def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Moment]) -> Figures:
-    """Failed requests count only in ``failed``. Ratios are means over schedulers, weighted by their counts."""
+    """Failed requests count only in ``failed``. Ratios are means over schedulers, weighted by ``_WEIGHTS``."""
     whole = [row for row in responses if row.error is None]
     told = [(row, row.first_token) for row in whole if row.first_token is not None]
     ttft = pd.Series([first - row.started for row, first in told], dtype=float)

@@ -9,7 +9,7 @@ from eval.command import option
 from eval.jsonl import texts_of
 from eval.replay.model import build
 
-#: Relative to the working directory.
+#: The default folder of such models, relative to the working directory.
 MODELS = Path("build/replay")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables in Markdown: what methods cost and save, and how they differ from dense."""
+"""Tables in Markdown: what methods cost and save, and how they differ from dense, stock SGLang."""
 
 import re
 import statistics
@@ -23,7 +23,7 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """All data that a report needs. ``results`` and ``texts`` have all seeds for each run, task and method."""
+    """All data of a report. A cell is a method on a task and seed; ``results`` and ``texts`` have all seeds."""
 
     cells: pd.DataFrame  # for each cell: run, task, method, seed, Figures, answered, graded, cut
     timeline: pd.DataFrame  # for each logged line: run, task, method, seed and Moment
@@ -55,7 +55,7 @@ def load(folders: Sequence[Path]) -> Data:
     return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, texts, configs)
 
 
-# An underscore inside a word does not mark emphasis.
+# What Markdown or HTML interprets; an underscore inside a word is left out, as it marks no emphasis.
 _SPECIAL = re.compile(r"[\\`*{}\[\]<>#|~$&@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
 _MAX_CHARS = 160
 

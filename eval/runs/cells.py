@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a cell on a server: sends its requests, and reads the server's figures and log."""
+"""Measures a cell (method, task, seed) on a server: sends its requests, reads the server's figures and log."""
 
 import asyncio
 import re
@@ -12,7 +12,7 @@ from eval.serving import MODEL_NAME, ServerError
 
 _WHERE = "the model's context or the KV slots"
 # The log is read, because SGLang's metrics show only the moment of a query. SGLang logs a decode line every
-# --decode-log-interval steps. Shared and evicted positions need no slot of their own.
+# --decode-log-interval steps. _SAVED: shared and evicted positions, which need no slot of their own.
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
 _SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")

@@ -46,7 +46,7 @@ def connect(url: str, timeout_s: float) -> AsyncOpenAI:
 
 
 async def send(client: AsyncOpenAI, model: str, request: Request, began: float) -> Response:
-    """Ask for a chat completion. Errors are recorded in the response, not raised. Times are since ``began``."""
+    """Ask for a chat completion. Errors are recorded in the response, not raised. ``began`` is time 0."""
     started = time.monotonic() - began
     first: float | None = None
     thoughts = text = ""
@@ -113,5 +113,5 @@ async def send_all(
             for request in requests:
                 group.create_task(one(client, request, began))
     except ExceptionGroup as several:
-        # ``ended`` failed, perhaps because a disk is full. Only the first failure is raised.
+        # ``ended`` raised, in one request or in several. Only the first exception is passed on.
         raise several.exceptions[0] from several

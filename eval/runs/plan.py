@@ -19,7 +19,7 @@ _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
 #: Tokens of a piece of a streamed response; SGLang sends the first token at once. Pieces are not smaller,
 #: because each costs the client some 180 us on a core that a server may need.
 _STREAM_INTERVAL = "8"
-_LONGEST = 32_768  # tokens of response and reasoning, if neither task nor operator sets a limit
+_LONGEST = 32_768  # tokens of response and reasoning, if neither task nor --max-tokens sets a limit
 _WARM_UP_TOKENS = 512  # of warm-up responses; longer ones of a large model would take minutes
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out a run: measures missing cells in the plan's order, and grades every cell."""
+"""Carries out a run: measures missing cells (method, task and seed) in the plan's order, and grades all."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

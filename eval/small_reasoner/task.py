@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of the small reasoner: word problems about who has how many, solved once and then checked.
+"""The task of the small reasoner: word problems about who has how many items, solved once and then checked.
 
 See README.md. A problem determines the wording of its response, so greedy decoding has one right
 continuation."""
@@ -19,7 +19,7 @@ ITEMS = (
 )  # fmt: skip
 HIGHEST = 99
 
-# Fact in the prompt -> step that uses the fact. {a}, {b} are other persons, who have {x} and {y} items.
+# Fact about {v} in the prompt -> step that uses it. {a}, {b} are other persons, who have {x} and {y} items.
 STEPS = {
     "{v} has {n} more {i} than {a}.": "{a} has {x}, so {v} has {x} + {n} = {r} {i}.",
     "{v} has {n} fewer {i} than {a}.": "Take {n} from the {x} of {a}: {x} - {n} = {r} {i} for {v}.",
@@ -110,7 +110,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     true, facts = {first: given}, []
     for owner in owners:
         if not difficulty.fewer and list(true.values())[-1] > HIGHEST - 40:
-            return make_problem(rng, difficulty)  # too close to HIGHEST for a further sum
+            return make_problem(rng, difficulty)  # too close to HIGHEST for another fact
         facts.append(_fact(rng, owner, true, difficulty.fewer))
         true[owner] = facts[-1].result(true)
     last, other = owners[-1], rng.choice((first, *owners[:-1]))

@@ -53,7 +53,7 @@ def _limit_memory(size: int) -> None:
 
 
 def _verify(reference: str, answer: str) -> bool:
-    """Parses only LaTeX, because math-verify evaluates plain expressions as Python."""
+    """Whether the answers are equal. Parses only LaTeX, because math-verify evaluates other text as Python."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     # If the parent dies, this limit ends the child, which would otherwise go on computing.

@@ -44,7 +44,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model() -> Qwen3ForCausalLM:
     sizes: dict[str, Any] = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4)
-    # The smallest head size that GPU attention kernels support everywhere.
+    # 64 is the smallest head size that GPU attention kernels support everywhere.
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     # The vocabulary is padded to a multiple of 64, which suits tensor-parallel serving.
     sizes |= dict(vocab_size=-(-len(VOCABULARY) // 64) * 64, max_position_embeddings=2048)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The task of the tiny reasoner: a chain of assignments modulo 10, solved once and then verified.
+"""The task of the tiny reasoner: a chain of assignments modulo 10, solved once, then verified in rounds.
 
-See README.md. Every word is a token, between single spaces; "\\n\\n" is a word that ends a step."""
+A draft is a value in the prompt that may be wrong. Every word is a token, also "\\n\\n", which ends a step."""
 
 import hashlib
 import random
@@ -108,7 +108,7 @@ class _Line:
 
 
 def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
-    """Draws the kinds of the rounds. ``redo`` is first, because only a pass in order corrects a draft."""
+    """Draws the kinds of the rounds. ``redo`` is first, because only a round in order corrects a draft."""
     if rounds <= 1:
         return ("redo",) * rounds
     rest = ["brief"] + [rng.choice(("redo", "back")) for _ in range(rounds - 2)]
@@ -145,7 +145,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
         true[line.name] = line.result(true)
 
     drafted, draft_value = "", 0
-    # Without a round that verifies, a wrong draft would make the reference answer wrong.
+    # Rounds verify. Without any, a wrong draft would make the reference answer wrong.
     if plan and rng.random() < difficulty.draft_rate:
         drafted = rng.choice(lines).name
         draft_value = true[drafted]

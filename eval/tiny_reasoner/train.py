@@ -19,8 +19,8 @@ from eval.tiny_reasoner import task as tiny
 from eval.tiny_reasoner.model import TOKEN_ID, build_model, encode, save_checkpoint
 
 IGNORE = -100
-# (first step, difficulty, share of drills). Short problems come first, because the model learns look-up and
-# arithmetic from them many times faster.
+# (first step, difficulty, share of drills, which are arithmetic alone). Short problems come first, because the
+# model learns look-up and arithmetic from them many times faster.
 CURRICULUM = (
     (0, tiny.Difficulty(2, 4, 0, 1), 0.5),
     (150, tiny.Difficulty(2, 4, 0, 2), 0.1),

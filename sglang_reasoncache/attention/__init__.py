@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over shared slots. Keys are rotated from their cached positions to the positions that read them."""
+"""Attention over KV slots that several positions name. A key is rotated to each position where it is used."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixin that our attention backends put in front of SGLang's."""
+"""The mixin from which our attention backends inherit before they inherit from one of SGLang's."""
 
 from typing import Any
 
@@ -10,19 +10,19 @@ from sglang_reasoncache.attention.served import check_attention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 
-#: Stands for the class behind the mixin: any of SGLang's backends.
+#: Base of the mixin. Typed Any, because the mixin calls methods of the SGLang backend behind it.
 _Stock: Any = object
 
 
 class PagedBackend(_Stock):
-    """A mixin in front of one of SGLang's backends. Our kernels run the forwards that have a plan.
+    """A mixin in front of one of SGLang's backends. Our kernels run the forwards that have a plan, a list of
+    the slots to read (see ``PagedAttention``). SGLang's backend runs the others, but none if ``always_ours``.
 
-    SGLang's backend runs all other forwards, but none if ``always_ours``. Our kernels skip evicted positions:
-    the row entries of these are below 0.
+    Our kernels skip evicted positions, whose entries in ``req_to_token`` are below 0.
     """
 
     always_ours = False
-    #: Number of positions of a sliding window that SGLang's decode kernels do not read.
+    #: How many of a sliding window's oldest positions SGLang's decode kernels leave out.
     unread = 0
 
     def __init__(
@@ -33,10 +33,10 @@ class PagedBackend(_Stock):
         requested_by: str,
         **stock: Any,
     ) -> None:
-        """``cached``: the position for which each slot's key was rotated. Keys are rotated from there to the
-        positions that read them; None reads keys as cached. ``requested_by``: flags that begin every message.
-        ``stock``: arguments of SGLang's backend. Raises ValueError for anything that is not supported, and for
-        an embedding that cannot rotate keys."""
+        """``cached``: the position for which each slot's key was rotated. A query at another position gets the
+        key rotated on to there; with None it gets the key as cached. ``requested_by``: flags that chose this
+        backend; every message begins with them. ``stock``: arguments of SGLang's backend. Raises ValueError for
+        a model that is not served, and, with ``cached``, for one whose cached keys cannot be rotated on."""
         check_attention(model_runner, requested_by)
         self.requested_by = requested_by
         # PagedAttention may raise, so it is made before SGLang's backend takes memory.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a paged KV pool by this project's kernels, on the pool's device.
 
-A *plan* lists the slots that a forward reads. Evicted positions have none. A key that was cached for another
-position is rotated. On a GPU the host need not wait to plan: row lengths in host memory bound a plan's size.
-"""
+A *row* of ``req_to_token`` has the slot of each position of a request, or a number below 0 if the position was
+evicted. A *plan* lists the slots that a forward reads, and rotations of keys cached for other positions.
+On a GPU the host does not wait to plan, because it sizes the plan by row lengths in its own memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def once_more(work: _Method) -> _Method:
     """Decorates a method so that :meth:`Containment.once_more` calls the method again if the first call raises.
-    The method may only make new results or overwrite old ones."""
+    The method may only make new results or overwrite old ones, so that a second call does no harm."""
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -49,11 +49,11 @@ def once_more(work: _Method) -> _Method:
 
 
 class PagedAttention:
-    """Plans forwards and runs our kernels. One per attention backend. Layers without sliding windows share a
-    plan. Layers with windows have others: in a decode step one for each size, in a prefill one for their pool.
+    """Plans forwards and runs our kernels. Each attention backend has an object of this class.
 
     ``rows`` is the plan of a decode step, ``extend_plan`` that of a prefill; None if SGLang's kernels run.
-    """
+    Layers with sliding windows have further plans: in a decode step one for each window size, in a prefill one
+    if SGLang keeps their KV in a pool of its own, the *window pool*."""
 
     def __init__(
         self, model_runner: ModelRunner, cached: CachedPositions | None, unread: int = 0
@@ -65,7 +65,7 @@ class PagedAttention:
         self._pool = pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
         self.cached = cached
-        #: Whether plans of decode steps are merged (:class:`RowPlan`), to read a slot of a row only once.
+        #: Whether plans of decode steps are merged (:class:`RowPlan`): a row's repeated slot is read only once.
         self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
@@ -74,7 +74,7 @@ class PagedAttention:
         #: Whether the pool has latent rows (MLA).
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
-        #: Layers with KV in a window pool. A slot's *peer* is the same token's slot there; never shared.
+        #: Layers with KV in the window pool. A token's slot there, the *peer* of its slot, is never shared.
         self._of_window = compat.window_layers(pool)
         self._peers: Any = getattr(pool, "translate_loc_from_full_to_swa", None)
         if cached is not None:
@@ -92,7 +92,7 @@ class PagedAttention:
         # Positions that a window sees -> how many of them a decode step reads.
         reaches = {reach_of(layer) for layer in self.attention_layers} - {0}
         self._reaches = {reach: reach - unread for reach in sorted(reaches)}
-        # Whether prefills read token by token, because PyTorch's fused attention cannot soft-cap logits.
+        # Whether prefills attend token by token like decode: PyTorch's fused attention cannot soft-cap logits.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None if no policy reads queries
         self.forget()
@@ -100,7 +100,7 @@ class PagedAttention:
     # -- at the start ---------------------------------------------------------------
 
     def keep_queries(self, window: int) -> RecentQueries:
-        """Keep the newest ``window`` queries of every row from now on. Raises MemoryError."""
+        """Keep the newest ``window`` queries of every row from now on. MemoryError if they do not fit."""
         layers = {
             layer.layer_id: LayerShape(
                 *(layer.tp_q_head_num, layer.qk_head_dim, self._scales(layer)[0], layer.logit_cap)
@@ -152,11 +152,11 @@ class PagedAttention:
         return self._in_window_pool(plan) if own_pool else self.readable(plan)
 
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
-        """Queue the plans of a decode graph, as part of the graph. :meth:`begin_graph` came before."""
+        """Queue, as part of a decode graph, the work that makes its plans. Call :meth:`begin_graph` before."""
         for reach, side in buffers.items():
             plan = self.plan_into(side, batch.req_pool_indices, batch.seq_lens, reach)
             if reach:
-                # A window pool's plan is not in ``side``: the graph makes it anew.
+                # A plan for the window pool is not in ``side``: translating slots to peers makes new tensors.
                 self.windows[reach] = plan
 
     def readable(self, plan: RowPlan) -> RowPlan:
@@ -194,7 +194,7 @@ class PagedAttention:
         return self._in_window_pool(plan) if own_pool else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
-        """``plan`` with peers in place of slots. The peer of a slot behind the window is the padding slot."""
+        """``plan`` with peers in place of slots. SGLang's padding slot replaces peers that left the window."""
         return RowPlan(plan.kv_indptr, self._peers(plan.kv_indices).int(), None)
 
     # -- a forward ------------------------------------------------------------------
@@ -213,7 +213,7 @@ class PagedAttention:
             self.queries.forget()
 
     def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
-        """This prefill's repairs: tokens of documents to compute again, and requests to score."""
+        """This prefill's repairs: document tokens to compute again, and requests whose attention is scored."""
         repairs: Any = getattr(self.allocator, "repairs", None)
         if repairs is None or batch.rids is None or batch.extend_seq_lens_cpu is None:
             return []
@@ -335,7 +335,7 @@ class PagedAttention:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
                 where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
-                # Without memory for attention weights, scores lack this layer. Scores only rank tokens.
+                # If memory for attention weights is missing, scores lack this layer. They only rank tokens.
                 with contextlib.suppress(RuntimeError):
                     add_attention(query, *where, scored.received, reach)
         # Under DP attention SGLang pads ``q``, so that all groups gather the same number of tokens.

@@ -2,9 +2,9 @@
 """SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
 
 A *shifted* slot is read at another position than its key was rotated for. Our kernels run forwards with shifted
-slots or evicted positions, SGLang's run all others. Decode graphs include the planning. With latent attention
-SGLang's kernels run every prefill, because cached prefixes have no shifted slots.
-"""
+slots or evicted positions, SGLang's run all others. Decode graphs of our kernels include the planning: finding
+out which slots to read. With latent attention SGLang's kernels run every prefill, because cached prefixes have
+no shifted slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 logger = logging.getLogger(__name__)
-#: Graph variants: SGLang's kernels, and ours.
+#: Variants of a decode graph: with SGLang's attention kernels, and with ours.
 PLAIN, SHIFTED = "plain", "shifted"
 
 
@@ -76,7 +76,7 @@ class SharedSlotReads(PagedBackend):
         """See ``PagedBackend``."""
         super().__init__(model_runner, cached, **named)
         # Buffers for plans of decode graphs. Graphs can share buffers, because replays follow one another
-        # on one stream. A graph uses the newest buffers of the time of its capture.
+        # on one stream. A graph keeps using the buffers that were the newest when it was captured.
         self._graphs: list[dict[int, PlanBuffers]] = []
         self._graph_variant: str | None = None
 
@@ -126,7 +126,7 @@ class SharedSlotReads(PagedBackend):
 
     def choose_graph(self, forward_batch: ForwardBatch) -> str:
         """Choose the graph variant for the next replay, which is prepared right after this call."""
-        # All groups replay the same variant, because SGLang's collectives use different memory in each variant.
+        # All DP groups replay the same variant, because SGLang's collectives use other memory in each variant.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
@@ -158,7 +158,7 @@ class SharedSlotReads(PagedBackend):
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
         elif variant == SHIFTED and self._graphs:
             # SGLang's preparation is skipped, because this graph has none of SGLang's attention kernels. In a
-            # capture, the preparation would also replace the plans that the plain graph of this size reads.
+            # capture, the preparation would also replace SGLang's own plans, which the plain graph reads.
             self.paged.begin_graph(self._graphs[-1], forward_batch)
         else:
             raise RuntimeError(
@@ -214,7 +214,7 @@ def compile_attention(paged: PagedAttention) -> None:
     for (heads, dim, logit_cap), layer in shapes.items():
         kv = paged.pools[layer.layer_id]
         query = torch.zeros((1, heads, dim), dtype=paged.dtype, device=paged.device)
-        # Triton compiles a kernel twice: for addresses that are multiples of 16 bytes and for others.
+        # Triton compiles for addresses that are multiples of 16 bytes and again for others, so both are passed.
         for some, rows in ((None, merged), (spans, plan)):
             decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, spans=some)
         for first in (0, 1):

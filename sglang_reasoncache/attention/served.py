@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides by KV pool, attention layers and rotary embedding whether a model is served, and whether shared keys
-can be rotated to the positions that read them. ``plugin/refusals.py`` checks flags."""
+can be rotated to the positions where they are used. ``plugin/refusals.py`` checks flags."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Family(NamedTuple):
         return REFUSED.get(self.attention, "served")
 
 
-#: ``attention`` is a key of ``REFUSED``, or describes attention that is served.
+#: The rows of that table. ``attention`` is a key of ``REFUSED``, or describes attention that is served.
 FAMILIES = (
     Family(
         "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"
@@ -88,14 +88,14 @@ ROTARY_KINDS = (
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
 )
-#: Attention module -> its attribute that switches on a scaling. With it, each dim of a key is multiplied by a
-#: learned weight after the rotation.
+#: Attention module -> its attribute that switches on a scaling of keys: each dim is multiplied by a learned
+#: weight after the rotation. Such a key cannot be rotated again.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
 #: Attention modules that cache keys without a position if they have no rotary embedding. Kimi-Linear uses
 #: DeepseekV2AttentionMLA in this way. In such models only the state layers depend on positions.
 WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention", "DeepseekV2AttentionMLA")
-#: Attention modules that are served in models with sliding windows, because their rotation is known: by the
-#: module's own rotary embedding, unless :func:`_rotation_of` says otherwise.
+#: Attention modules that are served in models with sliding windows, because their rotation is known: that of
+#: the module's own rotary embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
     *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
     *("GptOssAttention", "MellumAttention"),
@@ -106,10 +106,10 @@ FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
-    """Raises ValueError unless buffers are ``[slots, heads, head_dim]`` or latent rows; also for paged windows.
+    """Raises ValueError unless buffers are ``[slots, heads, head_dim]`` or latent rows, and for a window pool
+    with a page size above 1.
 
-    ``requested_by``: the flag that needs such buffers; the message begins with this flag.
-    """
+    ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
     if type(pool) is compat.SWAKVPool:
         if pool.page_size > 1:
             raise ValueError(f"{requested_by} does not support page sizes above 1 {BESIDE_WINDOWS}")
@@ -153,7 +153,7 @@ def window_age(context: TreeCacheBuildContext) -> int:
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:
-    """Raises ValueError for flags that cannot be combined with latent attention. There SGLang's kernels run the
+    """Raises ValueError for flags that cannot be combined with latent attention, where SGLang's kernels run the
     prefills. These kernels do not rotate keys, so a prefill must not read shared slots."""
     reads = "a prefill would read keys of shared slots as they are cached"
     given = {
@@ -172,11 +172,11 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
-    """SGLang's CUDA backend that our mixin extends to serve a model; None if the model is not served.
+    """SGLang's CUDA backend, to be extended by our mixin, for a model that is started without a choice of
+    backend. None leaves the choice to SGLang.
 
     ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: the model has multi-head latent
-    attention.
-    """
+    attention."""
     if model.is_encoder_decoder or model.is_hybrid_swa:
         return None
     even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
@@ -241,10 +241,10 @@ def reach_of(layer: AttentionLayer) -> int:
 
 
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
-    """Layer id -> rotation of the layer's keys, on the rows' device. Layers of equal rotation share an object.
+    """Layer id -> rotation of the layer's keys, on the pool's device. Layers of equal rotation share an object.
 
-    Raises ValueError as :func:`key_rotation` does. In models with sliding windows rotations of layers may
-    differ. There an unknown attention module, or multimodal input, raises ValueError too.
+    Raises the errors of :func:`key_rotation`. In models with sliding windows, where rotations of layers may
+    differ, an unknown attention module, or multimodal input, raises ValueError too.
     """
     model, most = model_runner.model, model_runner.model_config.context_len
     device = model_runner.req_to_token_pool.req_to_token.device

@@ -13,8 +13,8 @@ _LEAST_RUNNING = 512
 class SharingBudget(compat.PrefillBudget):
     """SGLang's ``PrefillBudget`` with two additions.
 
-    Slots that running requests can free by sharing count as free. Of the slots that SGLang reserves for future
-    output (``total_offset - current_offset``) only the share ``1 - credit`` is reserved, ``credit`` in [0, 1).
+    Slots that running requests can free by sharing (``shareable``) count as free. Of SGLang's reservation for
+    future output (``total_offset - current_offset``) only the fraction ``1 - credit`` counts (``credit`` < 1).
 
     Reservations may rely on sharing, because decode retracts requests if slots are missing later. Slots that a
     prompt needs now are freed before its admission, because a failed allocation would end the scheduler.
@@ -98,18 +98,18 @@ class SharingBudget(compat.PrefillBudget):
 
 
 class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
-    """A :class:`SharingBudget` for a full pool, in which rows share, and a window pool."""
+    """A :class:`SharingBudget` for two pools: the full pool, in which rows share, and the window pool."""
 
     def _without_slots(self, chunk_limit: int) -> None:
         return None
 
 
 class SharingForecast:
-    """Forecasts which share of output positions will need no slot.
+    """Forecasts which fraction of output positions will need no slot.
 
-    The forecast is the higher of two shares. In the share among finished requests, weights fade exponentially
-    over ``horizon`` output tokens. The share among running requests counts too, because long responses finish
-    late. ``limit``: the highest forecast, in [0, 1).
+    The forecast is the higher of two fractions. In the fraction among finished requests, weights fade
+    exponentially over ``horizon`` output tokens. The fraction among running requests counts too, because long
+    responses finish late. ``limit``: the highest forecast, in [0, 1).
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
@@ -126,12 +126,12 @@ class SharingForecast:
         self._tokens = self._tokens * fade + tokens
 
     def poll(self, shared: float, tokens: int) -> None:
-        """Set the share among running requests: ``shared`` of their ``tokens`` output positions need no slot,
-        or would need none if their blocks shared."""
+        """Set the fraction among running requests: ``shared`` of their ``tokens`` output positions need no
+        slot, or would need none if their blocks shared."""
         self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
 
     @property
     def credit(self) -> float:
-        """The share of future output that admission may count as shared, in [0, ``limit``]."""
+        """The fraction of future output for which admission need not reserve slots, in [0, ``limit``]."""
         finished = self._shared / self._tokens if self._tokens else 0.0
         return min(max(finished, self._running), self._limit)

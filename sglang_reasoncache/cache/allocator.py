@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's slot allocators with reference counts for shared pages.
 
-SGLang's own code allocates. Our code frees: a shared page loses a reference for each freed entry that named the
-page, and returns to the free list with its last reference. The host knows which entries of a row share
-(:class:`HostRow`), so freeing rows does not wait for the device.
+SGLang's own code allocates. Our code frees: a shared page loses a reference for each freed entry (of a row, a
+request's block table, or of a tree node) that named it, and returns to the free list with its last reference.
+The host knows which entries of a row share (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
 import operator
@@ -69,8 +69,8 @@ class PageReferences(dict[int, int]):
 
 
 class Change(NamedTuple):
-    """A prepared change. ``counts``: page id -> new number of references; ``freed``: ids of pages to free,
-    int64 ``[pages]`` on the pool's device."""
+    """A prepared change of references. ``counts``: page id -> new number of references; ``freed``: ids of pages
+    to free, int64 ``[pages]`` on the pool's device."""
 
     counts: dict[int, int]
     freed: torch.Tensor
@@ -233,7 +233,7 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
     def free(self, free_index: torch.Tensor) -> None:
         """Free slots in any order. Rows may name a page several times, and may end inside a page. So a page
-        loses as many references as its most frequent slot has copies. SGLang's ``free`` counts a page once."""
+        loses as many references as its most frequent slot has occurrences. SGLang counts a page only once."""
         if self.free_group is None:
             free_index = self.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:
@@ -257,9 +257,9 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
 
 class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
-    """An allocator for page size 1 with a second pool, for layers with sliding windows. Rows name and share
-    slots of the full pool. A slot's *peer* is the window pool's slot of the same token. SGLang frees the peer
-    once the window has passed. A position reads another position's slot only after its own peer was freed."""
+    """An allocator for page size 1 with two pools: the full pool, whose slots rows name and share, and a window
+    pool for layers with sliding windows. A slot's *peer* is the window pool's slot of the same token. SGLang
+    frees the peer once the window has passed. Only after that may the position read another position's slot."""
 
     budget, has_window_pool = WindowSharingBudget, True
 
@@ -275,7 +275,7 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
         self.free_full_segment(free_index, start_pos=start_pos)
 
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """SGLang's method, but slots may have peers: slots of a shared block's source may still have theirs."""
+        """SGLang's method expects slots without peers, but a shared block's source may still have its peers."""
         if self.references:
             self._free_known(free_index, start_pos)
         else:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes a prefix from several paths of the prefix tree. Each path holds the *base*, which is the tokens
-before the first document, and a document. The base is read from the first path."""
+"""Composes the prefix of a prompt with marked documents from several paths of the prefix tree. Each path holds
+the *base*, the tokens before the first document, and one document. The base is read from the first path."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Composition(int):
 
     Attributes:
         documents: The documents that the client marked.
-        nodes: Ids of the nodes where the path of each composed document ends.
+        nodes: For each composed document, the id of the node where its path ends.
         again: Positions that are computed again, int64 ``[n]`` ascending. The first document has none, because
             it was prefilled at the position where it is used.
-        repaired: Entries of the row. None if ``again`` is empty or SGLang has not asked for the row.
+        repaired: The row's entries. None if ``again`` is empty or SGLang has not asked for these entries.
     """
 
     documents: Documents
@@ -72,7 +72,7 @@ class CompositionLock(list[Any]):
 
 def marked(req: Request | None) -> Documents | None:
     """The documents that a request marks. None if it marks none, marks them wrongly, opted out, or has KV that
-    depends on more than its tokens. The request keeps the result, because a waiting one is matched often."""
+    depends on more than its tokens. Kept in the request, because waiting requests are matched often."""
     if req is None:
         return None
     if not hasattr(req, _ATTRIBUTE):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy in host memory of the known entries of one request's row. Sharing, freeing and publishing read this
-copy, so none of them waits for the device."""
+"""A copy in host memory of the known entries of a request's row (block table). Sharing, freeing and publishing
+(entering the row in the prefix tree) read this copy, so none of them waits for the device."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class Moved(NamedTuple):
     """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
 
     ``positions`` is empty if ``old`` and ``new`` are the same. ``borrowed``: ``new`` belongs to another
-    request, and no position of this row named ``new`` before. ``first``: the row's ``first_shared`` before."""
+    request, and no position of this row named ``new`` before. ``first``: ``first_shared`` before the move."""
 
     row: HostRow
     positions: list[int]

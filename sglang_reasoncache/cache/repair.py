@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recomputes some tokens of documents that were cached at other positions, in slots that the request owns.
+"""Recomputes, in slots that the request owns, some tokens of documents that were cached at other positions.
 
 SGLang sees an ordinary prefill, behind a prefix that is shorter by the number of recomputed tokens. Before the
-forward, the first tokens of that prefill get the ids, positions and row entries of the recomputed tokens. Each
-token reads the row's entries up to its own position. Before SGLang frees the row, the slots of the recomputed
-tokens go back to the entries where SGLang put them. If this fails on any rank, SGLang recomputes the last
-tokens of the prefix instead.
+forward, the recomputed tokens are *placed*: the first tokens of that prefill get their ids, positions and row
+entries. Each token reads the row's entries up to its own position. Before SGLang frees the row, the slots of
+the recomputed tokens go back to the entries where SGLang put them. If placing fails on any rank, SGLang
+recomputes the last tokens of the prefix instead.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
 
-#: Scores are kept for at most _MOST_PROMPTS prompts, which together have at most _MOST_TOKENS tokens. A
-#: prompt whose scores were dropped is served without its repair.
+#: Scores (how much the query attends to each position) are kept for at most _MOST_PROMPTS prompts with at most
+#: _MOST_TOKENS tokens in all. A prompt whose scores were dropped is served without its repair.
 _MOST_PROMPTS, _MOST_TOKENS = 1024, 1 << 24
 
 
@@ -39,8 +39,8 @@ class Repaired(NamedTuple):
     Attributes:
         number: Index of the request in the batch.
         token: Index in the batch of the request's first new token. The request has ``new`` new tokens.
-        positions: Positions of the first ``n`` new tokens, int64 ``[n]``. Other new tokens follow the prefix.
-        least: The row has at least this many positions.
+        positions: Positions that the first ``n`` new tokens recompute, int64 ``[n]``. Others follow the prefix.
+        least: The row is read at least up to here, because SGLang's length may end before ``positions``.
         received: Scores, fp32 ``[length]`` on the device. Attention adds here how much the new tokens attend
             to each position. None if the request is not scored.
     """
@@ -107,7 +107,7 @@ class Repairs:
         self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
         # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        # Request -> length of its composed prefix, and chosen positions. Waiting requests are matched often.
+        # Request -> length of its composed prefix, and chosen positions: waiting requests are matched often.
         self._chosen: WeakKeyDictionary[Request, tuple[int, np.ndarray]] = WeakKeyDictionary()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
@@ -246,6 +246,6 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """Everything that the attention to a prompt depends on. A digest stands for the tokens to save memory."""
+    """Everything that the attention to a prompt depends on. To save memory, a digest stands for the tokens."""
     tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
     return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's unified prefix cache (radix tree) over rows that share slots.
+"""SGLang's unified prefix cache (radix tree) over rows (requests' block tables) that share slots.
 
-A row is published (entered into the tree) up to the first position that was redirected, was evicted, or has a
-slot that another row names or named. So no node names a slot twice, the tree's KV is exact, and a slot of an
-unlocked node has one reference. SGLang's tree cores (Rust, Python) then count slots correctly without change.
+A row is published (entered into the tree) up to the first position that was redirected to another slot, was
+evicted, or has a slot that another row names or named. So no node names a slot twice, the tree's KV is exact,
+and a slot of an unlocked node has one reference. SGLang's tree cores (Rust, Python) then count correctly.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 # Only with the extra buffer can SGLang find a copy of the state at an earlier position.
                 end = 0
         if isinstance(req.last_node, Composition):
-            # KV behind a moved document was computed from approximate KV, and the tree holds exact KV only.
+            # KV behind a document used at a new position is not exact, and the tree holds exact KV only.
             end = 0
         self._row = self._host_row(req.kv)
         try:
@@ -82,7 +82,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         finally:
             self._row = _NOTHING_SHARED
         if self.is_swa_enabled and not self.disable and running and end < up_to:
-            # Admission relies on this. By itself, SGLang does this only when it publishes a prompt in full.
+            # Admission counts on the slots of passed windows. SGLang frees these only up to the published end.
             self.evict_sliding_windows(req, up_to - 1)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
@@ -93,7 +93,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row = self._host_row(req.kv)
         # KV after the first evicted position was computed without that position.
         up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
-        # The tree would count a slot that another row names as evictable, but evicting it would free nothing.
+        # A slot that another row also names would count as evictable, but evicting it would free nothing.
         up_to = row.first_in_other_rows(up_to)
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
@@ -134,9 +134,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """For each entry of a row or node, int64 ``[entries]``: the slot if it may be shared, ``EVICTED``, or
         0 if the entry shares nothing. ``start``: position of the first entry.
 
-        While the tree inserts a row, it frees the row's slots for tokens that it already holds. The freed slots
+        While the tree inserts a row, it frees the row's slots of tokens that the tree has already. These slots
         are a view of the inserted tensor, whose address tells the position (``tests/contract``). With a window
-        pool the tree may replace a node's slots by the row's. The freed slots then share nothing."""
+        pool the tree may put the row's slots into a node and free the node's, which share nothing."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             if not 0 <= start <= len(self._inserted) - len(slots):
@@ -163,8 +163,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.record_path(self.tree_core.collect_full_device_indices(node_id, root))
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
-        """Whether any of ``reqs`` may read a slot away from the slot's cached position, after a redirect or if
-        the prefix is composed. Slots of a single tree path are read at their cached positions."""
+        """Whether any of ``reqs`` may read a slot at another position than its cached position (for which its
+        key was rotated): after a redirect, or with a composed prefix. All other slots are read as cached."""
         return any(
             isinstance(req.last_node, Composition)
             or self._host_row(req.kv).first_shared is not None

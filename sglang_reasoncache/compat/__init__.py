@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's names that this package uses, except in ``cpu_platform.py``. ``compat.NAME`` is imported lazily.
+"""SGLang's names that the plugin uses, except in ``cpu_platform.py``. ``compat.NAME`` is imported lazily.
 
 ``tests/contract`` resolves each entry against the installed SGLang.
 """
@@ -13,7 +13,7 @@ from sglang_reasoncache.arguments import SET
 
 SUPPORTED_SGLANG = ("0.5.23",)
 
-#: Module of SGLang -> what we take from it.
+#: Module below ``sglang.srt`` -> names that we take from it.
 _MODULES: dict[str, list[str]] = {
     "plugins.hook_registry": ["HookRegistry", "HookType"],
     "server_args": ["ServerArgs"],
@@ -132,7 +132,7 @@ ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_at
 #: SGLang's CUDA backends that we extend, so that they rotate shared keys and skip evicted positions.
 CUDA_BACKENDS = ("flashinfer", "triton")
 
-#: Names of the attention backends that can correct keys and run eviction policies.
+#: Names of the attention backends that can rotate shared keys and skip evicted positions.
 OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
@@ -168,7 +168,7 @@ def shared_layers(pool: Any) -> list[int]:
 
 
 def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
-    """The range (start, end) of a row's positions that have lost their slots in the window pool."""
+    """The range (start, end) of a request's positions that have lost their slots in the window pool."""
     return kv.swa_dead_lo(page), kv.get_evicted_seqlen(resolve("ComponentType").SWA)
 
 

@@ -36,7 +36,7 @@ class Request(Protocol):
     cache_salt: str | None
     lora_id: str | None
     skip_radix_cache_insert: bool
-    #: The id of a node of the prefix tree, or our ``Composition``.
+    #: The id of a node of the prefix tree, or our ``Composition``: several nodes, one for each document.
     last_node: Any
     #: How many positions a prefill need not compute.
     prefix_len: int

@@ -25,26 +25,26 @@ from sglang_reasoncache.eviction.row_state import (
     written_positions,
 )
 
-#: Positions that a request writes between two polls, rounded up.
+#: Positions that a request writes between two polls (one every fourth decode step), rounded up.
 _BETWEEN_POLLS = 8
-#: The endpoint shows at most this many evictions of a request.
+#: ``GET /reasoncache`` shows at most this many evictions of a request.
 _REMEMBERED = 1024
 
 
 class EvictionController:
-    """Has policies choose positions, and evicts them. One per scheduler.
+    """Has policies choose positions, and evicts them. Each scheduler has one controller.
 
     Policies act in the order in which they are given: those with ``when=always`` at every poll, those
     with ``when=short`` when :meth:`give` is called.
 
     Args:
-        rows: SGLang's pool of rows.
+        rows: SGLang's ``ReqToTokenPool``. A request's *row* there has the slot of each of its positions.
         source: Reads the keys and queries for policies.
         stats: Counts what is evicted.
-        ranks: All ranks ask about the same requests in the same order.
+        ranks: The tensor-parallel ranks, which all ask about the same requests in the same order.
 
     Attributes:
-        described: Name and options of every policy, for the endpoint.
+        described: Name and options of every policy, for ``GET /reasoncache``.
         is_active: Whether there is a policy.
         positions_now: Evicted positions of the running requests.
         evicts_prompts: Whether a policy may evict positions of prompts. If so, running requests do not publish
@@ -109,8 +109,8 @@ class EvictionController:
         evicts ``slack`` slots, because a shortage returns with every decode step. For the same reason a policy
         is not asked about a request with at most ``slack`` slots above the budget. A policy that gave too
         little is not asked again before ``slack`` new positions are written. So a lasting shortage costs one
-        scoring per ``slack`` freed slots or new positions. On a GPU a scoring waits for the forward in flight
-        and for the scores. Computing a retracted request again would take far longer.
+        scoring per ``slack`` freed slots or new positions. On a GPU the host waits for the forward in flight
+        and for the scores, because computing a retracted request again would take far longer.
         """
         written = written_positions(req)
         for name, policy in self._evictors:
@@ -157,8 +157,8 @@ class EvictionController:
     def _count_queries(
         self, name: str, policy: Evictor, req: Request, state: RowState, written: int
     ) -> None:
-        """Have an accumulating policy read the kept queries now, if some of them may be overwritten before
-        the next poll."""
+        """Have a policy with running totals (``accumulates``) count the kept queries now, if some of them may
+        be overwritten before the next poll."""
         totals = state.totals.get(name)
         if totals is None or written - totals.seen + _BETWEEN_POLLS > policy.queries:
             view = self._view(policy, req, state, written)
@@ -235,7 +235,7 @@ class EvictionController:
         change = self._allocator.prepare_known(slots, known.at(positions))
         begun = runs(positions)[: _REMEMBERED - len(state.evictions)]
         remembered = [(written, start, length) for start, length in begun]
-        # All ranks are prepared: nothing after this can fail.
+        # All ranks are prepared now. What follows fails only where SGLang cannot go on either.
         self._ranks.agree()
         self._rows.write(where, gone)
         try:

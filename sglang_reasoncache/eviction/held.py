@@ -40,7 +40,7 @@ class KeySource(NamedTuple):
             shifted: Whether a slot may be used at a position other than its cached position.
         """
         if self.stream is not None:
-            # Reads are queued behind the forward in flight, which may still write positions of a chunk.
+            # Reads are queued behind the forward in flight, which may still write a chunk of the prompt.
             torch.cuda.current_stream().wait_stream(self.stream)
         positions = upload(held, self.rows.device)
         slots = self.rows[row, positions].long()

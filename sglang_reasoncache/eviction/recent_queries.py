@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the newest queries of each row and layer for policies that look at attention."""
+"""Keeps the newest queries of each request and layer for policies that look at attention."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class LayerShape(NamedTuple):
 
 
 class RecentQueries:
-    """A ring buffer beside the KV pool: entry ``p % size`` of a row holds the query of position p.
+    """A ring buffer with the rows of ``req_to_token``: entry ``p % size`` of a row has the query of position p.
 
     Writes have fixed shapes, so a CUDA graph can contain them, whatever kernel computes attention. A row has
     one entry more than the window, for the forward in flight.

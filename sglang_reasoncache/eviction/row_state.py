@@ -78,7 +78,7 @@ class RowState:
     #: Positions that were evicted before a retraction and must be evicted again: int64 ``[n]``,
     #: ascending.
     again: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    #: ``(written, start, length)`` of the first evicted runs of positions, for the endpoint.
+    #: ``(written, start, length)`` of the first runs of positions evicted, for ``GET /reasoncache``.
     evictions: list[tuple[int, int, int]] = field(default_factory=list)
     #: A policy is not asked again before the row has this many written positions.
     next_eviction: dict[str, int] = field(default_factory=dict)

@@ -12,15 +12,15 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 class BlockPair(NamedTuple):
     """The block that begins at ``dst_start`` may read the slots of the block that begins at ``src_start``.
-    Both are positions in prompt plus output."""
+    Both starts are positions in prompt plus output."""
 
     dst_start: int
     src_start: int
 
 
 class AcrossPair(NamedTuple):
-    """As :class:`BlockPair`, but the block at ``src_start`` belongs to ``source``: this request, or another
-    request with the same prompt. ``source`` is an id from :meth:`FilterProcess.open`."""
+    """A :class:`BlockPair` whose block at ``src_start`` belongs to the request ``source``: the reader itself or
+    another request with the same prompt. ``source`` is an id from :meth:`FilterProcess.open`."""
 
     dst_start: int
     src_start: int
@@ -34,7 +34,7 @@ class FilterCounters:
     Attributes:
         candidates: With ``match=steps`` the earlier steps above the lexical threshold, otherwise the
             paired blocks.
-        dropped_structure: Candidates with other formal content than the step.
+        dropped_structure: Candidates whose formal content (mathematics, code) differs from the step's.
         over_bound: Steps that were parsed to compare this step and exceeded a bound of ``Limits``.
     """
 
@@ -58,8 +58,8 @@ class Matcher:
         return Step.build(start, tokens, "")
 
     def propose(self, step: Step) -> list[BlockPair]:
-        """Pairs of a block of ``step`` and an earlier block, ascending. Also remembers ``step``, so that later
-        steps may be paired with it."""
+        """Pairs of a block of ``step`` (as ``dst``) and an earlier block, ascending. :class:`AgeRule` decides
+        which of the two reads. Also remembers ``step``, so that later steps may be paired with it."""
         raise NotImplementedError
 
     def across(self) -> list[AcrossPair]:
@@ -99,6 +99,6 @@ class RandomPairs(Matcher):
 
 
 def block_starts(step: Step, block: int, page_size: int) -> range:
-    """First positions of consecutive blocks of ``step``, from the first page boundary in it on."""
+    """Starts of consecutive blocks of ``step``. The first block begins at the step's first page boundary."""
     first = step.start + -step.start % page_size
     return range(first, step.end - block + 1, block)

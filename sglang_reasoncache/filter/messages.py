@@ -36,7 +36,7 @@ class Feed(NamedTuple):
     Attributes:
         steps_taken: Results that the scheduler has taken so far.
         opened: New requests: id, position of the first output token, whether reasoning is open there.
-        joined: Requests that joined or left a group: id, and the group's number, or -1 for leaving.
+        joined: Requests that joined or left a group of equal prompts: id, and the group's number or -1 (left).
         closed: Ids of requests to forget.
         requests: Ids of the requests with new tokens.
         counts: Number of new tokens of each of ``requests``.
@@ -60,7 +60,7 @@ class Feed(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The filter's result for a step, as :meth:`FilterProcess.take` returns it. See ``Proposal``.
+    """The filter's result for a step, from :meth:`FilterProcess.take`. The other fields: see ``Proposal``.
 
     Attributes:
         request: Id from :meth:`FilterProcess.open`.

@@ -26,9 +26,9 @@ MAX_RESTARTS = 3
 START_SECONDS = 180.0
 #: The process counts as hung if a feed is outstanding and this many seconds of polling bring no reply.
 SILENT_SECONDS = 30.0
-#: Bytes of feeds that may wait to be sent.
+#: Bytes of feeds that may wait to be sent. With more, the process counts as failed.
 _MAX_UNSENT = 8 << 20
-# A pause between two polls adds at most so many seconds of silence, because the scheduler may have paused.
+# The time between two polls adds at most so many seconds of silence: the scheduler itself may have paused.
 _LONGEST_PAUSE = 1.0
 _RECEIVE_BYTES = 1 << 18
 

@@ -22,8 +22,8 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 class Proposal(NamedTuple):
     """A finished step, and the block pairs that may share now, ascending in ``dst_start``.
 
-    With ``min_age`` above 0, most of these pairs were found at earlier steps. ``across``: pairs with blocks of
-    the group, the requests with the same prompt.
+    Pairs wait until the block that reads is old enough (:class:`AgeRule`), so most of these pairs were found
+    at earlier steps. ``across``: pairs with blocks of the group, the requests with the same prompt.
     """
 
     step: Step
@@ -39,8 +39,8 @@ class RequestFilter:
         classes: Token classes of ``vocabulary``.
         vocabulary: Gives the text of steps.
         start_position: Position, in prompt plus output, of the first token to come.
-        span: Tells which tokens are reasoning; used by this filter only. None if all tokens are reasoning.
-            Other tokens end the open step and take part in nothing, but they count as positions.
+        span: Tells which tokens are reasoning; not shared with other filters. None if all tokens are
+            reasoning. Tokens outside reasoning end the open step and are never paired, but take a position.
 
     Attributes:
         position: Position of the next token.
@@ -81,7 +81,7 @@ class RequestFilter:
         """Take newly written tokens. Yields each step when its end is known.
 
         The caller may pass a step to :meth:`propose` before asking for the next step. A step that is
-        not passed on takes part in nothing.
+        not passed on is never paired.
         """
         push = self._segmenter.push
         tokens = self._open_tokens
@@ -114,15 +114,15 @@ class AgeRule:
     """Holds a block pair back until the response has ``min_age`` tokens after the block that reads.
 
     A model attends most to its newest tokens, so reading older KV in their place does most of the damage. In
-    direction ``newest`` the earlier block of a pair reads the slots of the newest equal block, which is looked
-    up only when the pair is released. So a block is usually redirected at most once in ``min_age`` tokens,
-    however often it repeats.
+    direction ``oldest`` the later block of a pair reads the earlier block. In direction ``newest`` the earlier
+    block reads the newest equal block, which is looked up only when the pair is released. So a block usually
+    gets other slots at most once in ``min_age`` tokens, however often it repeats.
     """
 
     def __init__(self, config: FilterConfig) -> None:
         self._block, self._min_age = config.block, config.min_age
         self._newest = config.direction == "newest"
-        # Start of a reader -> start of the block to read. ``_waiting``: too young. ``_released``: proposed.
+        # Start of a reader -> start of the block to read: of pairs that wait, and of pairs that were proposed.
         self._waiting: dict[int, int] = {}
         self._released: dict[int, int] = {}
         self._order: list[int] = []
@@ -157,7 +157,7 @@ class AgeRule:
         return at
 
     def _next(self, at: int) -> int | None:
-        """Start of the later block that the block at ``at`` reads, or None. A block without an entry may
+        """Start of the later block that the block at ``at`` reads, or None. A block that is in no pair may
         overlap two neighbouring readers. If the sources of these readers are neighbours too, the block reads
         parts of both sources."""
         pairs = (self._waiting, self._released)

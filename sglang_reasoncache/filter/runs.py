@@ -11,8 +11,8 @@ from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
 _MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
-#: At most this many windows are remembered for one request, and for one group (15 MB). At this limit all of
-#: them are forgotten, and new windows are collected.
+#: A request or group remembers at most this many windows (see :class:`RunMatcher`), which take 15 MB. At this
+#: limit all of them are forgotten, and new windows are collected.
 _MAX_RUNS = 1 << 17
 #: States of a token. ``_READS``: its block reads another block; ``_IS_READ``: another block reads its block.
 _READS, _IS_READ = 1, 2
@@ -36,16 +36,16 @@ class RunMatcher(Matcher):
     The first tokens of a repeat have the least context in common with the first occurrence, so sharing
     them does most of the damage. A block is therefore paired only if its *window* repeats: the block
     and the tokens before it, ``min_run`` tokens in all. A rolling hash finds equal windows, which are
-    then compared token by token. A token costs O(1) time and 120 bytes. A group costs the same again.
-
-    An offset is a position minus ``start``, the position of the first output token.
+    then compared token by token. A token costs O(1) time and 120 bytes, and up to the same again in a group.
+    An offset is a position minus ``start``, the position of the first output token. In direction ``oldest``
+    the later of two equal blocks reads the earlier; in ``newest`` the earlier reads the later.
     """
 
     def __init__(self, config: FilterConfig, start: int) -> None:
         self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
-        # Per offset: the token, or -1 for a token that takes no part; the hash of all tokens before it.
+        # Per offset: the token, or -1 outside the steps; the hash of the tokens between the last -1 and it.
         self._tokens, self._hashes = array("q"), array("q", [0])
         # Number of tokens that a window has before its block.
         self._lead = max(0, config.min_run - self._block)
@@ -115,8 +115,8 @@ class RunMatcher(Matcher):
         self._fate[at : at + self._block] = bytes((fate,)) * self._block
 
     def across(self) -> list[AcrossPair]:
-        """Pairs of a block that has become ``min_age`` old and an equal block of the group, ascending.
-        A block without an equal block becomes a copy. Returns no pairs while the group has one member."""
+        """Pairs of a block that is now ``min_age`` tokens behind the end and an equal block of the group,
+        ascending. A block without an equal block becomes a copy. No pairs while the group has one member."""
         group, pairs, page = self._group, list[AcrossPair](), self._page
         if group is None or len(group.members) < 2:
             return pairs
@@ -152,7 +152,7 @@ class RunMatcher(Matcher):
         return None, 0
 
     def _lends(self, at: int, window: array[int]) -> bool:
-        """Whether the block at ``at`` can be read: has this ``window``, is ``min_age`` old, reads no block."""
+        """Whether the block at ``at`` can be read: it has this ``window``, is old enough and reads no block."""
         return (
             self._lead <= at < self._old
             and _READS not in self._fate[at : at + self._block]
@@ -196,7 +196,7 @@ class RunMatcher(Matcher):
 
     def _earlier(self, at: int) -> int | None:
         """Offset of an earlier block with the same window as the block at ``at``: the block that continues the
-        last pair, else the block in ``_runs``. None without such a block."""
+        last pair, else the block in ``_runs``. None if there is no such block."""
         behind = at - self._distance
         if self._distance and self._window(behind) == self._window(at):
             return behind

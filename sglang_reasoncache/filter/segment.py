@@ -114,15 +114,15 @@ class Step:
     start: int  # position of the first token in prompt plus output
     end: int  # one past the last token, separator included
     token_ids: tuple[int, ...]  # ``end - start`` ids, separator included
-    #: Characters of the decoded step without white space around it, at least 1 (|S| of stage 1).
+    #: Characters of the decoded step without white space around it, at least 1 (|S| in ``steps.py``).
     num_chars: int
-    #: Occurrences of each token id. Blank tokens at the end do not count, because the papers' step is
-    #: the text *between* two blank lines.
+    #: Occurrences of each token id. Blank tokens at the end do not count, because a step of the ReasonCache
+    #: paper is the text *between* two blank lines.
     bag: Counter[int]
     norm_sq: int  # squared Euclidean norm of the counts, an exact integer
-    text: str = ""  # decoded step; emptied once ``signature`` is filled
+    text: str = ""  # decoded step; emptied once it is not needed any more
     in_code: bool = False  # whether the step begins inside a code fence of an earlier step
-    signature: Signature | None = None  # filled at most once, only when a candidate needs it
+    signature: Signature | None = None  # filled when the structure of this step is first compared
 
     @classmethod
     def build(
@@ -151,8 +151,8 @@ class Step:
 class ReasoningSpan:
     """Tells which tokens of one response are reasoning, in O(1) per token. Not thread safe.
 
-    A marker is a single token and is not reasoning itself. A token that is both start and end marker
-    ends reasoning.
+    A marker, such as ``<think>``, is a single token and is not reasoning itself. A token that is both start
+    and end marker ends reasoning.
 
     Attributes:
         inside: Whether the next token is reasoning, unless it is a marker.
@@ -184,7 +184,7 @@ class ReasoningMarkers(NamedTuple):
     def inside_after(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the response to a prompt begins inside reasoning.
 
-        The last marker of the prompt decides, whether a message or the chat template has it. Without a marker,
+        The last marker of the prompt decides, be it from a message or from the chat template. Without a marker,
         ``force`` decides. If the last marker ends the reasoning of an earlier message, and the response begins
         to reason without a marker, nothing of the response is shared.
         """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the filter, and presets: named sets of values, such as rows of the papers' tables."""
+"""Settings of the filter, and presets: named sets of values, such as the variants that the papers compare."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

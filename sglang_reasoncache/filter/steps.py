@@ -2,8 +2,8 @@
 """Pairs blocks of a step with blocks of similar earlier steps: stage 1 of the ReasonCache paper. Stage 2, the
 KV distance of the paired blocks, is in ``sharing/``, because the KV is on the device.
 
-``sim(c, k) = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of token ids
-and |S| the length in characters. The MemShare paper leaves out the length factor ``min / max``.
+For steps c and k, ``sim = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of token
+ids and |S| the length in characters. The MemShare paper leaves out the length factor ``min / max``.
 """
 
 from array import array
@@ -22,7 +22,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 Floats = npt.NDArray[np.float64]
 
-# A token's posting list holds pairs (number of a step, count in that step), flattened, 32 bits each.
+# A token's posting list holds pairs (number of a step, count in that step), flattened, 32 bits a number.
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 _TOKENS_AT_ONCE = 32

@@ -6,7 +6,7 @@ piece adds to a text may depend on its neighbours. This module first reads the e
 compares the texts of a few hundred sequences with the tokenizer's ``decode``. If the reading fails, or if any
 text differs, the module also reads the tokens through ``decode``, and takes the reading that differs less.
 
-Concatenated bytes cannot reproduce three things. No step needs these: the space that some tokenizers leave
+Concatenated bytes cannot reproduce three things, which no step needs: the space that some tokenizers leave
 out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), and how many
 U+FFFD stand for bytes that are no UTF-8.
 """
@@ -61,7 +61,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     except Exception as error:
         # The code of a custom tokenizer may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
-    # Per way of reading: how many texts differ, and how many sequences; name of the way; vocabulary.
+    # Per way of reading: how many sample texts, and how many sequences in all, differ; its name; vocabulary.
     found: list[tuple[tuple[int, int], str, Vocabulary]] = []
     for route in (_by_bytes, _by_context):
         try:
@@ -97,7 +97,7 @@ def _size(tokenizer: Any) -> int:
 
 
 def _sequences(tokenizer: Any, size: int) -> tuple[list[list[int]], int]:
-    """Sequences of ids for comparing readings: first the sample texts. Also the number of sample texts."""
+    """Sequences of ids for comparing readings, the sample texts first; and the number of sample texts."""
     texts = [list(tokenizer.encode(text, add_special_tokens=False)) for text in _SAMPLES]
     rng = random.Random(size)
     drawn = [[rng.randrange(size) for _ in range(_RANDOM_LENGTH)] for _ in range(_NUM_RANDOM)]

@@ -94,7 +94,7 @@ def _end_with_the_parent() -> None:
 
 def _stand_back() -> None:
     """Lower this process's priority, because every poll wakes this process, and it must not take the
-    scheduler's core. A sandbox may forbid this."""
+    scheduler's core. If a sandbox forbids this, the priority stays."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels that read the KV pool: attention, the plan of rows, gather, KV distance."""
+"""Kernels over a KV pool: plan (which slots a batch reads), attention, gather (copies), KV distance."""

@@ -24,9 +24,9 @@ ELEMENT = {
 }
 
 
-#: Kinds of a position in a row. EVICTED: the position names no slot. OWN: its slot is cached at
-#: this position. SHIFTED: its slot is cached at another position. ALIAS: as SHIFTED, and the row
-#: also names the slot at that other position.
+#: Kinds of a position in a row of ``req_to_token``. EVICTED: the position names no slot. OWN: its slot's key
+#: was cached for this position. SHIFTED: the key was cached for another position. ALIAS: for another position
+#: at which the row names the slot, too.
 EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 
@@ -68,7 +68,7 @@ def piece_of(count, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def span_of(begin, end, row, total):
-    """First entry of a query and its number of entries, both cut to the plan's ``total``."""
+    """First of a query's entries (places in ``kv_indices``) and their number, both cut to ``total``."""
     first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
     return first, tl.minimum(tl.maximum(tl.load(end + row), first), total) - first
 
@@ -76,7 +76,7 @@ def span_of(begin, end, row, total):
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
     """For the newest ``reach`` positions of a request's row: the address of the first, their number, and the
-    first position. The number is 0 without a row. Other functions count positions from this first one."""
+    first position. The number is 0 if there is no such row. Other functions count positions from this one."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
@@ -99,7 +99,7 @@ def look(rows, cached_at, position, length, first, num_slots):
 
 @triton.jit
 def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
-    """Where a program writes its first entry: behind the entries of all earlier pieces, by ``counts``."""
+    """Where a program writes its first entry: behind the entries that ``counts`` has for all earlier pieces."""
     pieces = tl.arange(0, PIECES)
     earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
     return tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)

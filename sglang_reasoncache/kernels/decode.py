@@ -18,12 +18,12 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """``softmax(scale * q . k) v`` of every query over its own entries.
+    """``softmax(scale * q . k) v`` of every query over its own entries, the slots that the plan lists for it.
 
-    A shifted key is read as cached, and the query is rotated back instead, so the cost grows with the number of
-    runs of equal shift. An entry is read once, however often its key is used. The result does not depend on the
-    number of threads or on the rest of the batch. On a CUDA device the call only launches kernels, and can be
-    captured in a graph.
+    A *shifted* key, cached for another position, is read as it is. The query is rotated back instead, so the
+    cost grows with the number of runs of equal shift. An entry is read once, however often its key is used. The
+    result does not depend on the number of threads or on the rest of the batch. On a CUDA device the call only
+    launches kernels, and can be captured in a graph.
 
     Args:
         query: ``[batch, heads, query_dim]`` on the pool's device, fp32, bf16 or fp16.

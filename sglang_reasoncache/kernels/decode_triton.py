@@ -2,8 +2,8 @@
 """Paged decode attention on a GPU: programs compute a request's chunks in parallel; others merge the chunks.
 
 Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes one of at
-most ``SPLITS`` chunks and up to 32 query heads of a KV head. The number of entries alone decides where a chunk
-ends, so a request's output has the same bits in any batch.
+most ``SPLITS`` chunks and up to 32 query heads of a KV head. The number of a request's entries (slots that it
+reads) alone decides where a chunk ends, so a request's output has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def chunk_kernel(
                     s_at = shift + first + entry
                     some = tl.load(s_at, mask=ok, other=0) != 0
                     if tl.max(some.to(tl.int32), axis=0) != 0:
-                        # Shifts that are not applied yet, loaded again in the threads that need them,
-                        # because a mask of one bit cannot move between threads.
+                        # ``left`` has the shifts that are not applied yet. They are loaded again in the
+                        # threads that need them, because a mask of one bit, like ``some``, cannot move there.
                         left = tl.load(s_at, mask=ok, other=0)
                         sound = (left > -table_rows) & (left < table_rows)
                         found = tl.where(sound[None, :], found, float("-inf"))

@@ -97,7 +97,7 @@ def distance_kernel(
     ALIGNED: tl.constexpr,  # every base is a multiple of 16 bytes
     HALF: tl.constexpr,  # 0: nothing is rotated
     NEOX: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    REST: tl.constexpr,  # columns of a tile of keys that are not rotated
+    REST: tl.constexpr,  # columns of a tile of the keys' dims that are not rotated
     V_COLS: tl.constexpr, HALF_COLS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (pairs, layers, 2). A pair with a slot or shift out of range gets NaN."""

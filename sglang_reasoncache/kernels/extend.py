@@ -24,7 +24,7 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
-#: A request with at most this many new tokens is read token by token.
+#: If a request has at most this many new tokens, each token reads the pool by itself, as in decode.
 MOST_SINGLE = 4
 #: Number of queries masked at a time, and most elements of a mask that is kept for the next layer.
 _BLOCK = 1024
@@ -65,10 +65,10 @@ def gather_kv(
 
 
 class ExtendPlan:
-    """What the new tokens of a forward read; the same for every layer of a pool.
+    """What the new tokens of a forward read; the same for every layer with KV in the same pool.
 
     Args:
-        plan: Rows up to and including the new tokens.
+        plan: The entries of each request's row, up to and including those of the new tokens.
         new: Number of new tokens of each request. These are the last entries of its row.
         dtype: Dtype of the queries.
         singly: Whether to read every token by itself, as in decode (for soft caps and sinks).
@@ -92,7 +92,7 @@ class ExtendPlan:
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        #: For each gathered request: its tokens, its entries, and the tokens' own entries (None: the last).
+        #: For each request whose entries are copied: tokens, entries, the tokens' own entries (None: the last).
         self.pieces: list[tuple[slice, slice, Tensor | None]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
@@ -136,8 +136,8 @@ class ExtendPlan:
         self, new: int, total: int, reach: int, places: Tensor | None = None, first: int = -1
     ) -> Tensor:
         """Additive mask ``[new, total]`` for tokens in the last ``new`` entries. A token sees ``reach`` entries
-        up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries, if not the last; ``first`` is
-        then the first token's index in the batch. Small masks are kept for the next layer."""
+        up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries, if not the last. Small masks
+        are kept for the next layer; ``first``, the first token's index in the batch, tells them apart."""
         key = new, total, reach, first
         found = self._masks.get(key)
         if found is None:

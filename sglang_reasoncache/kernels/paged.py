@@ -22,7 +22,7 @@ class PagedKv:
         keys: ``[num_slots, kv_heads, k_dim]``, fp32, bf16, fp16, fp8 e4m3fn or e5m2. The last dimension is
             contiguous.
         values: ``[num_slots, kv_heads, v_dim]``, like ``keys``.
-        rotation: The model's rotation of keys; None if no entry is ever shifted.
+        rotation: The rotation of the layer's keys; None if keys are always used as cached.
         latent: Whether a position has a single latent row (MLA): ``values`` is the part that is never rotated,
             ``keys`` the rotated part. A query has the dims for ``values`` first, then those for ``keys``.
         backend: "native" (C++) or "triton". None chooses by the device.
@@ -63,7 +63,7 @@ class PagedKv:
 
 
 def read_rows(buffer: Tensor, slots: Tensor) -> Tensor:
-    """The numbers of ``slots`` in a pool's buffer: fp32 ``[*slots.shape, heads, head_dim]``."""
+    """The elements that a pool's buffer holds for ``slots``: fp32 ``[*slots.shape, heads, head_dim]``."""
     if buffer.dtype.itemsize == 1:
         # fp8 is gathered as bytes, because not every PyTorch operator supports fp8.
         return buffer.view(torch.uint8)[slots].view(buffer.dtype).float()

@@ -15,7 +15,7 @@ TILE = 64
 
 
 class Rotations(NamedTuple):
-    """A list of rotations for each tile (``TILE`` entries) that uses a key away from its cached position.
+    """A list of rotations for each tile (``TILE`` entries) that uses a key at a position it was not cached for.
 
     Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each key
     once, as cached. A list begins with the rotation by 0, whose bits are the keys that are used as cached. The
@@ -31,9 +31,9 @@ class RowPlan(NamedTuple):
     """Which slots the queries of a forward read. Layers share a plan; those with windows may have their own.
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An entry
-    is a single token, whatever the page size. In a merged plan a position has no entry of its own if its slot
-    has one at the slot's cached position. Merged plans have ``rotations`` in place of ``shift``.
-    """
+    is a single token, whatever the page size. A slot's *cached position* is the one that its key was rotated
+    for. If a row names a slot there and at other positions, a merged plan has no entries for the others. Merged
+    plans have ``rotations`` in place of ``shift``."""
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [total], slots

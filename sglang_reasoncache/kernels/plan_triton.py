@@ -77,7 +77,7 @@ def plan_kernel(
                     rows, cached_at, position + 1, length, first, num_slots
                 )
                 ends = moved & ((goes_on != kind) | (then != home + 1))
-                # A run that began before this tile is the last one that was written.
+                # ``run_at``: each position's run. If it began before this tile, it is the last one written.
                 run_at += begins.to(tl.int32) - 1
                 ends &= (run_at >= 0) & (run_at < capacity)
                 tl.store(runs + capacity + run_at, position, mask=ends)
@@ -108,7 +108,7 @@ class PlanBuffers:
     kv_indices: torch.Tensor  # int32 [capacity]; undefined beyond the last entry
     counts: torch.Tensor  # int32 [2 with merge, else 1, batch, PIECES], used by the kernels only
     shift: torch.Tensor | None  # int32 [capacity], like kv_indices; None with ``merge``
-    merge: MergeBuffers | None = None  # None if every held position has an entry
+    merge: MergeBuffers | None = None  # None if all positions but evicted ones have entries
 
     @classmethod
     def of(
@@ -138,7 +138,7 @@ class PlanBuffers:
         return sum(side.nbytes for side in sides if side is not None)
 
     def plan_of(self, batch: int) -> RowPlan:
-        """The plan of ``batch`` requests in these buffers, which keep their full length."""
+        """The plan of ``batch`` requests in these buffers. Only ``kv_indptr`` and ``tile_ptr`` are cut."""
         rotations = None
         if self.merge is not None:
             tile_ptr, by, bits = self.merge.rotations

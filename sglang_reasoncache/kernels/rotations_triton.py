@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the rotations of a plan's tiles on a GPU, from the runs that ``plan_triton`` has found.
+"""Makes a merged plan's lists of rotations (``Rotations``) on a GPU, from runs that ``plan_triton`` found.
 
 A run, positions with equal shifts, belongs to the tiles whose entries it uses. Many programs count each tile's
 rotations, and PyTorch adds the counts up. Then one program per request writes run after run, so that lists have

@@ -2,8 +2,8 @@
 """Builds and loads the C++ library of ``csrc/``. Calls go through ctypes, which releases the
 interpreter lock.
 
-The first use compiles the library, once for each combination of sources, ``CXX`` and CPU. ``CXX``
-chooses the compiler. Without a compiler on PATH, an installed Python package ``ziglang`` compiles.
+The first use compiles the library, once for each combination of sources, ``CXX`` and CPU. The
+variable ``CXX`` chooses the compiler. Without a compiler on PATH, the Python package ``ziglang`` compiles.
 ``REASONCACHE_CACHE_DIR`` is the folder for built libraries (default: ``sglang-reasoncache`` under
 ``XDG_CACHE_HOME`` or ``~/.cache``).
 """
@@ -122,16 +122,16 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The folder for built libraries; None if it is unsafe or cannot be made. It is unsafe if neither this
-    user nor root owns it, or if others can write to it, because its files are executed."""
+    """The folder for built libraries; None if it is unsafe or cannot be made. A folder is unsafe if neither
+    this user nor root owns it, or if others can write to it, because its files are executed."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():
-        return None  # no home folder
+        return None  # a relative path: perhaps the user has no home folder
     try:
         with contextlib.suppress(PermissionError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Links are resolved only here, so the folder checked below is the folder used later.
+        # Links are resolved before the check, so the folder checked below is the folder used later.
         folder = folder.resolve(strict=True)
         status = folder.stat()
     except OSError:

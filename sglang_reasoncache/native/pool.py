@@ -23,7 +23,7 @@ _SIGNATURES = {
     "gather": "pppqppqq",
     "distance": "ppppqqqp",
 }
-#: Types of arguments that are passed on as they are. All other arguments are tensors.
+#: Types of arguments that are passed on as they are. All others are tensors, whose addresses are passed on.
 _PLAIN = {int, float, bool, type(None), type(ctypes.byref(_int32()))}
 _NO_MEMORY = 9
 _MESSAGES = {
@@ -60,7 +60,7 @@ class _Pool(ctypes.Structure):
 
 
 class NativePool:
-    """Layers with the same layout, described to C++ once for many calls.
+    """The KV of layers with the same layout, described to C++ once for many calls.
 
     Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`, with a
     contiguous last dimension. ``rotation``: a ``KeyRotation`` in host memory; None to read keys as cached.
@@ -109,7 +109,7 @@ def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
     """Calls ``reasoncache_NAME(*arguments)``, see :data:`_SIGNATURES`. Pointers are tensors or None.
 
     Callers check dtypes and shapes. The kernels check slots, lengths, ranges and shifts before they read
-    or write anything. Raises ValueError if one of these is out of bounds, and MemoryError.
+    or write anything. Raises ValueError if one of these is out of bounds, MemoryError if memory runs out.
     """
     function = getattr(library, "reasoncache_" + name)
     if function.argtypes is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a server's attention backend, and says what the backend offers to sharing and policies."""
+"""Makes a server's attention backend, and says what it offers to sharing and to policies that evict."""
 
 import dataclasses
 import functools
@@ -35,13 +35,13 @@ class AttentionParts:
     rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None if no policy reads recent queries
     serves_policies: bool = False
-    uncorrected: str = ""  # why keys cannot be corrected, if our backend was tried
+    uncorrected: str = ""  # why our backend cannot correct keys; "" if it can, or was not tried
 
 
 def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     """Called before SGLang chooses a default backend. If ``config`` needs our kernels on an NVIDIA GPU, declare
-    one of ``compat.CUDA_BACKENDS``. Declare none if SGLang's default is one of these, or if the operator or
-    SGLang's rules for the model name a backend. ``server_args``: the raw record, while SGLang resolves it."""
+    one of ``compat.CUDA_BACKENDS`` to SGLang. Declare none if SGLang's default is one of them, or if the
+    operator or SGLang's rules for the model name a backend. ``server_args``: not resolved yet."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
     corrects = config.shares and config.positions != "as-cached"
     if not (corrects or config.policies.evictors):
@@ -72,9 +72,9 @@ def attention_backend(
     stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
-    """Make our backend if the settings allow it, else SGLang's (``stock``). Ours records in ``cached`` at which
-    position each key was cached. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError if a requested
-    backend or policy is not supported, or if memory is missing."""
+    """Make our backend if the settings allow it, else SGLang's (``stock``). Ours records in ``cached`` the
+    position that each key was rotated for. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError if a
+    requested backend or policy is not supported, or if memory is missing."""
     layers = served.attention_layers(model_runner) if config.policies.evictors else ()
     if any(map(served.reach_of, layers)):
         reason = "does not support sliding windows: layers read different positions"
@@ -113,9 +113,9 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
 def resolve_positions(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> tuple[ReasonCacheConfig, str | None]:
-    """Return ``config`` with ``--reasoncache-positions auto`` replaced by what the backend can do. If the
-    backend cannot correct keys, the new config shares nothing, and the reason is returned too. Raises
-    ValueError if corrected positions were requested and are not supported."""
+    """Return ``config`` with ``positions=auto`` replaced by ``corrected``. If the backend cannot correct keys,
+    ``auto`` becomes ``as-cached``, nothing is shared, and the reason is returned too. Raises ValueError if the
+    operator asked for ``corrected`` and the backend does not support this."""
     if config.positions == "as-cached":
         return config, None
     if parts.rotations is not None:
@@ -181,7 +181,7 @@ def _own_backend(
         torch.cuda.empty_cache()
     one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
     if name in compat.CUDA_BACKENDS and one and config.policies.evictors:
-        # Policies need our kernels. If prefill and decode differ, ``check_policies`` refuses the policy.
+        # Policies need our kernels. ``check_policies`` refuses policies if prefill and decode use two backends.
         requested_by = f"{flag_of('policy')} {config.policy}"
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason
     return None, reason
@@ -205,10 +205,10 @@ def make_cuda(
 ) -> Any:
     """Makes the CUDA backend of a scheduler process.
 
-    ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: records cached positions; None to read every key as
-    cached. ``requested_by``: the flag that asks for the backend, with which every message begins. Raises
-    ValueError if the server is not supported. A ValueError with a cause means a failure at the start: memory
-    or a compiler is missing, or SGLang could not apply a hook.
+    ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: records the position that each key is rotated for;
+    None if keys are never corrected. ``requested_by``: the flag that asks for the backend; every message begins
+    with this flag. Raises ValueError if the server is not supported. A ValueError with a cause means a failure
+    at the start: memory or a compiler is missing, or SGLang could not apply a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
@@ -243,7 +243,7 @@ def backend_class(name: str, latent: bool = False) -> type:
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (paged_cuda.SharedSlotReads, getattr(compat, stock))
-    # Of a window, SGLang's Triton decode kernels do not read the oldest position. Its other kernels do.
+    # ``unread``: SGLang's Triton decode kernels leave out the oldest position of a sliding window.
     members = {"__module__": __name__, "unread": int(name == "triton")}
     return type(f"Corrected{stock}", bases, members)
 
@@ -272,7 +272,7 @@ def _after_forward_batch(
     backend = getattr(backend, "full_attn_backend", backend)
     if not isinstance(backend, paged_cuda.SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
-    # SGLang builds the forward now, so polls may change rows again.
+    # SGLang builds the forward now. If a vote (``_needs_ours``) stopped polls, they may change rows again.
     with tree.controller.containment:
         tree.controller.holds = False
         result.rids = _marked(backend, batch, result.rids)
@@ -287,7 +287,7 @@ def _marked(backend: Any, batch: Any, rids: list[str]) -> paged_cuda.MarkedRids:
 
 def _needs_ours(backend: Any, batch: Any) -> bool:
     """Whether a scheduled batch needs our kernels. ``batch``: None if this group of DP attention has no batch.
-    Also stops polls until SGLang builds the forward: a poll could change rows, and so falsify this vote."""
+    Also stops the controller's polls until SGLang builds the forward: they could change rows after the vote."""
     if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
         return False
     controller = batch.tree_cache.controller

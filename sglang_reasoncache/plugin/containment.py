@@ -19,9 +19,9 @@ _LONGEST = 300
 class Containment:
     """A context manager around all code of the plugin that SGLang calls at run time.
 
-    It suppresses exceptions. The first exception is logged and makes every rank call ``disable`` with a
-    reason: a single rank calls it immediately, several ranks at their next reduction. Until that reduction the
-    rank that failed goes on as before.
+    This class suppresses exceptions. The first exception is logged and makes every tensor-parallel rank call
+    ``disable`` with a reason: immediately if there is a single rank, else at the next reduction over the ranks.
+    Until that reduction the rank that failed goes on as before.
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class Containment:
 
         If ``work`` raises, sharing ends, unused memory is given back, and ``work`` is called a second
         time. So ``work`` must change nothing before it raises. A second exception is raised and ends the
-        scheduler, and so is any exception while a CUDA graph is captured.
+        scheduler, and so does the first one while a CUDA graph is captured.
         """
         try:
             return work(*arguments, **named)
@@ -68,7 +68,7 @@ class Containment:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise
             self._failed(error)
-        # Memory is freed behind the except block, because inside it the traceback holds tensors.
+        # Memory is freed behind the except block, because inside that block the traceback holds tensors.
         gc.collect()
         torch.cuda.empty_cache()
         return work(*arguments, **named)
@@ -78,7 +78,7 @@ class Containment:
             return
         try:
             self._reason = f"{type(error).__name__}: {error}"[:_LONGEST]
-        except Exception:  # the message of an exception can raise, too
+        except Exception:  # ``str(error)`` can raise, too
             self._reason = type(error).__name__
         self._ranks.failed = True
         logger.error("reasoncache: %s", self._reason, exc_info=error)

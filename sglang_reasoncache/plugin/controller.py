@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller of a scheduler process: polls the running requests, shares, evicts and reports."""
+"""The controller of a scheduler process *polls* (looks at) the running requests, shares, evicts and reports."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Decode steps between two polls.
 INTERVAL = 4
-#: Polls between two updates of the Prometheus series while polls judge no blocks.
+#: Polls between two updates of the Prometheus series while polls compare no blocks.
 _METRICS_INTERVAL = 8
 
 
@@ -32,7 +32,7 @@ class Controller:
     public methods do not raise (``containment.py``).
 
     Ranks exchange numbers only inside :meth:`Containment.together`. All ranks call that method at the same
-    points, because the causes are equal on all ranks: decode steps, prefills, admissions, free slots.
+    points, because what leads to a call is equal on all: decode steps, prefills, admissions, free slots.
 
     Attributes:
         config: Resolved settings: ``positions`` is not ``auto``.
@@ -51,7 +51,7 @@ class Controller:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
         self._decode_steps, self._is_active = 0, self.config.is_active
-        #: True while the forward of a scheduled batch is not built yet: no poll runs meanwhile.
+        #: True between a vote of DP attention and the forward that was voted on: no poll runs meanwhile.
         self.holds = False
         #: Python ``id`` -> request: the requests of the last poll, without those released since.
         self._running: dict[int, Request] = {}
@@ -69,7 +69,7 @@ class Controller:
 
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a request keeps its prompt out of the prefix tree while it runs. Only then can a policy
-        evict positions of the prompt, because the tree owns published slots."""
+        evict positions of the prompt, because the tree owns the slots of all that it holds."""
         return self.eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
@@ -79,7 +79,7 @@ class Controller:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
     def on_release(self, req: Request, row: HostRow) -> None:
-        """Account for a request that finished, was aborted or was retracted. Its ``row`` is gone."""
+        """Account for a request that finished, was aborted or retracted. ``row``: our copy of its freed row."""
         with self.containment:
             self._on_release(req, state_of(req), row)
 
@@ -120,8 +120,8 @@ class Controller:
             state.followed.close()
 
     def reset(self) -> None:
-        """Start anew. SGLang calls this when it flushes its cache, while no request runs. Old judgements are
-        dropped too, because requests retracted in a pause may come back under other weights."""
+        """Start anew. SGLang calls this when it flushes its cache, while no request runs. Accepted distances
+        are dropped too, because requests that a pause retracted may go on with other weights."""
         with self.containment:
             if self.report.disabled is None:
                 self.forecast = SharingForecast(self.config.admission_credit)
@@ -139,9 +139,9 @@ class Controller:
         return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """Called after a decode step. Every ``interval``-th call polls: it shares and evicts what is ready.
+        """Called after a decode step. Every ``interval``-th call polls (:meth:`_poll`).
 
-        Returns by how many slots :attr:`_to_have` grew.
+        Returns by how much :attr:`_to_have` grew, in slots.
         """
         if self.holds:
             return 0
@@ -203,8 +203,8 @@ class Controller:
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
-        """Share the blocks that the filter found, hand the new tokens to the filter, then evict. The filter has
-        until the next poll to compare the new tokens."""
+        """Measure the blocks that the filter process found (with ``when=always`` they also share), hand new
+        tokens to the filter, then evict. The filter has until the next poll to compare these tokens."""
         self.pipeline.advance()
         running = [req for req in reqs if is_running(req)]
         self._running = {id(req): req for req in running}
@@ -252,7 +252,7 @@ class Controller:
     def _evict(
         self, req: Request, state: RequestState, work: Callable[..., Any], *arguments: object
     ) -> None:
-        """Call ``work``, a method of the eviction controller. Then drop blocks that lost positions."""
+        """Call ``work``, a method of ``eviction``. Then drop blocks of the ledger that lost positions."""
         if state.takes_part:
             evicted = self.stats.positions_evicted
             work(req, state, *arguments)

@@ -39,8 +39,8 @@ def default_backend() -> str:
 
 
 def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner) -> Any:
-    """Make SGLang compute latent attention (MLA) in absorbed form, because the CPU backends read latent rows.
-    SGLang treats an unknown backend like Triton's, and would write these rows with Triton kernels."""
+    """Make SGLang compute latent attention (MLA) in absorbed form, because the CPU backends read cached latent
+    vectors. SGLang treats an unknown backend like Triton's, and would write the vectors with Triton kernels."""
     if model_runner.use_mla_backend:
         absorbed = compat.AttnForwardMethod.MLA
         compat.AttentionBackendRegistry.register(name, lambda *_: absorbed)
@@ -48,10 +48,9 @@ def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
-    """Make the backend of a scheduler process. ``cached``: None to read keys as cached, without rotation.
-
-    Raises ValueError if the server is not supported, and RuntimeError if SGLang could not apply a hook.
-    """
+    """Make the backend of a scheduler process. ``cached``: records the position that each key is rotated for;
+    None to read keys as cached, without rotation. Raises ValueError if the server is not supported, and
+    RuntimeError if SGLang could not apply a hook."""
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
     # Without this hook SGLang launches a Triton kernel for unknown backends at page sizes above 1.

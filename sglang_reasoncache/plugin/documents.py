@@ -25,7 +25,7 @@ _ranks = itertools.count()
 def around_generate(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any = None
 ) -> AsyncIterator[Any]:
-    """Hook around SGLang's ``generate_request``, which every API calls: prefill documents before it."""
+    """Hook around SGLang's ``generate_request``, which every API calls: prefills marked documents first."""
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
     marked = any(isinstance(each, dict) and _custom(each).get(marks.KEY) for each in alike)
@@ -67,7 +67,7 @@ async def _behind_documents(
     if several and marks.asks_to_share(custom) and await _composes(manager):
         base = prompt[: documents.start]
         alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
-        # The first document goes alone, so that the base is computed once and not once per document.
+        # The first document goes alone, so that the base (the tokens before it) is computed only once.
         groups = [
             alone[:1],
             *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
@@ -80,7 +80,7 @@ async def _behind_documents(
             sent = (anext(original(manager, each, request)) for each in group)
             for answer in await asyncio.gather(*sent):
                 if (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort":
-                    # An aborted document, for instance by an abort of all requests, aborts ``obj`` too.
+                    # If a document was aborted, for instance by an abort of all requests, ``obj`` ends too.
                     yield answer
                     return
     async for response in original(manager, obj, request):
@@ -151,8 +151,8 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
         raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")
     for number in asked:
         start = end
-        # Render the message directly behind the base, as it will be prefilled. If its tokens differ from the
-        # prompt's, render it behind all earlier messages, because the chat template may need those.
+        # Render the message directly behind the messages before all documents, as it will be prefilled. If its
+        # tokens differ from the prompt's, render it behind all earlier messages: the template may need those.
         for before, count in ((messages[: asked[0]], len(base)), (messages[:number], start)):
             with contextlib.suppress(Exception):
                 marks.check_before(count, len(asked))

@@ -21,8 +21,8 @@ from sglang_reasoncache.plugin import refusals
 
 logger = logging.getLogger(__name__)
 
-#: Environment variable that has child processes of a server install the hooks: they load plugins
-#: before they see any argument.
+#: Environment variable that makes child processes of a server install the hooks. These processes load
+#: plugins before they see any argument.
 ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
@@ -69,7 +69,7 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
         given |= {name: value for name, value in values.items() if value is not None}
         attach(server_args, bool(getattr(args, ENABLE, False)), given)
     except ValueError as error:
-        # One line for the operator instead of SGLang's traceback.
+        # The operator gets this line instead of a traceback.
         raise SystemExit(f"sglang-reasoncache: error: {error}") from error
     if config_of(server_args) is not None:
         from sglang_reasoncache.plugin import hooks
@@ -98,7 +98,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
             raise ValueError(f"{flag} does nothing without --enable-reasoncache")
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
-    # The scheduler process checks this again. Here the operator gets a plain message.
+    # The scheduler process repeats this check, with the real page size. Here the operator gets a plain message.
     filter_config(config, config.block, page_size=1)
     if config.span == "reasoning" and not server_args.reasoning_parser:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
@@ -118,12 +118,12 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
         except native.NativeUnavailable as error:
             logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
-    # SGLang's record accepts underscore attributes, and pickles them for the scheduler process.
+    # SGLang's ServerArgs accept underscore attributes, and are pickled with them for the scheduler process.
     server_args._reasoncache = config
     os.environ[ENABLED_ENV] = "1"
     hooks.install()
     hooks.install_frontend()
-    # In child processes load_plugins() applies the hooks. In this process it has already run.
+    # In child processes SGLang's load_plugins() applies the hooks. In this process load_plugins() ran earlier.
     compat.HookRegistry.apply_hooks()
     compat.check_applied(compat.HOOK_TARGETS.values())
     return server_args

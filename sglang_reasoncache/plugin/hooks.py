@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.server import ServerParts
 
 #: HTTP paths: totals as JSON, one entry per scheduler; totals with details of single requests; a page that
-#: shows both; a single response. Calls to the schedulers say what they ask for by a path as request id.
+#: shows both; a single response. A call to the schedulers has a path as request id, to say what it asks for.
 _ROUTE = "/reasoncache"
 _DETAILS = "/reasoncache/details"
 _PAGE = "/reasoncache/ui"
 _RESPONSE = "/reasoncache/response"
-#: Request id of a call for details without blocks.
+#: Request id of a call for details without the lists of shared blocks.
 _BRIEF = _DETAILS + "?blocks=false"
 #: The plugin's parts in a scheduler process; None in other processes.
 _server: ServerParts | None = None
@@ -48,7 +48,7 @@ def install() -> None:
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.OUR_BACKENDS:
-        # Our own backend is registered on our CPU platform only.
+        # ``compat.CPU_BACKEND`` is registered on our CPU platform only.
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
             compat.register_attention_backend(name)(make)
@@ -96,8 +96,8 @@ async def _response(rid: str) -> dict[str, Any]:
 
 
 async def _schedulers(rid: str) -> list[Any]:
-    """Our part of each scheduler's internal state, requested in the way of ``/server_info``. ``rid``: one of
-    the paths above, which says what is requested."""
+    """Our part of each scheduler's internal state, requested as ``/server_info`` requests the state. ``rid``: a
+    path (see ``_ROUTE``) that says what is requested."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)
@@ -108,7 +108,7 @@ async def _schedulers(rid: str) -> list[Any]:
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     """Raise ValueError for wrong values of our ``custom_params``: SGLang then answers with status 400
     before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins, so they let
-    wrong requests through, which then count as opted out."""
+    requests with wrong values through, which then count as opted out."""
     from sglang_reasoncache.custom_params import asks_to_share, documents_of
 
     asks_to_share(params.custom_params)
@@ -122,7 +122,7 @@ def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> A
 
     global _server
     config = config_of(compat.get_server_args())
-    # No config: an earlier server in this process left its hooks, and this one runs without the plugin.
+    # Without a config this server runs without the plugin: an earlier server in this process left its hooks.
     _server = None if config is None else ServerParts(config, result)
     return None if _server is None else _server.allocator
 
@@ -176,10 +176,10 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _after_prefill(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    """Hand a prefill batch to the controller. With ``--enable-mixed-chunk`` the last requests decode."""
+    """Hand a prefill batch to the controller. With ``--enable-mixed-chunk`` its last requests decode."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    # A lazy map, evaluated by the controller where a failure is reported to the other ranks.
+    # The map is lazy: the controller evaluates it where a failure is reported to the other ranks.
     written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
@@ -188,7 +188,7 @@ def _after_prefill(
 
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
-    """Prepare repairs of documents when SGLang has allocated a prefill's slots, before the forward."""
+    """Prepare repairs (``cache/repair.py``) once SGLang has allocated a prefill's slots, before the forward."""
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.concerns(batch):
         controller.containment.together(repairs.prepare, batch, controller.tracker.ranks)

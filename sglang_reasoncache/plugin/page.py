@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
-#: A part is decoded behind this many earlier tokens, so that blanks and characters at its start are right.
+#: A part is detokenized behind this many earlier tokens, to get blanks and characters at its start right.
 _BEFORE = 4
 
 
@@ -22,7 +22,7 @@ async def show() -> HTMLResponse:
 
 @functools.cache
 def _page() -> HTMLResponse:
-    """Build the page, a single file. Browsers run only the page's script and connect only to this server."""
+    """Build the page, a single file. Its headers forbid other scripts and connections to other servers."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

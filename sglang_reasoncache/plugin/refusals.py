@@ -12,7 +12,7 @@ from sglang_reasoncache.config import ReasonCacheConfig
 _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count shared slots"
 _OWN_ROW = "a session keeps its row after the request"
 
-#: Field of SGLang's record -> why this plugin cannot run when the field is set, or is a size above 1.
+#: Field of SGLang's ServerArgs -> why this plugin cannot run if the field is set (a size: if it is above 1).
 CONFLICTS: Mapping[str, str] = {
     "radix_cache_backend": "the prefix cache must be ours to count shared slots",
     "hicache_host_memory_mode": "it loads into slots of a request, not of the prefix cache",
@@ -38,7 +38,7 @@ CONFLICTS: Mapping[str, str] = {
     "attn_cp_size": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
-#: Field of SGLang's record -> why keys cannot be corrected on CUDA when the field is set.
+#: Field of ServerArgs -> why keys cannot be *corrected* (rotated to where they are read) on CUDA if it is set.
 CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_pdmux": "it makes one attention backend a stream",
     "enable_two_batch_overlap": "it cuts a batch between two attention backends",
@@ -75,7 +75,7 @@ def check(args: ServerArgs) -> None:
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and variables that exclude corrected keys on CUDA, with reasons. SGLang sets some itself."""
+    """Flags and variables that exclude corrected keys on CUDA, with reasons. Some are set by SGLang itself."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
@@ -108,8 +108,8 @@ def other_attention(args: ServerArgs) -> list[str]:
 
 
 def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
-    """Raises ValueError if a policy evicts positions and ``others`` is not empty: flags and names of attention
-    backends, which would read evicted positions too."""
+    """Raises ValueError if a policy evicts positions and there are ``others``: flags with names of attention
+    backends that would read evicted positions."""
     if others and config.policies.evictors:
         use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
         raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")

@@ -15,7 +15,7 @@ from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
-#: The endpoint lists the shared blocks of at most this many finished requests.
+#: The endpoint lists at most this many finished requests.
 _RECENT_REQUESTS = 32
 #: At most this many shared blocks are listed for one request.
 _RECENT_BLOCKS = 1024
@@ -23,7 +23,7 @@ _RECENT_BLOCKS = 1024
 _KEPT_TOKENS = 16_384
 #: Fields of a finished request that are listed only if the caller asks for blocks.
 _OF_BLOCKS = ("blocks", "blocks_across", "evictions")
-#: The endpoint describes at most this many groups of requests with one prompt.
+#: The endpoint describes at most this many groups of requests with equal prompts.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 
@@ -47,8 +47,8 @@ class SharingMetrics:
     """Our Prometheus series. ``labels``: names and values of the labels of SGLang's scheduler series."""
 
     def __init__(self, labels: dict[str, Any]) -> None:
-        # Imported here, because the client picks its mode at import: by now SGLang has set
-        # ``PROMETHEUS_MULTIPROC_DIR``.
+        # Imported only now that SGLang has set ``PROMETHEUS_MULTIPROC_DIR``, because the import decides whether
+        # metrics are collected over several processes.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = {key: str(value) for key, value in labels.items()}
@@ -74,7 +74,7 @@ class SharingMetrics:
     def update(
         self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
     ) -> None:
-        """Set all series. ``latency``: seconds of the last poll if it judged blocks, else None."""
+        """Set all series. ``latency``: seconds of the controller's last poll if it judged blocks, else None."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for reason, total in stats.refusals.items():
@@ -98,7 +98,7 @@ class Report:
 
     Attributes:
         metrics: Prometheus series. None without ``--enable-metrics``.
-        uncorrected: Why keys cannot be corrected, so that nothing is shared. None if blocks can share.
+        uncorrected: Why keys cannot be rotated to where they are read, so nothing is shared. None otherwise.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         disabled: The failure that ended sharing and evicting (``containment.py``); None if nothing failed.
         recent: The last finished requests, oldest first.

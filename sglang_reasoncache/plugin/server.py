@@ -119,7 +119,7 @@ class ServerParts:
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
         config, params, stats = self.config, context.params, SharingStats()
-        # The ranks of SGLang's group run the same requests.
+        # The ranks of this group run the same requests.
         ranks = Ranks(params.tp_cache_group if self.attention_ranks > 1 else None)
         corrects = config.positions == "corrected"
         check_alike(Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None), corrects)
@@ -134,7 +134,7 @@ class ServerParts:
         allocator = self.allocator
 
         def use() -> float:
-            # The share of the slots in use, neither free nor evictable, as in SGLang's log line.
+            # The share of the slots that are neither free nor evictable. SGLang's log line shows the same.
             return 1.0 - (allocator.free_size() + tree.evictable_size()) / allocator.size_full
 
         pipeline = self._pipeline(context, source, stats, ranks, use)
@@ -183,7 +183,7 @@ class ServerParts:
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:
     """Raise ValueError if this tensor-parallel rank can correct shared keys and another rank cannot. All ranks
-    of all attention groups call this together, because all of them need the same CUDA graphs."""
+    of all groups of DP attention call this together, because all need the same CUDA graphs."""
     if ranks.least(corrects) < corrects:
         told = "a tensor-parallel rank cannot correct shared keys and others can"
         raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures proposed block pairs, accepts some, redirects rows to shared slots, and counts."""
+"""Measures the KV distance of block pairs, accepts some, and redirects rows (block tables) to shared slots."""

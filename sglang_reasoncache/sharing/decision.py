@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A proposed block, and the rules that refuse it whatever its distance.
+"""A block proposed for sharing, and the rules that may refuse it, however small its KV distance is.
 
-The rules do not look at text or similarity. They check what must hold so that the server's memory
-stays correct.
+The rules do not look at text or similarity. They check what must hold so that the server's memory stays
+correct, and that the block is old enough.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, eq=False)
 class BlockProposal:
-    """Redirect positions ``[dst_start, dst_end)`` of ``req`` to the slots of ``[src_start, src_end)``.
+    """Redirect ``[dst_start, dst_end)`` of ``req`` to the slots of ``[src_start, src_end)`` of ``lender``.
 
-    Positions are indexes into prompt plus output; either block may come first. Every other position that names
-    a slot of the destination is redirected too, so these slots become free. Slots are looked up when the block
-    shares. If the source was redirected before that, the destination reads the slots that the source then
-    names.
+    Positions are indexes into prompt plus output; either block may come first. A position *names* the slot in
+    its entry of the request's row (block table). Every other position that names a slot of the destination is
+    redirected too, so the destination's slots become free. Slots are looked up when the block shares: if the
+    source was redirected meanwhile, the destination reads the slots that the source then names.
 
     Attributes:
         length: Tokens.

@@ -7,7 +7,7 @@ import itertools
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.sharing.decision import BlockProposal
 
-#: The queue is rebuilt once it has this many more removed blocks than blocks of the ledger.
+#: The queue keeps removed blocks until they outnumber the ledger's blocks by this number. Then it is rebuilt.
 _DEAD = 1024
 
 
@@ -35,7 +35,7 @@ class Ledger:
         return self._length
 
     def add(self, block: BlockProposal, distance: float) -> None:
-        """Add a block whose slots, and source's slots, are located. ``distance``: KV distance of the pair."""
+        """Add a block after :meth:`HostRow.locate` for it and its source. ``distance``: their KV distance."""
         heapq.heappush(self._queue, (distance, next(self._numbers), block))
         for req in (block.req, block.lender):
             self._of.setdefault(id(req), {})[block] = None

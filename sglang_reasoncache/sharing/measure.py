@@ -20,9 +20,9 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
 
 _LOW, _HIGH, _PER_DECADE = 1e-7, 1e3, 256
-#: Upper edges of the bins: 0, 1e-7, then 256 edges per factor of ten up to 1e3. The last bin counts
-#: larger distances as 1e3. A distance in [1e-7, 1e3] counts as the upper edge of its bin, which is at
-#: most 10 ** (1 / 256) = 1.00904 times the distance.
+#: Upper edges of the bins of the histogram of distances: 0, 1e-7, then 256 edges per factor of ten up to 1e3.
+#: The last bin counts larger distances as 1e3. A distance in [1e-7, 1e3] counts as the upper edge of its bin,
+#: which is at most 10 ** (1 / 256) = 1.00904 times the distance.
 _EDGES = np.concatenate(
     [[0.0, _LOW], _LOW * 10.0 ** (np.arange(1, 10 * _PER_DECADE + 1) / _PER_DECADE), [_HIGH]]
 )
@@ -32,7 +32,7 @@ _FULL = 2.0**21
 
 
 class Measurement(Download):
-    """Slots and sums of squares of a batch of block pairs, while they are copied from device to host.
+    """Slots of a batch of block pairs, and sums of their squared KV differences, on the way to host memory.
 
     Made as ``Measurement(dst_slots, src_slots, sums)``, with slots int64 ``[blocks, length]``.
     """
@@ -54,9 +54,9 @@ class BlockMeter:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         rotations: Layer id -> rotation of its keys. Before a source key is compared, it is rotated to the
             position that would read it. None means that keys are compared as cached.
-        num_heads: KV heads of all ranks together; 1 for latent rows.
-        ranks: Ranks whose sums are added. All ranks measure the same blocks in the same order. Every rank
-            holds latent rows whole. Their sums are added too, so that all ranks get the same bits.
+        num_heads: KV heads of all ranks together; 1 for latent attention (MLA).
+        ranks: Ranks whose sums are added. All ranks measure the same blocks in the same order. Every rank holds
+            the KV of MLA whole, but even then the sums are added, so that all ranks get the same bits.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BlockMeter:
     def _squares(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
     ) -> torch.Tensor:
-        """Sums of squares over all layers. Layers with the same rotation follow one another."""
+        """Sums of squared differences, per layer. Layers with the same rotation follow one another."""
         sides = dst_slots, src_slots, shift
         first, *others = (kernel.squares(*sides) for kernel in self._kernels)
         return torch.cat((first, *others), dim=1) if others else first

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes block pairs from proposals to rows: checks the rules, measures and judges the distances, enters blocks
-in the ledger, and redirects them immediately or when SGLang is short of slots.
-
-Nothing here waits for the filter process or for the device.
+"""Takes block pairs from the filter's proposal to shared slots: checks the rules, measures and judges the KV
+distances, enters accepted blocks in the ledger, and redirects these blocks' positions in the row (the request's
+block table), immediately or when SGLang is short of slots. Nothing here waits for the filter process or device.
 """
 
 import collections
@@ -84,8 +83,8 @@ class BlockPipeline:
         return [*self._waiting, *(self._in_flight[0] if self._in_flight else ())]
 
     def expected(self, running: Iterable[RequestState]) -> float:
-        """Slots that the blocks of ``running`` requests can give, or are expected to give once they are
-        measured. All ranks call this together."""
+        """Slots that the ledger's blocks free when they share, plus those that blocks still to be measured are
+        expected to free. All ranks call this together."""
         unmeasured = len(self._unjudged) + sum(len(state.pending) for state in running)
         if self.tracker.in_groups:
             # The least number counts: ranks may differ in which sources of pending blocks still exist.
@@ -93,15 +92,15 @@ class BlockPipeline:
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
     def expected_of(self, req: Request, state: RequestState) -> float:
-        """As :meth:`expected`, for the row of ``req`` alone, without pending blocks that read other rows."""
+        """:meth:`expected` for the row of ``req`` alone, without its pending blocks that read other rows."""
         unmeasured = sum(candidate.source is None for candidate in state.pending)
         return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
     def advance(self) -> None:
         """Judge and launch batches until the next batch would have to wait, or ``_MAX_BATCH`` pairs are done.
 
-        One batch at a time is measured. Meanwhile finished steps wait in the filter, which sheds new steps when
-        too many wait.
+        Only a single batch is measured at a time. Meanwhile finished steps wait in the filter, which leaves new
+        steps uncompared when too many wait.
         """
         self._polls_to_measure = max(self._polls_to_measure - 1, 0)
         self._measures = self.at_once or self._polls_to_measure > 0 or self._use() > _MEASURED_FROM
@@ -117,7 +116,7 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # The rules allowed none of the blocks. The check counts as well, because it took time.
+                # The rules allowed none of the blocks. Checking them took time, so it counts as one pair.
                 done += 1
         if self.at_once:
             self._share(math.inf)
@@ -193,8 +192,8 @@ class BlockPipeline:
             if req is None:
                 self._stats.refusals[Refusal.LATE.value] += len(result.pairs) + len(result.across)
                 continue
-            # The rules are checked here and again later. Ranks must make the same batches, although they may
-            # differ in which requests still exist.
+            # The rules are checked here and again later. A request that SGLang dropped may still exist on some
+            # ranks. There the rules refuse its blocks now, so all ranks make the same batches.
             for block in self._blocks(req, result):
                 if not self._allows(block):
                     continue
@@ -258,7 +257,7 @@ class BlockPipeline:
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
         """Why other accepted blocks forbid ``block``. If none does, joins the block's positions with the
-        source's and returns None."""
+        source's in :class:`Merges` and returns None."""
         merges, (row, lender_row) = _state_of(block.req).merges, block.rows
         pages = range(0, self.block, self.redirector.page)
         dst = [(row.number, block.dst_start + at) for at in pages]
@@ -290,7 +289,7 @@ class BlockPipeline:
         if refusal not in (Refusal.LATE, Refusal.IN_WINDOW):
             del state.candidates[block.dst_start]
         elif state.row is not None and state.row is block.row:
-            # The request has its row. The block waits for a row of the source, or for the window to move on.
+            # The request has its row. The block waits for a row of the source, or until the window has passed.
             state.pending.append(candidate)
 
 

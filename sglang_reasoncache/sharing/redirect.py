@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redirects blocks of the ledger. A redirected block's row names the slots of the source block, and the block's
-own slots become free."""
+"""Redirects blocks of the ledger (accepted blocks): at a block's positions the request's row (its block table)
+then names the slots of the source block, and the block's own slots become free."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -90,7 +90,7 @@ class Redirector:
                 moved += 1 + sum(len(move.positions) for move in moves) // block.length
             if done:
                 commit = self.prepare(done)
-                # All ranks are prepared: nothing after this can fail.
+                # Raises on all ranks if one has failed, so either all ranks change their rows or none does.
                 self._ranks.agree()
                 commit()
         except BaseException:
@@ -105,14 +105,14 @@ class Redirector:
         refusal = refusal_of(block, self._min_age, self.page)
         if refusal is None and self._allocator.has_window_pool:
             start, end = compat.freed_of_window(block.req.kv, self.page)
-            # A block outside this range would read the source's window slots, and free them too early.
+            # Positions that a window still covers would read the source's window slot, and free it too early.
             if not start <= block.dst_start < block.dst_end <= end:
                 return Refusal.IN_WINDOW
         return refusal
 
     def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
-        """Why a block must not share now because of its slots, although the rules allow it; or None. The slots
-        of the block and of its source must be located."""
+        """Why a block must not share now because of its slots, although the rules allow it; or None. For the
+        block and its source :meth:`HostRow.locate` must have been called."""
         row, lender = block.rows
         read = range(block.src_start, block.src_end)
         if block.is_across:

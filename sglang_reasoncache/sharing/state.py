@@ -18,14 +18,14 @@ Key = tuple[int, int]
 
 @dataclass(eq=False)
 class Candidate:
-    """A block of a response that reads another block's slots, or may do so later. Candidates outlive the row.
+    """A block of a response that reads another block's slots, or may do so later; kept after a retraction.
 
     Attributes:
         dst_start, src_start: First positions of the block and of its source.
         source: The request whose block is the source; None if the source is in the same request.
         source_rid: SGLang's id of ``source``.
-        accepted: The threshold's epoch when the distance was accepted, or -1. During that epoch the distance
-            is not judged again, even after a retraction.
+        accepted: ``AdaptiveThreshold.epoch`` when the distance was accepted, or -1. During that epoch the
+            distance is not judged again, even after a retraction.
         shared_at: Written positions of the request when the block last began to share; 0 if it never did.
     """
 
@@ -38,11 +38,11 @@ class Candidate:
 
 
 class Merges:
-    """Disjoint sets of positions. A set holds the positions that will name the same slot.
+    """Disjoint sets of positions. A set's positions will name the same slot once all accepted blocks share.
 
     Accepting a block joins each position's set with the set of the position to read. A block is refused if two
     such sets are the same already. So every accepted block frees one slot per position, in whatever order
-    blocks share, and the ledger's sum is exact.
+    blocks share, and ``Ledger.slots`` is exact.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Followed:
         self.join(True)
 
     def join(self, yes: bool) -> None:
-        """Join the group, because the row is complete. If not ``yes``, leave it, because the row is gone."""
+        """Join the group (``yes``) once the row is complete, or leave the group once the row is gone."""
         if self.group is not None and self._dropped.alive:
             self._process.join(self.id, self.group.number if yes else -1)
 
@@ -152,8 +152,8 @@ class RequestState(RowState):
         takes_part: False if our code never touches the row, because the request opted out or is of a kind that
             cannot share (:func:`takes_part`).
         fed: Output tokens handed to the filter.
-        row: The row. None until a poll sees that the whole row was computed, and again from a retraction until
-            the next such poll.
+        row: The host's copy of the row (block table). None until a poll sees that the whole row was computed,
+            and again from a retraction until the next such poll.
         candidates: ``dst_start`` -> block that shares or may share later. Candidates outlive a retraction.
         pending: Candidates that wait to be measured, because this row or the source's row is missing, or
             because SGLang has enough slots.

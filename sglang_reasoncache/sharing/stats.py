@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of what one scheduler did to rows."""
+"""Counts of what a scheduler process shared, evicted and composed."""
 
 import collections
 from dataclasses import dataclass, field
@@ -85,8 +85,8 @@ class SharingStats(EvictionStats):
             self.sum_final_ratio += (redirected + evicted) / logical
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
-        """Count a prompt composed of ``documents``. ``tokens`` of the prompt are not computed, base included;
-        ``repaired`` tokens are computed again. ``missed``: a repair was asked for, and none is made."""
+        """Count a prompt composed of ``documents`` documents. ``tokens`` of the prompt (also those before the
+        first document) are not computed; ``repaired`` are. ``missed``: no repair, though asked for."""
         self.prompts_composed += 1
         self.documents_composed += documents
         self.tokens_composed += tokens

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks all that we use of SGLang against the installed version.
 
-A failure here names what changed in SGLang. Adapt ``sglang_reasoncache/compat`` to it."""
+A failure here names what changed in SGLang. Adapt ``sglang_reasoncache/compat`` to that change."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ def test_name_exists(name: str) -> None:
 
 _ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
 _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
-#: Hook target -> its parameters. ``...``: more may follow, or SGLang passes the others by name.
+#: Hooked function of SGLang -> its parameters. ``...``: more may follow, or SGLang passes them by name.
 HOOKS = {
     "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
     "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
@@ -99,9 +99,9 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
     assert len(named) < len(found) or len(named) == len(names)
 
 
-#: Functions of SGLang, each followed by texts that its source must contain in this order. Without
-#: this test, a change of these steps would show only on a GPU or in a race. If the first text begins with
-#: ``>``, only the source after that text is searched.
+#: Functions of SGLang, each followed by texts that its source must contain in this order. Without this test, a
+#: change of such a function would show only on a GPU or in a race. If the first text begins with ``>``, only
+#: the source after that text is searched.
 STEPS = """
 # The decode runner selects a variant before it prepares a replay, and captures every one.
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
@@ -182,7 +182,7 @@ def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
     assert ends.max_of((ends.PRE_REPLAY, ends.IN_REPLAY)) is ends.IN_REPLAY
 
 
-#: Protocol -> path of the class in ``sglang.srt``.
+#: Our protocol -> path in ``sglang.srt`` of the class that it describes.
 CLASSES: dict[type, str] = {
     types.RequestKV: "managers.schedule_batch.ReqKvInfo",
     types.Request: "managers.schedule_batch.Req",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake server of chat completions (the peer), a ``Server`` that talks to the peer, and makers of records."""
+"""A fake server of chat completions (the peer), a ``Server`` that talks to it, and makers of runs' records."""
 
 import asyncio
 import contextlib
@@ -49,9 +49,9 @@ def ask_all(url: str, model: str, requests: Sequence[Request]) -> list[Response]
 
 
 class Peer(ThreadingHTTPServer):
-    """Answers each request with the next script (a raw HTTP response); repeats the last. A context manager."""
+    """Answers each request with the next script (a raw HTTP response), then with the last. Runs in ``with``."""
 
-    request_queue_size = 256  # the requests of a run all come at once
+    request_queue_size = 256  # connections that may wait; a run sends all requests at once
 
     def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class PeerServer(Server):
-    """A ``Server`` whose requests go to a peer, so that cells can be measured without SGLang."""
+    """A ``Server`` whose requests go to a peer, so that a run can be measured without SGLang."""
 
     def __init__(self, peer: Peer, *flags: str) -> None:
         self.log = ""  # text of the server log
@@ -106,7 +106,7 @@ class PeerServer(Server):
             log_text=lambda since: self.log,
         )
         super().__init__(process)
-        self.totals: dict[str, Any] = {}  # ``totals`` of the report; if empty, no report
+        self.totals: dict[str, Any] = {}  # ``totals`` of the report; if empty, there is none
         self.settling: Exception | None = None  # ``settle`` raises this
 
     def reports(self) -> list[dict[str, Any]]:

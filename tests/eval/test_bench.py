@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests two benchmarks. Servers: ``eval.run`` accepts the flags of all runs, and a small run works on the CPU.
-Attention: batches, turns and the check of results; the benchmark itself checks the kernels that it times."""
+Attention: batches, turns and the check of results, but not kernels: the benchmark checks those it times."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ from tests.triton_runs import interpreted
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of recorded responses: six of the embedded reasoner's task, and two of these 20 times each."""
+    """A folder of recorded responses: six of the tiny reasoner's task, and two of these repeated 20 times."""
     monkeypatch.chdir(tmp_path)
     texts = [problem.response for problem in generate(seed=5, count=6)]
     texts += [text * 20 for text in texts[:2]]
@@ -95,7 +95,7 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
     assert shifted == pytest.approx(percent / 100, abs=RUN / SHAPE.tokens)
-    # A shifted entry reads a slot that its own request wrote whole blocks earlier.
+    # An entry with a shift names a slot that its own request wrote a number of whole runs earlier.
     assert bool((shift >= 0).all()) and bool((shift % RUN == 0).all())
     assert torch.equal((rows - 1) % SHAPE.requests, torch.arange(3)[:, None].expand(3, 989).int())
     unshared = lay_rows(SHAPE, 0)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the fidelity harness on a small Llama with random weights: its editable KV caches must equal
-transformers' own forward. Also tests the files that the harness reads and writes."""
+"""Tests the fidelity harness on a small Llama with random weights: a forward over an editable KV cache must
+equal transformers' own forward. Also tests the files that the harness reads and writes."""
 
 import json
 from pathlib import Path
@@ -239,7 +239,7 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     # These arms compute every moved token in full context, so their caches equal a full prefill.
     assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
     assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
-    # Expected choices: most attention by transformers to cached KV; largest distance from full KV.
+    # ``query`` chooses by attention to the cached KV, ``deviation`` by distance from a full prefill's KV.
     cache, known = measured.caches["none"], DynamicCache()
     for layer in range(2):
         known.update(cache.keys[layer, :, :, :44], cache.values[layer, :, :, :44], layer)
@@ -267,7 +267,7 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     selected = measured.caches["samkv-select:2"].visible[0, :44]
     ends = [at for a, b in ((6, 18), (18, 30), (30, 44)) for at in (a, a + 1, *range(b - 4, b))]
     assert selected[:6].all() and selected[ends].all()
-    # Between the ends lie 3 + 3 + 4 blocks. At most 4 are selected: the mean per document, rounded up.
+    # Between the ends lie 3 + 3 + 4 blocks. At most 4 in all are selected: a document's mean, rounded up.
     assert len(ends) <= int(selected[6:].sum()) <= len(ends) + 2 * 4
     for name in names[2:]:
         assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)
@@ -299,7 +299,7 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         place = torch.tensor(block.start)
         cache.keys[1, 0, :, block.start] = reader.rotation.rotate(sign * towards, place)
     for sign, most, least in ((1e3, 4, 1), (-1e3, 1, 4)):
-        # ``select`` weights another document's query by an absolute cosine, so the query keeps its sign.
+        # ``select`` weights the second document's query by an absolute cosine, so ``sign`` is kept.
         asked = [one._replace(query=0 * one.query) for one in (first, second)]
         asked[0] = asked[0]._replace(most=[most], least=[least])
         asked[1] = asked[1]._replace(query=sign * second.query)
@@ -313,7 +313,7 @@ def test_samkv_where_nothing_can_be_selected(reader: Reader) -> None:
     assert samkv.top_p(same, same, same) == 0
     assert samkv.top_p(same, same + 3, same - 1) == 0.75
     assert samkv.top_p(same, torch.tensor([3.5, 0.0]), same - 1) == 0.375
-    # One document of 38 tokens, then five of 2 to 14 tokens. Blocks of 16 leave nothing out of them.
+    # One document of 38 tokens, then five of 2 to 14: too short to leave out any block of 16 (the default).
     for ends in ((44,), (8, 12, 19, 30, 44)):
         prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, ends, 54)
         repairs = {name: documents.parse(name) for name in ("none", *samkv.UPDATES, "samkv:4")}

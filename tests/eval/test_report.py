@@ -147,7 +147,7 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", {"dense": 0.0}, ("aime24_replay",))
     cell = Cell(run, "aime24_replay", "dense", 0)
     fill(cell, 3, 0.0, finish_reason="length")
-    # All three answers end by length. Only the wrong answer was cut: the others equal the record.
+    # All three answers end by length. Only the wrong answer counts as cut: the others equal the record.
     assert list(load([run]).cells["cut"]) == [1]
 
 
@@ -182,8 +182,8 @@ def test_shares_have_wilsons_interval_and_copies_add_nothing(right: list[int], s
 
 
 def test_difference_of_shares_as_published() -> None:
-    """Newcombe 1998, Improved confidence intervals for the difference between binomial proportions based on
-    paired data, method 10. ``cells`` counts pairs in which both are right, only x, only y, neither."""
+    """Intervals equal those of Newcombe 1998, Improved confidence intervals for the difference between binomial
+    proportions based on paired data, method 10. ``cells``: pairs with both right, only x, only y, neither."""
     for cells, interval in {
         (36, 12, 2, 0): (0.0569, 0.3404),
         (54, 0, 0, 0): (-0.0664, 0.0664),

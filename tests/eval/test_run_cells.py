@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests measuring of cells, clients whose servers misbehave, and figures from logs and reports."""
+"""Tests measuring cells (task, method, seed), clients of misbehaving servers, figures of logs and reports."""
 
 import asyncio
 import dataclasses
@@ -54,7 +54,7 @@ def run_cell(cell: Cell, server: PeerServer) -> Served:
 
 def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, int]:
     """Runs a session over ``peer``. Returns whether all cells were measured without a failed request, and how
-    often the session closed its servers. ``settle`` fails on the server of the method ``fault``."""
+    often the session closed its servers. ``fault``: the method on whose server ``settle`` fails."""
     closed: list[None] = []
 
     def get(name: str, flags: list[str]) -> PeerServer:

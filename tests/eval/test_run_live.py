@@ -25,7 +25,7 @@ BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
 
 def start(*argv: str) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-m", "eval.run", *argv], subprocess.PIPE
-    # A shell's background job ignores SIGINT, and so would its children: this restores the default.
+    # In a shell's background job, child processes ignore SIGINT too: ``heeded`` restores the default.
     heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     return subprocess.Popen(
         command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, preexec_fn=heeded

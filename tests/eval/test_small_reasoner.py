@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests problems of the small reasoner, and merging of a LoRA adapter into a model."""
+"""Tests the problems of ``eval/small_reasoner``, and merging of a LoRA adapter into a model."""
 
 import random
 import re

@@ -138,7 +138,7 @@ def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
     # The ends of chat templates: QwQ-32B and R1 distills (opening), Qwen3 and Qwen2.5 (others).
     opening = [_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", _TURNS + r1]
     others = [_TURNS + _ASKED + _HYBRID + "{%- endif %}", _TURNS + _ASKED + "{%- endif %}"]
-    # This template has no generation prompt, so the user's own words come last.
+    # This template has no generation prompt, and closes the reasoning that it opens.
     others += ["{{- messages[0]['content'] + '<think></think>' }}"]
     others += ["{{ raise_exception('no such role') }}", "{% if %}"]
     for number, template in enumerate([*opening, *others, None]):
@@ -222,7 +222,7 @@ HOSTILE = {
 def test_hostile_answers_are_wrong_and_in_time(name: str) -> None:
     begin = time.monotonic()
     assert not _grade("3", "\\boxed{" + HOSTILE[name])
-    # Enough for a parse, a comparison and a restart of the grader's process on a busy machine.
+    # 30 s are enough for a parse, a comparison and a restart of the grader's process on a busy machine.
     assert time.monotonic() - begin < 30
     assert _grade("3", "\\boxed{\\frac{6}{2}}")
 

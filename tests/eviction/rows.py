@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that run requests in a ``World``, and a fixture that checks that every slot is free in the end. Other
-helpers make views of requests with given keys and weights, and say what a policy evicts from a view."""
+"""Helpers that run requests in a ``World`` (a scheduler without a model), and a fixture that checks that every
+slot is free in the end. Other helpers make views (what a policy sees of a request) and evict from a view."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
 
 
 def begun(setup: Setup, *policies: Any, **options: Any) -> tuple[World, Req]:
-    """A world and a request in it; without ``policies`` a test scripts the evictions."""
+    """A world and a request whose KV is computed. Without ``policies`` a test scripts the evictions."""
     world = world_of(setup, *policies, **options)
     return world, world.start()
 
@@ -71,8 +71,8 @@ def evicted(world: World, req: Req) -> list[int]:
 
 @dataclass
 class GivenLayer:
-    """A ``Layer`` of a view. ``keys``: ``[held, heads, dim]``. ``given``: weights ``[queries, held]``, the last
-    ones by the query of position ``written - 1``."""
+    """A ``Layer`` of a view. ``keys``: ``[held, heads, dim]``. ``given``: attention weights
+    ``[queries, held]``, the last row by the query of position ``written - 1``."""
 
     keys: torch.Tensor
     given: torch.Tensor | None
@@ -98,7 +98,7 @@ def view(
     page: int = 1, gone: Iterable[int] = (), keys: torch.Tensor | None = None, seed: int = 7,
     shared: Iterable[tuple[int, int, int]] = (),
 ) -> View:  # fmt: skip
-    """``prompt``: length of the prompt, by default ``owned``. ``keys``: ``[layers, held, heads, dim]``."""
+    """``gone``: evicted positions. ``shared``: (dst, src, length). ``keys``: ``[layers, held, heads, dim]``."""
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     keys = torch.zeros(1, len(held), 1, 2) if keys is None else keys
     row = HostRow()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies evict from rows over SGLang's pools. Scripted evictions are tested in ``tests/property``."""
+"""Tests policies on rows (block tables) over SGLang's pools; ``tests/property`` draws random evictions."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Eviction, Pair, Setup, SlowMeter, World
 from tests.unit.test_pipeline import arrive, lack, used
 
-#: Positions of the request of ``World.start`` whose KV is written.
+#: How many positions of the request of ``World.start`` have their KV written.
 WRITTEN = len(PROMPT) + OUTPUT
 
 
@@ -79,7 +79,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
 
 @SETUPS
 def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> None:
-    """After a retraction, policies run only once the blocks share again, some polls later."""
+    """After a retraction, policies wait until the blocks share again, some polls later."""
     policy = RandomAttention(budget=WRITTEN - 2, slack=4, recent=4)
     world = world_of(setup, policy, meter_type=SlowMeter)
     arrive(world, True)
@@ -104,7 +104,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> No
 
 @pytest.mark.parametrize("run", [Eviction(21, 1), Eviction(9, 2)], ids=["destination", "source"])
 def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
-    """The block is refused, and the slots it had when the measurement began are neither shared nor freed."""
+    """The block is refused: its evicted slots, by then another request's, are neither shared nor freed."""
     world, req = begun(SINGLE, meter_type=SlowMeter)
     world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
@@ -246,7 +246,7 @@ def several(
 
 @SETUPS
 def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
-    """Only a shortage evicts: first from the longest request, down to its budget, then from another one."""
+    """A policy evicts only in a shortage: from the longest request down to its budget, then from others."""
     world, (short, long) = several(setup, OLDEST, 40, 80)
     for i in range(8):
         world.step(long, i)
@@ -298,7 +298,7 @@ def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -
 
 
 def test_sharing_comes_first() -> None:
-    """Blocks of the ledger share before positions are evicted, because sharing loses less."""
+    """Accepted blocks (the ledger) share before positions are evicted, because sharing loses less."""
     setup = dataclasses.replace(SINGLE, when="short")
     world, (req,) = several(setup, OLDEST, 60)
     world.propose(req, Pair(40, 20), Pair(48, 28))

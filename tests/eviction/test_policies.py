@@ -69,7 +69,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """Whole slots are evicted, the lowest score first. A slot has the highest score of its pages."""
+    """Pages that name the same slots are evicted together, those whose highest score is lowest first."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [
@@ -79,7 +79,7 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
     gone = np.flatnonzero(np.repeat(rng.random(pages) < 0.2, page))
     now = view(pages * page + 1, owned=2 * page, page=page, gone=gone, shared=shared)
     scores = rng.random(len(now.held))
-    # ``slot_of``: page -> number of its slot after all sharing. ``names``: this number -> held pages.
+    # ``slot_of``: page -> number of the page of slots it names. ``names``: this number -> held pages.
     slot_of = list(range(pages + 1))
     for dst, src, _ in shared:
         slot_of[dst // page] = slot_of[src // page]
@@ -211,7 +211,7 @@ def near(weights: np.ndarray, reach: int) -> list[list[float]]:
 
 
 def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[float]:
-    """Scores by the policy's formula. The positions with the highest scores are evicted."""
+    """The policy's formula, with the sign turned: positions with the highest numbers are evicted."""
     if isinstance(policy, L2Norm):
         return averaged(keys, norms)
     if isinstance(policy, KeyDiff):

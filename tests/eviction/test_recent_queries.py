@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ring buffer of queries, and the attention weights over held keys that policies compute from it."""
+"""Tests the ring buffer of queries, and attention weights of these queries over held (not evicted) keys."""
 
 import random
 from types import SimpleNamespace
@@ -79,7 +79,7 @@ class Kept:
                     at += 1
 
     def check(self, rid: str, written: int, first: int) -> None:
-        """Reads positions ``[first, written)``, and checks that every query that was kept is the request's own.
+        """Reads queries of positions ``[first, written)``; checks that every query kept is the request's own.
         Stores the positions of the kept queries in ``there``."""
         queries, positions, kept = self.recent.read(LAYERS - 1, self.rows[rid], first, written)
         assert positions.tolist() == list(range(max(first, written - WINDOW - 1, 0), written))
@@ -139,7 +139,7 @@ def rotation_of() -> KeyRotation:
 def source(
     layers: list[torch.Tensor], queries: RecentQueries | None, rotation: KeyRotation | None
 ) -> KeySource:
-    """A source over plain tensors, which gives buffers by layer, as SGLang's pool does."""
+    """A ``KeySource`` over plain tensors, with an object in place of SGLang's pool."""
     pool = SimpleNamespace(start_layer=0, layer_num=len(layers), get_key_buffer=layers.__getitem__)
     rows = torch.full((ROWS, 12), 99, dtype=torch.int32)
     rows[1, : len(ROW)] = torch.tensor(ROW, dtype=torch.int32)
@@ -168,7 +168,7 @@ def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_keys_of_held_positions(dtype: torch.dtype) -> None:
-    """Keys as stored and as used; position 4 reads the slot that was computed for position 1."""
+    """Checks keys as stored and as used. Position 4 names the slot whose key was computed for position 1."""
     layers, rotation = pool_keys(dtype), rotation_of()
     at = torch.from_numpy(HELD)
     slots = torch.tensor(ROW)[at]

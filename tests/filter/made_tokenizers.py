@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenizers of the common kinds, trained here on text with mathematics, code and Unicode."""
+"""The embedded reasoner's tokenizer, and common kinds, trained here on text with mathematics, code, Unicode."""
 
 import functools
 import json
@@ -16,10 +16,10 @@ _VOCAB_SIZE = 6000
 _SPECIAL = ["<unk>", "<eos>"]
 _REASONING = ["<think>", "</think>", "<\uff5ctool\u2581call\uff5c>"]
 
-# Pre-tokenizers of byte-level BPE. o200k is o200k_base without its rules for upper case: a token may hold
-# punctuation and the newlines behind it (``)\n\n\n``), as in cl100k_base, and also slashes. gpt2 puts no white
-# space before visible text in a token, except a single space. no_split makes tokens with text on both sides of
-# a blank line.
+# Patterns by which byte-level BPE splits text before merging. gpt2: GPT-2's own pattern; before visible text, a
+# token has at most a single space. o200k: the pattern of o200k_base without the rules for upper case; a token
+# may hold punctuation with the newlines behind it (``)\n\n\n``), as in cl100k_base, and with slashes. no_split
+# makes tokens with text on both sides of a blank line.
 _BYTE_LEVEL = {
     "gpt2": "",
     "o200k": r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
@@ -85,8 +85,8 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    """SentencePiece BPE: ``▁`` stands for a space; newlines and rare characters are spelled as bytes."""
-    # Trains on ASCII only, because a trainer's choice among equally rare characters differs by run.
+    """SentencePiece BPE, as in Llama 2. ``▁`` is a space; newlines and rare characters are spelled as bytes."""
+    # Trained on ASCII only, because among equally rare characters the trainer chooses differently in each run.
     text = TEXT.encode("ascii", "ignore").decode().replace("\n", "").replace(" ", "▁")
     split = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
     trained = _train(models.BPE(unk_token="<unk>"), split, trainers.BpeTrainer, [text] * 40)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the papers' filter (``match=steps``): similarities and dynamic threshold against formulas, the whole
-filter against a slow reference, alignment of blocks, bounds and presets."""
+"""Tests the filter of the ReasonCache and MemShare papers (``match=steps``), which pairs blocks of similar
+steps (texts between blank lines): formulas, all against a slow reference, alignment, bounds and presets."""
 
 import dataclasses
 import math
@@ -50,10 +50,10 @@ def response(phrases: list[str]) -> str:
 
 
 def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair]]:
-    """All stages before the distances, as the paper describes them: compares with each earlier step in turn."""
+    """Slow reference of all stages before the KV distances: compares a step with each earlier step in turn."""
     _, proposals = propose(phrases, max_step_tokens=10_000)
     steps = [proposal.step for proposal in proposals]
-    # As in the papers, steps are compared without their delimiters. Here a delimiter is one token.
+    # As in the papers, steps are compared without the blank lines behind them. Here a blank line is one token.
     texts: list[Any] = [dataclasses.replace(s, token_ids=s.token_ids[:-1]) for s in steps]
     signatures = [signature(Words().decode(list(step.token_ids))) for step in steps]
     found = []
@@ -141,7 +141,7 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
 def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
     assert len(proposals[-1].pairs) == 3
-    # Newer steps with the same tokens in another order are as similar as the copy, so they are checked first.
+    # Steps with these tokens in another order are as similar as an exact copy. Newer steps are checked first.
     one, other = "line c = 3 - 4 . here now .", "line c = 4 - 3 . here now ."
     for checks, shares in ((2, False), (3, True)):
         knobs = {"block": 4, "max_structure_checks": checks}
@@ -175,7 +175,7 @@ def test_random_sharing_is_seeded_in_range_and_of_the_given_ratio() -> None:
         blocks = set(range(proposal.step.start, proposal.step.end - 3, 4))
         assert {pair.dst_start for pair in proposal.pairs} <= blocks
         starts |= blocks
-    # Sources come from the whole history. If the history is bounded, sources are recent.
+    # Earlier blocks are drawn from the whole history. A bounded history has only recent steps.
     lags = [p.step.start - pair.src_start for p in proposals[200:] for pair in p.pairs]
     assert max(lags) > 2000
     recent = run(max_history_steps=2)
@@ -250,7 +250,7 @@ def test_tokens_mode_misses_nothing(
         ("abXcdab", "abYcdab", 2, [(0, 0), (3, 3), (5, 5)]),
         # If the diagonal does not match, the nearest later occurrence is taken, else the first.
         ("abcd", "cdabxcd", 2, [(0, 2), (2, 5)]), ("abcd", "cdcdab", 2, [(0, 4), (2, 0)]),
-        # A source block may serve twice.
+        # A source block may be paired twice.
         ("abab", "abz", 2, [(0, 0), (2, 0)]),
         ("abc", "xyz", 2, []), ("ab", "abc", 3, []), ("abc", "ab", 3, []),
     ],
@@ -268,7 +268,7 @@ def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
     assert align_blocks(dst, src, 4, 4) == [BlockPair(16, 8), BlockPair(20, 4)]
     assert align_blocks(step_of(list(dst.token_ids), start=17), src, 4, 4) == []
     assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
-    # A page is left out if another source covers a token of it already.
+    # A page is left out if a token of it is covered, which means paired with another earlier step already.
     step = step_of([7] * 12, start=16)
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
@@ -287,7 +287,7 @@ def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_explicit_values_win_over_a_preset(name: str) -> None:
-    """A preset sets the values listed for it. At percentile 100 the first finite distance is accepted."""
+    """A preset sets the values listed for it. Presets at percentile 100 accept the first finite distance."""
     resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
     assert resolved["preset"] == name and PRESETS[name].items() <= resolved.items()
     assert not re.fullmatch(r"p\d+", name) or resolved["percentile"] == int(name[1:])
@@ -324,7 +324,7 @@ _STEPS = st.lists(
 def test_similarities_equal_the_formula(
     drawn: list[tuple[list[int], int]], length_factor: bool, max_steps: int
 ) -> None:
-    """The history is bounded: similarities are also right after many of the oldest steps were dropped."""
+    """Similarities stay correct when a bounded history has dropped many of its oldest steps."""
     index = LexicalIndex(max_steps, length_factor)
     history: list[Step] = []
     for token_ids, num_chars in drawn:
@@ -344,7 +344,7 @@ def test_similarities_equal_the_formula(
 
 
 def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
-    """In the papers a step is the text between two blank lines, without the blank lines."""
+    """The bag counts a step's token ids but, as in the papers, not those of the blank line at its end."""
     step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
     assert (step.bag, step.num_chars, len(step)) == ({4: 2}, 2, 4)
     for num_blank_tail in (-1, 2, 3):
@@ -379,7 +379,7 @@ def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time()
         dynamic_threshold(sims, 0.9, 0.7)
         seconds.append(time.thread_time() - start)
     assert sims.tolist() == pytest.approx([1023 / 1024] * 2048)
-    # A hostile step may take 50 ms; a current machine takes about 15 ms.
+    # The limit for any step, even a hostile one, is 50 ms; a current machine takes about 15 ms.
     assert min(seconds) < 0.05
     # The mean of a full history does not overflow.
     assert dynamic_threshold(np.ones(1 << 20), 0.9, 0.7) == 0.9 - (0.9 - 0.7)

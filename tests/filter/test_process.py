@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the filter's process: it answers as the filter does, blocks no caller, and may die at any time."""
+"""Tests the filter process: it gives a local filter's results, blocks no caller, and may die at any time."""
 
 import contextlib
 import itertools
@@ -118,7 +118,7 @@ def test_same_results_as_the_filter_in_this_process(
 
 
 def test_closed_and_unknown_requests(make: Make) -> None:
-    """How many results are outstanding and what ``take`` returns depend on calls made, not on time."""
+    """How many feeds are outstanding and what ``take`` returns depend on calls made, not on time."""
     step_filter = make()
     request = feed_new(step_filter, _STEP * 3)
     step_filter.close(request)
@@ -248,7 +248,7 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     start = time.monotonic()
     wait_until_it_failed(step_filter)
     assert time.monotonic() - start > 0.7
-    # If the scheduler itself pauses, the process does not count as silent.
+    # After a pause of the scheduler, replies that came meanwhile are read before silence is judged.
     step_filter.restart()
     feed_new(step_filter)
     monkeypatch.setattr(process, "_LONGEST_PAUSE", 0.5)
@@ -278,7 +278,7 @@ def test_what_came_in_pieces_is_read_and_nonsense_is_a_failure(make: Make) -> No
 def test_a_filter_of_another_version_is_refused_by_name(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another version of the package is installed while the server runs."""
+    """If another version of the package is installed while the server runs, a restart fails and says why."""
     step_filter = make()
     package = shutil.copytree(_ROOT / "sglang_reasoncache", tmp_path / "sglang_reasoncache")
     (package / "__init__.py").write_text('__version__ = "0.0.9"')
@@ -383,7 +383,7 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.send_signal(number)
-        # The process that adopts the child may be slow to reap it.
+        # The process that adopts the child may be slow to reap it, and until then the child exists.
         child.wait(timeout=60)
 
 
@@ -395,7 +395,7 @@ def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
     child = psutil.Process(step_filter.pid)
     mapped = {Path(part.path).name for part in child.memory_maps()}
     assert not [name for name in mapped if "torch" in name or "cuda" in name or "tvm" in name]
-    # The scheduler imports the filter too. This import loads no heavy module, SymPy included.
+    # The scheduler imports the filter too, so the import loads no heavy module, not even SymPy.
     of = "sglang_reasoncache.filter"
     script = f"import sys, {of}.worker, {of}.process, {of}.structure; print(*sys.modules)"
     done = subprocess.run(

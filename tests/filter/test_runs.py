@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the default filter (``match=runs``): equal runs against brute force, and who reads whom, and when."""
+"""Tests the default filter (``match=runs``): which equal blocks pair, which reads the other's KV, and when."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def test_runs_are_those_of_brute_force(
     def run(at: int) -> list[int]:
         return tokens[at - lead - start : at - start + block]
 
-    # Blocks that have an earlier equal run are paired from the left, whatever source is chosen.
+    # Direction oldest pairs, from the left, every block whose run (``lead`` tokens and the block) is a repeat.
     first = start + lead + -(start + lead) % page
     at, expected = first, []
     while at + block <= start + len(tokens):
@@ -62,7 +62,7 @@ def test_runs_are_those_of_brute_force(
         assert [pair.dst_start for pair in found] == expected
     for later, earlier in found:
         assert run(later) == run(earlier) and start + lead <= earlier <= later - block
-        # Blocks are whole pages of the row, even if the response begins inside a page.
+        # Positions count the prompt too, so blocks are whole pages even if the response begins inside a page.
         assert later % page == earlier % page == 0
 
 
@@ -104,12 +104,12 @@ def test_the_later_block_waits_until_it_is_old() -> None:
 
 def test_the_earlier_block_reads_the_newest_of_its_chain() -> None:
     rule = aged("newest", 10)
-    # The first pair is too young. Meanwhile newer copies come, each paired with some older copy.
+    # Block 0 is too young to read. Meanwhile newer copies come, each paired with some older copy.
     assert rule.release([(8, 0)], 12) == []
     assert rule.release([(12, 8)], 13) == []
     assert rule.release([(18, 0)], 22) == [(0, 18), (8, 18)]
     assert rule.release([], 26) == [(12, 18)]
-    # Readers of block 18 move to block 40 together with block 18, so only (18, 40) is released.
+    # Blocks 0, 8 and 12 read block 18, so they follow when block 18 reads block 40: only (18, 40) is released.
     assert rule.release([(40, 8)], 44) == [(18, 40)]
 
 
@@ -141,7 +141,7 @@ CONFIG = FilterConfig(match="runs", block=3, min_run=3, min_age=AGE, direction="
 def grouped(
     responses: list[list[int]], start: int, page: int = 1, block: int = 3
 ) -> tuple[list[RunMatcher], list[list[AcrossPair]], RunGroup]:
-    """Grows members of a group in turns, by six tokens. Returns the members, the pairs of each, the group."""
+    """Grows a group (responses to a prompt) by six tokens each in turn. Returns members, their pairs, group."""
     config = dataclasses.replace(CONFIG, block=block, page_size=page, min_run=block)
     group = RunGroup()
     members = [RunMatcher(config, start) for _ in responses]
@@ -174,7 +174,7 @@ def test_members_read_equal_old_blocks_and_pass_nothing_on(
             here, there = dst - start, src - start
             assert tokens[here : here + block] == responses[source][there : there + block]
             assert dst % page == src % page == 0 and min(here, there) >= 0
-            # Both blocks are old, whichever was written first.
+            # Both blocks are at least AGE tokens old, whichever was written first.
             assert here + block <= len(tokens) - AGE
             assert there + block <= len(responses[source]) - AGE
             assert source != reader or abs(here - there) >= block
@@ -198,7 +198,7 @@ def test_a_member_that_left_is_no_source() -> None:
     late = RunMatcher(CONFIG, 0)
     late.join(8, group)
     late.propose(Step.build(0, text, ""))
-    # Member 7 has the tokens too, and its copy is old enough by now.
+    # While member 0 was away, member 7's equal blocks replaced its blocks, so member 8 reads member 7's.
     assert late.across() == [(0, 0, 7), (3, 3, 7)]
 
 
@@ -209,5 +209,5 @@ def test_tokens_that_take_no_part_are_equal_to_none() -> None:
         member.join(number, group)
         assert member.propose(Step.build(6, list(range(40, 52)), "")) == []
         pairs = member.across()
-    # Member 0 was alone at first, so its runs were not indexed, and member 1 is the source.
+    # Member 0 was alone when its tokens came, so its blocks were not entered, and member 2 reads member 1's.
     assert pairs == [(6, 6, 1), (9, 9, 1)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that a token stream is split into the steps of its text, and that tokens have the right bytes."""
+"""Tests that a token stream is split into steps (texts between blank lines), and the bytes of each token."""
 
 import functools
 import logging
@@ -106,13 +106,13 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
 
 # -- with tokenizers of every kind --
 #
-# If a token has text on both sides of a blank line, or between two blank lines, the whole token belongs to the
-# step that was open before it, and the next step starts behind the token. So the token acts as if its blank
-# lines were removed and one blank line followed it.
+# If a token has text on both sides of a blank line, or between a newline and a blank line, the whole token
+# belongs to the step that was open before it, and the next step starts behind the token. So the token acts as
+# if its blank lines were removed and one blank line followed it.
 
 _STRADDLES = re.compile(
     rb"[^ \t\r\n][ \t\r]*\n[ \t\r]*\n[ \t\r\n]*[^ \t\r\n]"  # text on both sides
-    rb"|\A[ \t\r]*\n(?s:.*)[^ \t\r\n][ \t\r]*\n[ \t\r]*\n"  # text between two blank lines
+    rb"|\A[ \t\r]*\n(?s:.*)[^ \t\r\n][ \t\r]*\n[ \t\r]*\n"  # text between a newline and a blank line
 )
 
 
@@ -142,7 +142,7 @@ def test_any_text(name: str, text: str) -> None:
     if not across:
         assert steps == split_text(decoded)
         return
-    # Replaces the blank lines inside each straddling token by one blank line behind the token.
+    # Removes the white space of each such token, and puts a blank line behind the token.
     pieces = [*vocabulary.pieces]
     for token in across:
         pieces[token] = pieces[token].translate(None, _WHITE.encode()) + b"\n\n"
@@ -155,7 +155,7 @@ _START, _END = frozenset({1}), frozenset({2})
 
 def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
     span = ReasoningSpan(_START | {3}, _END | {3}, True)
-    # The response begins inside reasoning, but the model writes a start marker, and two end markers.
+    # Inside reasoning the model writes another start marker, 1, and later two end markers, 2. Token 3 is both.
     found = [span.push(token) for token in (5, 1, 5, 2, 2, 5, 1, 5, 3, 5)]
     assert found == [True, False, True, False, False, False, False, True, False, False]
 
@@ -223,7 +223,7 @@ def test_same_text_as_the_tokenizer(name: str) -> None:
     """The vocabulary's text is the tokenizer's, markers included, except for a space before the first word."""
     tokenizer, vocabulary = made(name), read(name)
     assert len(vocabulary.pieces) == len(tokenizer)
-    # The Llama 2 tokenizer puts a space behind a special token.
+    # The Llama 2 tokenizer puts a space behind a special token, and the embedded one lacks most words.
     if name in _BYTE_EXACT and name != "llama2":
         assert vocabulary.text(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
     for marker in ("<think>", "</think>"):
@@ -264,7 +264,7 @@ class _Custom:
 
 
 def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens are read as bytes, or decoded if bytes are spelled in Latin-1, which XGrammar does not know."""
+    """Tokens are read as bytes. If bytes are spelled in Latin-1, unknown to XGrammar, tokens are decoded."""
     tokenizer = _Custom(bytes)
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: RUF001, SIM905, E501 - signs look alike on purpose; lists of texts stay short
-"""Tests structure signatures: which formal steps are equal, which differ, which steps are prose. Hostile text
-is read in bounded time, raises nothing and is never evaluated."""
+"""Tests structure signatures, the parsed formulas and code of a step: which are equal, which differ, and which
+steps have none (prose). Hostile text is read in bounded time, raises nothing and is never evaluated."""
 
 import builtins
 import contextlib
@@ -104,7 +104,7 @@ def power(base: Basic, exponent: Basic) -> Basic:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # ``a``, ``A`` and ``I`` count only where they cannot be English words.
+        # ``a``, ``A`` and ``I`` count as symbols only where they cannot be English words.
         ("a circle", []), ("I think", []), ("a 2", [product(a, two)]), ("value of a", [a]),
         ("a is 2", [a, two]), ("A, B", [Symbol("A"), Symbol("B")]), ("x a", [product(x, a)]),
         ("2 a day", [product(two, a)]), ("(which is 2)", [two]),
@@ -126,7 +126,7 @@ def test_expressions(text: str, expected: list[Basic]) -> None:
 
 
 def test_step_inside_an_open_fence_is_code() -> None:
-    """A blank line inside code ends a step. The next step has no opening fence."""
+    """A blank line inside code ends a step, so the next step has no fence: ``in_code`` takes its place."""
     inside = signature("return x\n```\nso it works", in_code=True)
     assert list(inside.content or ()) == [written("code", Symbol("return"), x)]
 
@@ -386,7 +386,7 @@ def test_hostile_steps_are_read_in_bounded_time_and_never_evaluated(tmp_path: Pa
     bait = tmp_path / "bait"
     seeds = hostile(bait)
     steps = [*seeds, *mutants(seeds, 6000, random.Random(20_240_607))]
-    signature(steps[0])  # imports SymPy
+    signature(steps[0])  # imports SymPy while ``open`` and ``exec`` still work
     refuse = mock.Mock(side_effect=AssertionError("hostile text was evaluated"))
     with contextlib.ExitStack() as refused:
         for module, name in _EVALUATORS:
@@ -404,14 +404,14 @@ _OPERATORS = ("−", "+", "·", "=", "<", "≤", "∈", "~", "->", "±")
 
 
 def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> None:
-    """If 64 long steps become candidates at once, only some of them are read."""
+    """If 64 long steps become candidates at once, only some of them are parsed."""
     pieces = [b"\n\n", b"```", *(f"$x{sign}".encode() for sign in _OPERATORS), b"1$ "]
     vocabulary = Vocabulary(pieces)
     classes = TokenClasses(vocabulary)
     best = 1.0
     for _ in range(3):
         request = RequestFilter(FilterConfig(fixed_tau=0.0), classes, vocabulary, 0)
-        # Steps are put directly into the history, so that none was a candidate and read before.
+        # Steps are put directly into the history, so that none was a candidate before, and none is parsed yet.
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
             assert isinstance(request._matcher, StepMatcher)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pools, rows and expected results for the tests of paged attention. Expected results use none of our kernels:
-plain Python over positions, keys rotated by complex multiplication, dense softmax, all in double precision over
-the values as stored."""
+"""KV pools, rows (a request's slots, by position) and expected results for the tests of paged attention. A slot
+may be read at other positions than the one for which its key was cached, with the key rotated. Expected results
+use none of our kernels: plain Python, complex multiplication, dense softmax, in fp64 over the stored values."""
 
 import dataclasses
 import itertools
@@ -15,16 +15,16 @@ from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.triton_runs import INTERPRETED
 
-#: Layouts of a layer in the pool: K and V are halves of one allocation (SGLang), K and V of a slot are side by
-#: side, heads are the outer dimension, heads have gaps between them, the address is odd.
+#: Layouts of a layer in the pool, in order: K and V are halves of one allocation (SGLang); K and V of a slot
+#: are side by side; heads are the outer dimension; heads have gaps between them; the address is not aligned.
 LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
-#: Layout of MLA: values and keys are parts of one row.
+#: Layout of MLA: value and key of a slot are parts of one vector.
 LATENT = "latent"
 #: Positions in the rotary table.
 TABLE = 40_000
 
-#: Dtype of the result -> tolerances for values of about 1. Relative: half a unit in the last place. Absolute: a
-#: logit's error from fp32 sums over 256 dims and rotated queries.
+#: Dtype of the result -> (relative, absolute) tolerance for values of about 1. Relative: rounding, half a unit
+#: in the last place. Absolute: the error of a logit, from fp32 sums over 256 dims and rotated queries.
 TOLERANCE = {
     torch.float32: (0.0, 2e-5),
     torch.bfloat16: (2.0**-8, 2e-5),
@@ -45,9 +45,9 @@ class Case:
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
-    shared: float = 0.3  # share of positions whose slot was cached at another position
-    repeated: float = 0.0  # rough share of positions that name another position's slot
-    evicted: float = 0.0  # share of evicted positions; 1 leaves one entry per row
+    shared: float = 0.3  # fraction of positions whose slot was cached at another position
+    repeated: float = 0.0  # how often, roughly, a position is given another position's slot
+    evicted: float = 0.0  # fraction of evicted positions; 1 leaves one position per row
     layout: str = "halves"  # one of LAYOUTS, or LATENT
 
     @property
@@ -92,7 +92,7 @@ CASES = [
       rotary_dim=24) for dtype in (torch.float32, torch.float16, *_FP8)),
 ]  # fmt: skip
 
-#: Cases for Triton's interpreter, which is slow: fewer entries, but every sort of heads, dtypes and layouts.
+#: Cases for Triton's interpreter, which is slow: fewer positions, but all dtypes and most layouts.
 FEW = [
     Case(evicted=0.4),
     Case(heads=5, kv_heads=1, k_dim=80, v_dim=80, rotary_dim=80, lengths=(1, 70)),
@@ -139,8 +139,8 @@ class Rig:
         return self.case.query_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """The expected plan, computed entry by entry. With ``merge``, if a row names a slot at its cached
-        position, the slot has an entry only there. Its other positions are rotations in that entry's tile."""
+        """The expected plan: an entry for each slot to read. With ``merge``, a slot that the row has at its
+        cached position has an entry only there; its other positions are rotations in the tile of this entry."""
         indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []
@@ -195,7 +195,7 @@ class Rig:
         return self.with_values(keys, slots)
 
     def with_values(self, keys: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """What a query is multiplied by: ``keys``. For latent rows: values and ``keys`` side by side."""
+        """What a query is multiplied by: ``keys``, or in the latent layout values and ``keys`` side by side."""
         if self.case.layout != LATENT:
             return keys
         return torch.cat((self.values.float()[slots].to(keys.dtype), keys), dim=2)
@@ -212,7 +212,7 @@ class Rig:
         self, plan: RowPlan, spans: tuple[torch.Tensor, torch.Tensor] | None = None,
         query: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """fp64 attention ``[batch, heads, v_dim]``."""
+        """fp64 attention ``[batch, heads, v_dim]``. ``spans``: begin and end of each query's entries."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
         query = self.query if query is None else query
         keys, values = self.rotated(plan), self.values.float()[plan.kv_indices.long()]
@@ -234,7 +234,7 @@ def make(case: Case, seed: int = 3) -> Rig:
 
     sizes = num_slots, case.kv_heads, case.k_dim, case.v_dim
     keys, values = lay_out(case.layout, made, *sizes)
-    # Behind a request's positions its row has stale entries, and some rows belong to no request.
+    # Behind a request's last position its row has stale slots, and some rows belong to no request.
     rows = torch.randint(0, num_slots, (len(case.lengths) + 2, width), generator=generator)
     cached_at = torch.randint(0, 3000, (num_slots,), generator=generator)
     order = torch.randperm(num_slots - 1, generator=generator) + 1
@@ -246,7 +246,7 @@ def make(case: Case, seed: int = 3) -> Rig:
         at = torch.arange(count)
         cached_at[slots] = at
         if case.rotary_dim and count:
-            # Runs of 8 positions share, like blocks. The first and the last position have huge shifts.
+            # Runs of 8 slots, like blocks, were cached elsewhere; the first and the last slot, far away.
             away = torch.rand((count + 7) // 8, generator=generator) < case.shared
             away = away.repeat_interleave(8)[:count]
             near = torch.randint(-50, 50, (len(away),), generator=generator)
@@ -256,7 +256,7 @@ def make(case: Case, seed: int = 3) -> Rig:
                 cached_at[slots[0]] = TABLE - 1
                 cached_at[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
         for _ in range(round(case.repeated * count / 10) if count > 20 else 0):
-            # Copies a run of slots to other positions, also over positions that share or repeat already.
+            # Copies a run of slots to other positions, also over slots cached elsewhere or copied before.
             run, to, source = torch.randint(1, count - 20, (3,), generator=generator).tolist()
             run = 1 + run % 20
             slots[to : to + run] = slots[source : source + run].clone()
@@ -293,7 +293,7 @@ def assert_plans(found: RowPlan, expected: RowPlan) -> None:
 
 
 def _lists(*plans: RowPlan) -> list[tuple[torch.Tensor | None, ...]]:
-    """The fields of the plans' rotations, as pairs to compare. Within a tile, rotations are sorted."""
+    """The fields of the plans' rotations, as pairs to compare. Within a tile, all but the first are sorted."""
     sides: list[list[torch.Tensor | None]] = []
     for plan in plans:
         if plan.rotations is None:
@@ -356,7 +356,7 @@ def lay_out(
 
 
 def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """fp64 keys whose pairs of dims are multiplied by ``turn``, complex ``[tokens, pairs]``."""
+    """fp64 keys, with each pair of dims multiplied, as a complex number, by ``turn`` ``[tokens, pairs]``."""
     half, turn = turn.shape[1], turn[:, None]
     x, rest = keys[..., : 2 * half], keys[..., 2 * half :]
     if is_neox:

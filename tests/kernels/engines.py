@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures for the engines that run our operations: C++ built for this CPU and for older CPUs, and Triton, on a
-GPU or interpreted. PyTorch also computes distances. In a process with the interpreter (see
+GPU or interpreted. For KV distances PyTorch is an engine too. In a process with the interpreter (see
 ``tests/triton_runs.py``) Triton is the only engine."""
 
 import ctypes
@@ -15,7 +15,7 @@ import pytest
 from sglang_reasoncache import native
 from tests.triton_runs import INTERPRETED, on_device
 
-#: Builds for older x86 CPUs -> CPU flags that a build needs. v3 lacks AVX-512; x86-64 also AVX, F16C and FMA.
+#: Builds for older x86 CPUs -> CPU flags that a build needs. v3 lacks AVX-512; x86-64 lacks AVX, F16C, FMA too.
 OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
 NATIVE = () if INTERPRETED else ("native", *OLDER)
 HOST = () if INTERPRETED else ("torch", *NATIVE)
@@ -54,7 +54,7 @@ host_of_distances = _engines(*HOST)
 
 
 def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make the backend "native" use this engine's library. Return the name of the engine's backend."""
+    """Make the backend "native" use this engine's library, for "torch" none. Return the name of its backend."""
     if engine == "torch":
         monkeypatch.setattr(native, "library", unavailable)
     elif engine in NATIVE:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no comp
 
 GPUS = 80, 90, 100
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-#: Element types -> names of pointers to such elements, unless a case says otherwise.
+#: Element type -> names of kernel arguments that point to such elements, unless a case says otherwise.
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
     "tile_ptr by following",
@@ -64,7 +64,7 @@ _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
 @contextlib.contextmanager
 def standing_in(gpu: int) -> Iterator[GPUTarget]:
-    """Makes ``gpu`` Triton's active GPU: Triton chooses instructions by the active GPU, not by the target."""
+    """Makes ``gpu`` Triton's active GPU, because Triton chooses instructions by that GPU, not by the target."""
     target = GPUTarget("cuda", gpu, 32)
     driver: Any = triton.runtime.driver
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
@@ -75,7 +75,7 @@ def standing_in(gpu: int) -> Iterator[GPUTarget]:
 
 
 def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
-    """The kernel as Triton would launch it on a GPU that need not be here."""
+    """The kernel, compiled for launches on ``gpu`` (its compute capability), which need not be present."""
     kinds = dict.fromkeys(("scale", "logit_cap"), "fp32")
     kinds |= {name: f"*{kind}" for name, kind in (POINTERS | pointers).items()}
     names = [name for name in kernel.arg_names if name not in constants]
@@ -107,7 +107,7 @@ def resources_of(compiled: Any) -> Resources:
 
 
 def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
-    """``kind``: "merged" (a merged plan), "own" (no key is rotated), "shifted" (entries have shifts)."""
+    """``heads``: query/KV x dim. ``kind`` of plan: "merged" (each slot once), "own" (unrotated), "shifted"."""
     query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
     pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
     query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
@@ -127,7 +127,7 @@ def _decode_of(query: Any, keys: Any, values: Any, rotation: Any, kind: str) -> 
 
 
 def _latent(heads: int, dtype: torch.dtype, kind: str) -> _Kernel:
-    """A decode kernel over DeepSeek's latent rows."""
+    """A decode kernel for DeepSeek's latent (MLA) layout."""
     values, keys = (torch.empty(1, 1, dim, dtype=dtype, device="meta") for dim in (512, 64))
     query = torch.empty(1, heads, 576, dtype=BF16, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=64, is_neox=False)
@@ -171,7 +171,7 @@ def _gather() -> _Kernel:
 
 #: Every kernel with constants of a usual server, and its limits on all of :data:`GPUS`: registers, spilled
 #: bytes, shared bytes. With 168 registers, three blocks of four warps fit on an SM. Where 8 bytes are spilled,
-#: ptxas keeps two numbers in memory, so that one more block fits.
+#: ptxas keeps two numbers in memory to get by with these 168 registers, or with a thread's maximum of 255.
 _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, bf16 32/8x128": (_decode("32/8x128", BF16, "merged"), (168, 0, 74776)),
     "decode, merged, bf16 64/8x128": (_decode("64/8x128", BF16, "merged"), (176, 0, 74776)),
@@ -220,7 +220,7 @@ def limits_of(gpu: int, name: str) -> Resources:
 NARROW = r"ld\.global\.(?:b8|b16|u8|u16)\b"
 
 
-#: Every kernel for every GPU. Without ``long`` tests, each kernel is compiled for one GPU, in turns.
+#: Every kernel for every GPU. If no ``long`` tests run, each kernel is compiled for one GPU in turn.
 COMPILED = [
     pytest.param(name, gpu, marks=[] if (i - j) % len(GPUS) == 0 else pytest.mark.long)
     for i, name in enumerate(KERNELS)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests plan, decode, gather and extend on every backend against dense attention in fp64."""
+"""Tests plans (which slots a batch reads), decode, gather, extend on every backend against dense attention."""
 
 import dataclasses
 from typing import Any
@@ -119,11 +119,11 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
     assert_attention(decode(rig, backend, merged), rig.expected(plan))
 
 
-#: Shifts of neighbouring entries. A list is repeated over all entries of a plan.
+#: Shifts of neighbouring entries: by how many positions keys are rotated. A list repeats over all entries.
 TILES = ([0], [7], [0, 0, -300], [5, -9, 0], [5, -9, 0, 300, 1, -1, TABLE - 1])
 
 
-#: Pairing of dims (``is_neox``) and dtype. The interpreter gets each value once, other engines all pairs.
+#: Pairing of dims (``is_neox``) and dtype. The interpreter gets two combinations, other engines all four.
 KEYS = [(True, torch.bfloat16), (False, torch.float32)]
 if not INTERPRETED:
     KEYS += [(True, torch.float32), (False, torch.bfloat16)]
@@ -146,7 +146,7 @@ def test_every_sort_of_tile(
 
 
 def test_slots_of_many_positions(backend: str) -> None:
-    """Tests a slot with many positions, tiles of slots with one further position each, and a request alone."""
+    """A slot may have many positions, or many slots one more position. A request alone gets the same bits."""
     many = 100 if INTERPRETED else 1000
     rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
     rows = [rig.rows[request] for request in rig.requests.tolist()]
@@ -224,7 +224,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     plan = rig.plan()
     slots = plan.kv_indices.long()
     kv, entries = kv_of(rig, backend), placed(plan, backend)
-    # If the dtype is narrower than the pool's, a GPU rounds, but the interpreter truncates.
+    # From fp32 to bf16 a GPU rounds, but the interpreter truncates, so it gets no further dtypes.
     others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
     for dtype in {case.query_dtype, torch.float16, *others}:
         out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))
@@ -236,7 +236,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
         assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
 
 
-#: The interpreter reads only 8-bit dtypes, because the codes of 16-bit dtypes would take a minute.
+#: The interpreter reads only 8-bit dtypes, because the 65,536 codes of 16 bits would take a minute.
 CODES = [dtype for dtype in DTYPES if dtype.itemsize < (2 if INTERPRETED else 4)]
 
 
@@ -264,8 +264,8 @@ def test_plan(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_plan_of_evicted_neighbours(backend: str) -> None:
-    """Evicted positions yield no rotation, whatever the cached position of slot 0 (SGLang's padding) is, even
-    if that position would continue a run of rotations."""
+    """Evicted positions (values below 0) yield no rotation. C++ looks up slot 0 in their place, but where slot
+    0 was cached must not matter, even if that position would continue a run of rotations."""
     row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
     rig = make(Case())
     where: dict[str, Any] = dict(

@@ -28,7 +28,7 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = decode(rig, "triton", plan)
     monkeypatch.setattr(decode_triton, "SPLITS", splits)
     out = decode(rig, "triton", plan)
-    # Only the order of sums differs. A tensor core truncates each sum of 16 products to fp32. A weight is
+    # Splits change only the order of sums. A tensor core truncates each sum of 16 products to fp32. A weight is
     # multiplied as two halves, so there are 2 * 989 / 16 errors of up to 2**-23, for values of about 1.
     atol = 1e-6 if INTERPRETED else 989 / 8 * 2.0**-23
     torch.testing.assert_close(out, whole, rtol=0, atol=atol)
@@ -92,7 +92,7 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
     num_slots = rig.keys.shape[0]
     rows = rig.rows.clone()
     requests, lengths = rig.requests.to(dtype, copy=True), rig.lengths.to(dtype, copy=True)
-    # Requests 0 and 4 cannot be read, and two positions of request 1 have slots out of range.
+    # Request 0 has a row out of range, request 4 a length below 0, and request 1 two slots out of range.
     rows[rig.requests[1], :2] = torch.tensor([num_slots, 2**31 - 1], dtype=torch.int32)
     requests[0], lengths[4] = len(rows), -1
     rig.rows[rig.requests[1], :2] = -1

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares KV distances on every backend with fp64 sums over gathered blocks. The interpreter runs these tests
-in the process of ``test_attention.py``."""
+"""Compares KV distances (how much K and V of two blocks differ) on every backend with fp64 sums over gathered
+blocks. The interpreter runs these tests in the process of ``test_attention.py``."""
 
 import dataclasses
 import itertools
@@ -77,7 +77,7 @@ def make_layers(case: Case, slots: int = 48, seed: int = 7) -> Layers:
 
 
 def make_entries(case: Case, slots: int = 48, seed: int = 11) -> Entries:
-    """Slots, which repeat within and between pairs. Shifts have both signs; some are 0, some are huge."""
+    """Slots of the pairs' two blocks, some of them repeated; shifts of both signs, some of them 0 or huge."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.pairs, case.block)
     dst = torch.randint(0, slots, shape, generator=generator)
@@ -147,7 +147,7 @@ def test_agrees_with_gathered_blocks(of_distances: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox: bool) -> None:
-    """Sums show NaN and infinities, also from a slot's first and last element, where tiles begin and end."""
+    """NaN and infinity reach the sum, also from a slot's first and last element, where tiles begin and end."""
     sizes: dict[str, Any] = dict(heads=3, k_dim=20, rotary_dim=12, v_dim=20)
     case = Case(pairs=48, block=2, dtype=dtype, is_neox=is_neox, **sizes)
     layers = make_layers(case)
@@ -172,7 +172,7 @@ def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox
 
 
 def test_no_shift_is_as_cached(of_distances: str) -> None:
-    """Zero shifts give the same bits as no shifts. With Triton the results differ by rounding."""
+    """Zero shifts give the same bits as no shifts, except with Triton, where the results differ by rounding."""
     case = Case(heads=3, k_dim=96, rotary_dim=96, v_dim=96)
     layers = make_layers(case)
     layers[0][0][5, 0, 0] = float("inf")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that merged plans of random rows have each use of a key exactly once, on the CPU and by Triton."""
+"""Tests that merged plans, which have a slot once for all its positions, have each use of a key once."""
 
 from collections import Counter
 from itertools import pairwise
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from sglang_reasoncache.kernels.plan import TILE, RowPlan, plan_rows
 from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
-#: Tensors of a batch: rows, requests, lengths and cached positions.
+#: Arguments of :func:`plan_rows` for a batch: rows, requests, lengths and cached positions.
 Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 #: Counts how often a key is used: by request, slot, and position of the use minus cached position.
 Uses = Counter[tuple[int, int, int]]
-#: Pieces that make up a row: kind, number of positions, and a number that picks a place.
+#: Pieces that make up a row: origin of the slots, number of slots, and a number that picks a place there.
 PIECES = st.lists(
     st.tuples(
         st.sampled_from(("own", "earlier", "another's", "evicted", "backwards")),

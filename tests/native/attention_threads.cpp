@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention from several threads at once, for ThreadSanitizer; see tools/sanitize.sh.
+// Calls attention from several threads at once, for ThreadSanitizer; see tools/sanitize.sh.
 
 #include <cstdio>
 #include <cstring>
@@ -38,7 +38,7 @@ int main() {
     indices[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i * 7 % kSlots);
   }
   const std::int32_t bounds[kBatch + 1] = {0, 1500, 1501, kSlots};
-  // One rotation a tile.
+  // Each tile of kRotationTile entries has one rotation, by 1 position.
   constexpr std::int64_t kTiles = kSlots / reasoncache::attention::kRotationTile + kBatch;
   std::vector<std::int32_t> tile_ptr(kTiles + 1);
   for (std::int64_t i = 0; i <= kTiles; ++i) {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests how the native library is built, cached and loaded. Without it, callers get the reason, not a crash."""
+"""Tests how the library of C++ kernels is built, cached and loaded. If that fails, callers get the reason."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from sglang_reasoncache import native
 
 ROOT = Path(__file__).parents[2]
-#: Prints twice the library's path, or why there is none. Hides the package ziglang, which has a compiler.
+#: Prints, twice, the library's path or why there is none. Hides the package ziglang, which has a compiler.
 LOAD = """
 import sys
 sys.modules["ziglang"] = None

@@ -82,7 +82,7 @@ def test_a_forked_child_has_threads_of_its_own(decode_by: Any) -> None:
 
 
 def test_every_half_rounds_as_pytorch_does() -> None:
-    """Gathering rounds fp32 values to bf16 and fp16: values of all exponents, ties included."""
+    """Gathering fp32 values as bf16 or fp16 gives PyTorch's results, for all exponents, ties included."""
     bits = torch.arange(2**16, dtype=torch.int64)
     values = torch.cat([(bits << 16) + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = values.to(torch.uint32).view(torch.float32)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain Python model of what memory should hold, and checks of the real memory against this model. Every KV
-vector has a number, its *content*. The model knows for which token sequence a content was computed, whether the
-computation read only exact KV, and which positions must show the content."""
+"""A plain Python model of what memory should hold, and checks of the real memory. Every KV vector has a number,
+its *content*; a position *shows* its slot's content. The model knows for which token sequence a content was
+computed, whether from exact KV only (nothing shared or evicted), and which positions must show it."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ Page = tuple[int, ...]
 
 @dataclass(eq=False)
 class Track:
-    """A request and what its row must show."""
+    """A request and what its row (block table) must show."""
 
     req: Req
     opted_out: bool
     #: For each position of prompt and output, the token sequence that ends there.
     paths: list[Path]
-    #: Content of every written position of the row; ``exact``: whether all are exact and none is evicted.
+    #: Content of every written position of the row; ``exact``: whether no position shares or was evicted.
     shows: list[int] = field(default_factory=list)
-    #: Evicted positions -> the contents that they would show if they were held.
+    #: Evicted positions -> the contents that they would show if they had not been evicted.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: ``candidates`` outlive a retraction. Of them, ``blocks`` share now, and ``ledger`` could share.
+    #: Block pairs. ``candidates`` outlive a retraction. ``blocks`` of them share, those in ``ledger`` could.
     candidates: list[Pair] = field(default_factory=list)
     blocks: list[Pair] = field(default_factory=list)
     ledger: list[Pair] = field(default_factory=list)
@@ -86,7 +86,7 @@ class Track:
 
 
 class Memory:
-    """The model of one world."""
+    """The model of one :class:`World`."""
 
     def __init__(self, world: World, block: int) -> None:
         self.world, self.block = world, block
@@ -96,7 +96,7 @@ class Memory:
         self.running: list[Track] = []
         #: Token sequence up to the end of a page -> the page's contents, for every page in the tree.
         self.tree: dict[Path, Page] = {}
-        #: Pages that the current rule of the state machine may add to the tree.
+        #: Pages that the current rule of Hypothesis's state machine may add to the tree.
         self.publishable: dict[Path, list[Page]] = {}
 
     def root(self, salt: str | None) -> Path:
@@ -127,7 +127,7 @@ class Memory:
         track.shows += new
 
     def proposed(self, track: Track, block: Pair) -> None:
-        """Notes a block that the rules allow. It shares or enters the ledger, unless others forbid it."""
+        """Notes a block that may share: it shares or enters the ledger, unless other blocks forbid that."""
         track.candidates.remove(block)
         shows, page = track.shows, self.world.page
         pairs = [(block.dst_start + i, block.src_start + i) for i in range(0, self.block, page)]
@@ -163,7 +163,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Notes the ledger's blocks that share by now, as the states say. The model cannot predict which."""
+        """Notes which of the ledger's blocks share by now. Only the requests' states tell; the model cannot."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
@@ -177,7 +177,7 @@ class Memory:
         track.shows, track.exact, track.target, track.returned = [], True, 0, True
 
     def may_share(self, track: Track, block: Pair) -> bool:
-        """Whether both blocks are written and not evicted, do not overlap, and the destination is private."""
+        """Whether both blocks are written, not evicted and apart, and the tree does not own the destination."""
         return (
             not any(EVICTED in track.shows[start : start + self.block] for start in block)
             and block.dst_start >= track.req.kv.cache_protected_len
@@ -186,8 +186,8 @@ class Memory:
         )
 
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
-        """Evicts those positions of a policy's runs that must be evicted: private, written and held ones, in
-        whole pages, except the page of the newest position."""
+        """Evicts positions that were evicted before a retraction, and those of a policy's runs that may be: in
+        whole pages, neither the tree's nor evicted yet, and not in the newest position's page."""
         protected, page = track.req.kv.cache_protected_len, self.world.page
         end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
@@ -218,7 +218,7 @@ class Memory:
         return True
 
     def publish(self, track: Track, up_to: int) -> None:
-        """Notes that the next call may publish ``[0, up_to)`` of the row."""
+        """Notes that the next call may publish ``[0, up_to)`` of the row: add it to the tree."""
         for path, page in self._pages(track, up_to):
             self.publishable.setdefault(path, []).append(page)
 
@@ -296,7 +296,7 @@ class Memory:
             self._check_first_readers(track.req, row)
             num_evicted += len(track.evicted)
             if track.evicted:
-                # After evictions: every held position saves a slot, except the first one on each slot.
+                # After evictions every position that is left saves a slot, except the first one on each slot.
                 held = mine[mine >= 0]
                 own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
                 expected_live += len(held) - len(own)
@@ -322,7 +322,7 @@ class Memory:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
         first = known.first_readers(held)
-        # The number of slots decides whether a policy runs.
+        # The number of different slots must be right, because it decides whether a policy runs.
         assert len(np.unique(first)) == len(row) - known.evicted - known.saved
         _, by_slot = np.unique(row[held], return_inverse=True)
         _, by_place = np.unique(first, return_inverse=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts composed of documents, under random events: no slot that a row reads is freed, no slot is lost,
-and no row shows KV that was computed under another salt."""
+"""Random events on *composed* prompts, which read the KV of their documents from the cache: no slot that a row
+reads is freed, no slot is lost, and no row shows KV that was computed under another salt."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from sglang_reasoncache.cache.composition import Composition
 from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY
 from tests.property.world import MAX_ROWS, PROMPT, Setup, World
 
-#: Tokens of documents behind the base ``PROMPT``. No two begin alike; two have a common inner run.
+#: Tokens of documents. Before them is the *base*, ``PROMPT``. No two begin alike; two have a common inner run.
 DOCUMENTS = [list(range(20, 29)), [40, *range(21, 26)], list(range(60, 72)), [80, 81]]
 QUERY = [90, 91, 92, 93]
 SALTS = (None, "other")
@@ -36,7 +36,7 @@ class Composing(RuleBasedStateMachine):
         self.world.tree.composes = True
         self.running: list[tuple[Req, list[int]]] = []
         self._contents = itertools.count(1)
-        #: Salt and document -> contents of base and document, as computed last.
+        #: Salt and document -> contents of base and document, as they were computed last.
         self.documents: dict[tuple[str | None, int], list[int]] = {}
 
     def _request(self, prompt: Sequence[int], salt: str | None, **custom: Any) -> Req:
@@ -63,7 +63,7 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
-        # As if a first chunk had been scored before a retraction: these scores must not count.
+        # A request without output scores attention. A chunk's scores from before a retraction must not count.
         if req.sampling_params.max_new_tokens == 0:
             repairs.prepare(SimpleNamespace(**{**vars(batch), "extend_lens": [1]}), world.ranks)
         for repaired in repairs.of([req.rid], [1]):

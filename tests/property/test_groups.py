@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random siblings (responses to one prompt) run over a real filter process and SGLang's pools and tree.
 
-Every slot holds a content that is computed from a token and a salt. Each position of each row and of the tree
-must read the content of its own token and salt, whichever requests have ended."""
+Every slot holds a content that is computed from a token and a salt. Each position of each row (block table) and
+of the tree must read the content of its own token and salt, whichever requests have ended."""
 
 import random
 import sys
@@ -45,8 +45,8 @@ ENDINGS = ("finish", "finish", "together", "abort", "retract", "retract", "retra
 
 
 class RandomMeter(SlowMeter):
-    """Gives random distances, so that blocks share in random order; the real distances would all be 0.
-    Distances arrive at a random poll, when rows may already be gone."""
+    """A meter of random KV distances, so that blocks share in random order; the real distances would all be 0.
+    Distances arrive at a random poll of the controller, when rows may already be gone."""
 
     arrived = property(lambda _: random.random() < 0.8)  # type: ignore[assignment]
 
@@ -234,7 +234,7 @@ class GroupMachine(RuleBasedStateMachine):
         return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
 
     def _check_tree(self, stored: np.ndarray) -> list[int]:
-        """The pages that the tree's nodes name, once for each node. Checks the contents of the Python core."""
+        """The pages that the tree's nodes name, once for each node. Checks contents in the Python core."""
         found: list[int] = []
         if self.world.setup.core != "python":
             slots = self.world.tree.all_values_flatten().numpy()

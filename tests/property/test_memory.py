@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random requests through allocator, tree and sharing, compared with a plain model after each rule.
+"""Takes random requests through allocator, tree and sharing, and compares memory with a model after each rule.
 
-An operation is one action of a scheduler: admit, prefill a chunk, decode some steps, share, evict,
-finish, abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets the number of operations
-over all setups together, in place of the quick run's number."""
+An operation is one action of a scheduler: admit, prefill a chunk, decode some steps, share, evict, finish,
+abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets the number of operations over all setups
+together, in place of ``QUICK_OPERATIONS``."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ SETUPS = [
     Setup(page=4, block=4, slots=160, need_sort=True, when="short"),
     Setup(page=1, block=2, slots=140, prompts=True, when="short"),
 ]
-#: Tokens come from an alphabet of two, so that prefixes collide.
+#: Bits that :func:`token_of` turns into tokens of an alphabet of two, so that prefixes collide.
 BITS = st.integers(0, 2**24 - 1)
 PICK = st.integers(0, 63)
 #: Requests with different salts must never meet in the tree.
@@ -191,8 +191,8 @@ class MemoryMachine(RuleBasedStateMachine):
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
             evictions = self.world.evictor.waiting.get(track.req.rid, [])
-            # The first poll applies late blocks, then evicts; the second poll applies all other blocks.
-            # If blocks are to be applied again, policies run only afterwards.
+            # The first poll lets late blocks share, then evicts; the second poll lets all other blocks share.
+            # If blocks are to share again after a retraction, policies run only afterwards.
             self._share(track, [], late)
             shared = any(block.shared_at for block in state.candidates.values()) if state else False
             waits = bool(again) and shared
@@ -201,7 +201,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if waits:
                 self._evict(track, evictions)
         before = self.world.to_have()
-        # The first poll feeds the engine, the second poll applies its results.
+        # The first poll feeds the engine, the second poll takes the engine's results.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
         assert self.world.to_have() - before == freed
@@ -215,7 +215,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.evict(track, evictions)
 
     def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
-        """Note blocks accepted before a retraction, and new blocks, as far as the rules allow."""
+        """Note blocks accepted before a retraction, and new ones, where :meth:`Memory.may_share` allows."""
         allowed = self.memory.may_share
         for block in [*again]:
             if allowed(track, block):
@@ -240,7 +240,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 Eviction(start, 0),
                 Eviction(-page, page),
             )
-            # Private rows have few pages: longer runs would leave little.
+            # Few pages of a row are private (not the tree's): longer runs would leave little.
             run = Eviction(start, min(length, pages - where % pages) * page)
             waiting.append(hostile[how] if how < len(hostile) else run)
         self.world.evictor.waiting[track.req.rid] = waiting
@@ -270,7 +270,7 @@ class MemoryMachine(RuleBasedStateMachine):
             choices = (start - block) // grid + 1
             if start + block > ready or choices <= 0:
                 return
-            # Low sources are in the prompt, which the tree may own; high ones were just redirected.
+            # Low sources are in the prompt, which the tree may own; high ones in blocks proposed just before.
             at = (source % 8 if source & 8 else choices - 1 - source % 8) % choices * grid
             # Half of the time the earlier block and all its readers read the newer block's slots.
             waiting.append(Pair(at, start) if source & 16 else Pair(start, at))
@@ -452,7 +452,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def release(self, pick: int, how: str) -> None:
         """Release a row: finish it, alone or with the whole batch, abort it, or retract it."""
-        # Prefers rows that share.
+        # Prefers rows that share slots.
         sharing = [track for track in self.running if track.blocks] or self.running
         track = sharing[pick % len(sharing)]
         if how == "retract":

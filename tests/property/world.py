@@ -52,19 +52,19 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 LAYERS = 2
 MAX_ROWS = 4
 MAX_CONTEXT = 160
-#: Content of an unused slot.
+#: A *content* is a number that stands for the KV of a slot. This is the content of an unused slot.
 NOTHING = -1
 PROMPT = list(range(1, 7))
 OUTPUT = 24
-#: Every way in which a row is given back.
+#: Every way in which a row (a request's block table) is given back.
 ENDS = ("finish", "abort", "retract")
 
 
 @dataclass(frozen=True)
 class Setup:
     """A configuration of the memory. ``page`` and ``block`` are in tokens. ``need_sort``: freed pages wait
-    unsorted until an allocation runs short. ``prompts``: policies may evict positions of prompts.
-    ``core``: SGLang's ``tree_core_backend``, "python" or "rust"."""
+    unsorted until an allocation runs short. ``prompts``: policies may evict positions of prompts. ``when``:
+    ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust"."""
 
     page: int
     block: int
@@ -80,15 +80,15 @@ class Setup:
 
 
 class Pair(NamedTuple):
-    """First positions of two blocks, counted over prompt and output."""
+    """First positions of a block and of the block whose slots it is to read, counted over prompt and output."""
 
     dst_start: int
     src_start: int
 
 
 class ScriptedEngine(FilterProcess):
-    """Stands in for the filter process. When a request is fed, proposes the blocks that the test put into
-    ``waiting``. While ``slow``, no result can be taken; while ``broken``, the engine has failed."""
+    """Stands in for the filter process. When a request's new tokens are fed, proposes the blocks that the test
+    put into ``waiting``. While ``slow``, no result can be taken; while ``broken``, the engine has failed."""
 
     steps_shed = restarts = 0
     given_up = slow = broken = False
@@ -143,7 +143,7 @@ class ScriptedEngine(FilterProcess):
 
 
 class SlowMeter(BlockMeter):
-    """A meter whose distances arrive when the test sets ``arrived``."""
+    """A meter of KV distances, which arrive when the test sets ``arrived``."""
 
     arrived = False
 
@@ -232,9 +232,9 @@ class World:
         interval: int = 1, evictors: Sequence[NamedPolicy] = (), no_tree: bool = False,
         engine: Any = None, min_age: int = 0, queries: Any = None,
     ) -> None:  # fmt: skip
-        """``evictors``: policies instead of the scripted one. ``no_tree``: as ``--disable-radix-cache``.
-        ``queries``: a ``RecentQueries`` for policies that read queries. ``engine``: an engine instead of
-        the scripted one; requests with the same prompt then form a group."""
+        """``evictors``: policies instead of the scripted one. ``no_tree``: no prefix cache
+        (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
+        ``engine``: an engine instead of the scripted one; requests with the same prompt then form a group."""
         self.setup, self.page = setup, setup.page
         #: ``lowest_free``: the fewest free slots right after an allocation for a prefill.
         self.total = self.lowest_free = setup.slots
@@ -309,7 +309,7 @@ class World:
         return req
 
     def write(self, slots: np.ndarray, contents: Sequence[int]) -> None:
-        """Store each slot's content in K and V of all layers, as another value in each of them."""
+        """Store each slot's content in K and V of all layers, each time as a different value."""
         values = np.asarray(contents, dtype=np.float32)[:, None, None]
         for buffer, sign, layer in self._sides:
             buffer[slots] = sign * (values * LAYERS + layer)
@@ -390,7 +390,7 @@ class World:
         return self.allocator.available_size() + shareable
 
     def nodes(self) -> Iterator[tuple[Any, Any]]:
-        """Nodes of the Python core below the root, each with its data of full attention."""
+        """Nodes of SGLang's Python tree core below the root, each with its data of full attention."""
         waiting = [*self.tree.root_node.children.values()]
         for node in waiting:
             yield node, node.component_data[ComponentType.FULL]
@@ -439,7 +439,7 @@ class World:
         req.output_ids.append(token)
 
     def propose(self, req: Req, *pairs: Pair) -> None:
-        """Generate a token that completes a step, so that the engine proposes ``pairs``."""
+        """Generate a token and poll, so that the engine is fed and proposes ``pairs``."""
         state: Any = state_of(req)
         self.engine.waiting[state.followed.id] += pairs
         self.step(req)

@@ -38,7 +38,7 @@ class ServerPool:
         self._models = {"": model_path}
 
     def model(self, name: str) -> Path:
-        """The folder of a model of ``tiny_models.py``; if ``name`` is empty, of the embedded reasoner."""
+        """The folder of a model of ``tiny_models.py``; of ``eval/tiny_reasoner`` if ``name`` is empty."""
         if name not in self._models:
             self._models[name] = tiny_models.make(name, self._model_path, self._log_dir)
         return self._models[name]

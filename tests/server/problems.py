@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of server tests: problems of the embedded reasoner, requests, and reports of servers."""
+"""Helpers of server tests: problems of the embedded reasoner (``eval/tiny_reasoner``), requests, reports."""
 
 import functools
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
 def respond(
     server: ServerProcess, todo: Sequence[str], most: int = 700, **options: Any
 ) -> list[dict[str, Any]]:
-    """Sends all prompts at once. Returns each response's text, tokens, log-probabilities, and our report of it.
-    ``inputs``: log-probabilities of the prompt from its second token on, if ``options`` ask for them."""
+    """Sends all prompts at once. Returns each response's text, tokens, log-probabilities, and our report.
+    If ``options`` ask for them, ``inputs`` has log-probabilities of the prompt from its second token on."""
     with ThreadPoolExecutor(len(todo)) as pool:
         one = functools.partial(generate, server, max_new_tokens=most, return_logprob=True)
         bodies = [*pool.map(lambda text: one(text, **options), todo)]
@@ -132,7 +132,7 @@ COMPARED = problems(3, seed=11)
 
 
 def answers(server: ServerProcess, **extra: Any) -> Answers:
-    """Tokens and log-probabilities of each answer. Problems go one by one, so that no batch affects answers."""
+    """Tokens and log-probabilities of each answer. Problems are sent one by one, so batches do not matter."""
     found = []
     for problem in COMPARED:
         choice = chat_once(server, [{"role": "user", "content": problem.prompt}], extra_body=extra)
@@ -142,8 +142,8 @@ def answers(server: ServerProcess, **extra: Any) -> Answers:
 
 
 def assert_equal_but_for_rounding(one: Answers, other: Answers) -> None:
-    """Checks that tokens are equal, and log-probabilities within 0.1: one server may read rotated keys stored
-    in bf16 while the other server rotates queries in fp32. test_equivalence.py compares in fp32."""
+    """Checks that tokens are equal, and log-probabilities within 0.1: one server may read keys that were
+    rotated, then stored in bf16; the other may rotate queries in fp32. test_equivalence.py uses fp32 alone."""
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
         assert tokens == other_tokens
         assert logprobs == pytest.approx(other_logprobs, abs=0.1)

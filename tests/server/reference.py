@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes the log-probabilities that a server should give. If the server evicts, a Hugging Face model masks
 the evicted positions (fixture ``reference``: tokenizer and model). If the server shares, the fidelity harness
-reads the response through an editable KV cache and redirects the same blocks in this cache."""
+(``eval/fidelity``) feeds the response to a model and copies K and V of the same blocks within its KV cache."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -83,7 +83,7 @@ RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 @torch.no_grad()
 def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
     """The scores of ``RKV`` from a Hugging Face forward. Positions with the lowest scores are evicted first."""
-    # Under the overlap schedule, the query behind the ``written`` positions has been computed too.
+    # Under the overlap schedule, the query of position ``written`` is computed too, and counts among the 8.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
     weights = torch.cat([layer[0] for layer in out.attentions])[:, -8:, :written]
@@ -119,8 +119,8 @@ _BLOCK = ReasonCacheConfig().block
 
 
 class Replayed:
-    """Reads a server's response through two rows of a cache: a dense row, and an edited row in which the blocks
-    that the server shared are redirected. ``number``: the response's place among the samples of its prompt."""
+    """Feeds a server's response to a model with two rows of KV cache: a dense row, and an edited row with the
+    blocks that the server shared. ``number``: the response's place among the samples of its prompt."""
 
     def __init__(
         self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0
@@ -133,14 +133,14 @@ class Replayed:
         self._found: list[torch.Tensor] = []
 
     def log_probs(self, siblings: Mapping[str, Self] = MappingProxyType({})) -> torch.Tensor:
-        """fp32 ``[2, tokens of the response]``: log-probabilities of the dense row and of the edited row."""
+        """fp32 ``[2, tokens]``, by the dense and the edited row. ``siblings``: id -> sample of the prompt."""
         self._read(len(self._tokens), siblings)
         return torch.cat(self._found, dim=1)[:, self._prompt - 1 :]
 
     def _read(self, end: int, siblings: Mapping[str, Self]) -> None:
         while self._blocks and self._blocks[0][0] < end:
             written, dst, src, *source = self._blocks.popleft()
-            # The forward in flight when the block shared still reads the old slots.
+            # When the server shared the block, the forward in flight still read the old slots.
             self._forward(written + 1)
             if source:
                 lender = siblings[source[0]]

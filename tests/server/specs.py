@@ -23,19 +23,19 @@ class ServerSpec:
     #: Short name, for test ids and log files.
     name: str
     flags: tuple[str, ...] = ()
-    #: Environment variables on top of :data:`STRICT_CHECKS`.
+    #: Environment variables on top of ``harness.STRICT_CHECKS``.
     env: tuple[tuple[str, str], ...] = ()
     #: Whether tests of this server are marked ``long``; ``make test`` leaves these out.
     long: bool = False
     #: Tests of one group run in one pytest process. If empty, the spec is a group of its own.
     group: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
-    #: Name of a model of ``tiny_models.py``; if empty, the embedded reasoner.
+    #: Name of a model of ``tiny_models.py``; if empty, the embedded reasoner (``eval/tiny_reasoner``).
     model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """A spec named ``<this>-<name>`` with more flags and environment variables. It is not ``long`` and has
-        a group of its own. A string may hold several flags, separated by blanks."""
+        """A spec named ``<this>-<name>`` with more flags and environment variables, not ``long``, in a
+        group of its own. A string may hold several flags, separated by blanks."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
         of_both = replace(self, name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
@@ -56,13 +56,13 @@ SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 #: KV slots for four or five responses of the embedded reasoner: requests wait, SGLang retracts requests and
 #: evicts cached prefixes.
 TIGHT = "--max-total-tokens 2400"
-#: The defaults with a smaller ``min_age``, so that short responses share. EAGER does not wait for a shortage.
+#: Defaults, but blocks share when 32 tokens old, as responses are short. EAGER does not wait for a shortage.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
-#: MemShare's rule, with every distance accepted and no warm-up. MemShare pairs blocks by index, whatever their
-#: tokens. Equal tokens would pair few whole pages, because a repeat rarely begins at the same place in a page.
+#: The rule of the paper MemShare, but every KV distance is accepted, at once. This rule pairs blocks by index;
+#: equal tokens would pair few whole pages, because a repeat rarely begins at the same place in a page.
 EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
-#: SGLang reserves few slots for the output of running requests and admits more, so that slots do run short.
+#: SGLang reserves few slots for the output of running requests and admits more requests, so slots run short.
 CROWDED = "--schedule-conservativeness 0.1"
 #: Long prompts are prefilled in chunks. One forward may hold a chunk and decoding requests.
 CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
@@ -77,8 +77,8 @@ FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank need
 
 
 def retracting(interval: int) -> dict[str, str]:
-    """Makes SGLang retract requests at every ``interval``-th forward, as in a shortage, and later compute their
-    rows again between decode steps of other requests."""
+    """Makes SGLang retract requests at every ``interval``-th forward, as in a shortage, and later prefill
+    them again between decode steps of other requests."""
     return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
@@ -109,8 +109,8 @@ def _beside_ours(*folders: str) -> str:
     return os.pathsep.join(filter(None, paths))
 
 
-#: Two plugins. One makes a rank fail after a request with a special id. If WAITS is set, the other makes polls
-#: wait for the filter process, so that a response shares at the same tokens on every server.
+#: Loads two plugins. One makes a rank fail after a request with a special id. If WAITS is set, the other makes
+#: polls (of running requests) wait for the filter process, so that a response shares alike on every server.
 PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
@@ -135,22 +135,22 @@ SHARING_AND_EVICTING = SHARED.having(
     *(POLICY, "reasoncache+streamingllm:budget=240"),
     **retracting(25),
 )
-#: Evicts by attention weights. The pool has room, because ``reference.py`` cannot follow retractions.
+#: Evicts by attention weights. The pool is large, because ``reference.py`` cannot follow retractions.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
-#: Evicts after each chunk of a prompt, so that prompts stay within a budget. Overlap schedule, no prefix cache.
+#: Evicts after each chunk of a prompt, so that prompts stay within a budget. There is no prefix cache.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
 ).for_long_runs()
-#: A plugin for servers on a GPU: instead of sharing slots, it copies shared KV into each row's own slots.
+#: A plugin for servers on a GPU: instead of sharing slots, it copies KV into each request's own slots.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
-#: Corrects keys and computes in fp32, for exact comparisons. Shares only between the model's reasoning markers.
+#: Computes in fp32, and polls wait for the filter, for exact comparisons. Shares only in reasoning.
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
-#: Cannot correct keys, because that needs one attention backend for prefill and decode: here SGLang's own
-#: attention decodes.
+#: Cannot correct keys (rotate them to new positions), so shares nothing: correcting needs one attention backend
+#: for prefill and decode, but here SGLang's own attention decodes.
 UNCORRECTED = (
     SHARED.having(
         "uncorrected",
@@ -178,7 +178,7 @@ def _beside(model: str, *plugins: str) -> dict[str, str]:
 
 
 def copying(spec: ServerSpec) -> ServerSpec:
-    """The spec with a plugin that copies shared KV into each row's own slots."""
+    """The spec with a plugin that copies KV into each request's own slots instead of sharing slots."""
     return spec.having("copy", **_beside(spec.model, "copying"))
 
 
@@ -210,7 +210,7 @@ def at_once(model: str) -> ServerSpec:
 def short(model: str) -> ServerSpec:
     """A server with memory for three responses, under forced retractions."""
     pool = (
-        # Beside a window pool, the other pool fills less, so it must be smaller to run short.
+        # If window layers have their own pool, the other pool fills less, so it must be smaller to run short.
         f"--max-total-tokens {1000 if model in WINDOW_POOL else 1200} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
@@ -240,7 +240,7 @@ GROUPS_OF_TWO = GROUPS.having(
 ).for_long_runs()
 
 
-#: A pool for two responses of the test. The host keeps evicted prefixes. Polls wait for the filter.
+#: The pool has room for two responses of the test. The host keeps evicted prefixes. Polls wait for the filter.
 HOST_TIER = SHARED.having(
     "host-tier",
     *("--dtype float32 --max-total-tokens 1600 --reasoncache-when always", *SOON),

@@ -65,7 +65,7 @@ def _logprobs(found: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
 
 
 def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
-    """A cache of system prompt and documents. Each document was computed behind that prompt, then rotated."""
+    """A cache of system prompt and documents, each computed behind that prompt, with keys then rotated."""
     whole = reader.cache(1, 2048)
     reader.forward(whole, SYSTEM)
     for document in documents:
@@ -166,7 +166,7 @@ def test_another_salt_has_documents_of_its_own(
     body = {"input_ids": [*SYSTEM, *documents[1]], "sampling_params": {"max_new_tokens": 1}}
     server.post("/generate", json={**body, "cache_salt": "theirs"}).raise_for_status()
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
-    # The server first prefills each document under the request's salt, and composes only these documents.
+    # The server first prefills each document under the request's salt, and uses none of another salt.
     sampling = {"max_new_tokens": 0, "custom_params": {"documents": _spans(documents)}}
     for salt, composed in (("theirs", 1), ("ours", 1)):
         before = report(server)["totals"]["prompts_composed"]

@@ -42,7 +42,7 @@ ON_CUDA = ServerSpec(
 #: No flag chooses attention or positions. Prefill graphs have two sizes.
 ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
-#: ALIAS and COPIES have no overlap schedule: under it, copies would race with the forward in flight.
+#: ALIAS shares, COPIES copies KV: under the overlap schedule, copies would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
 COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **specs.COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"
@@ -70,7 +70,7 @@ def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
     """Requests that opted out give the same tokens before and after others shared."""
     server.post("/flush_cache")
     before = answers(server, **OPT_OUT)
-    # No flush follows, so shifted slots remain. For each batch, the host's mark chooses the kernels.
+    # Without a flush, a batch runs SGLang's kernels only if the host marks that its rows share nothing.
     answers(server)
     after = answers(server, **OPT_OUT)
     assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
@@ -91,7 +91,7 @@ def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec) -> None:
 
 @pytest.mark.parametrize("server", [EVICTING, EVICTING_AS_CACHED], indirect=True)
 def test_evicting_equals_masking(server: ServerProcess, reference: Any) -> None:
-    """As on the CPU, log-probabilities are those of a model that does not see evicted positions."""
+    """Log-probabilities are those of a model that does not see evicted positions."""
     todo = prompts(4, seed=11, each=5)
     found = respond(server, todo, 300, **TO_THE_END)
     assert all(one["evicted_positions"] > 300 for one in found)

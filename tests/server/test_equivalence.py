@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares answers of our servers with those of stock SGLang on the CPU platform. Compares responses that
-shared with those of the fidelity harness, which shares no memory. One test runs a language model, which
-``make real-model`` makes."""
+"""Compares answers of our servers with those of stock SGLang on our CPU platform, and log-probabilities of
+responses that shared with those of the fidelity harness, which copies KV instead of sharing slots. One test
+runs a language model, which ``make real-model`` makes."""
 
 import functools
 from collections.abc import Iterator
@@ -44,8 +44,8 @@ def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
 
 
 def _assert_same_answers(one: Answers, other: Answers) -> None:
-    """Checks that both are right, and equal except for rounding. If two tokens are equally likely, rounding
-    decides between them; behind such a token only the final answers are compared."""
+    """Checks that answers of two servers are right, and equal except for rounding. If two tokens are equally
+    likely, rounding decides between them; behind such a token only the final answers are compared."""
     for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
         COMPARED, one, other, strict=True
     ):
@@ -74,7 +74,7 @@ def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.Serve
 @pytest.mark.parametrize("spec", [specs.ACROSS])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Requests that opt out get stock's answers, also after others have shared. Rounding differs, because this
-    server prefills in chunks and recomputes after retractions."""
+    server prefills in chunks and computes retracted requests again."""
     server = servers.get(spec)
     solve(server, COMPARED)
     assert report(server)["totals"]["blocks_shared"] > 0
@@ -83,7 +83,7 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_path: Path) -> None:
-    """A redirected row gives the log-probabilities of the harness's cache with the same blocks redirected."""
+    """Responses that shared have the log-probabilities that the harness computes with the same blocks."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     todo, blocks = prompts(4, seed=11), 0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests policies that evict positions, on servers that may be under load. Slots are checked during and after
-each test, as in ``test_sharing.py``."""
+"""Tests policies that evict positions, on servers that may be under load. SGLang checks slots
+after every batch, the ``server`` fixture after each test."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
     """Log-probabilities are those of a model that masks evicted positions, although later tokens overwrite
     the slots of these positions."""
     todo = prompts(6, seed=21)
-    # Under the overlap schedule the forward in flight at an eviction still reads the evicted slots.
+    # Under the overlap schedule the forward in flight at an eviction still reads evicted positions.
     overlaps = not server.get("/server_info").json()["disable_overlap_schedule"]
     assert overlaps == (together > 1)
     found: list[dict[str, Any]] = []
@@ -46,7 +46,7 @@ def test_what_goes_is_what_the_rule_says(server: ServerProcess, reference: Any) 
 
 @pytest.mark.parametrize("server", [*specs.EVICTORS, specs.RKV], indirect=True)
 def test_frees_slots_under_load(server: ServerProcess) -> None:
-    """Evicting frees slots. With a policy that also shares, some rows do both."""
+    """Evicting frees slots. With a policy that also shares, some requests share and evict."""
     start = server.log_size()
     solve(server, problems(12, seed=22))
     wait_until_idle(server)
@@ -86,7 +86,7 @@ def check_budget(response: dict[str, Any]) -> None:
     held_then, gone, chunks = 0, 0, set()
     for written, _, length in response["evictions"]:
         if written not in chunks:
-            # The positions held before this poll evicted any.
+            # So many positions were held when this poll began to evict.
             held_then = written - gone
             assert held_then <= BUDGET + CHUNK
         chunks.add(written)

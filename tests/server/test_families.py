@@ -54,8 +54,8 @@ def _follow_up(server: ServerProcess, ids: list[int]) -> dict[str, Any]:
 
 
 class Loop:
-    """A Hugging Face model that reads a whole response at once, with the same blocks redirected that a server
-    redirected while it generated the response."""
+    """A Hugging Face model that computes a whole response in one forward. Its attention redirects the blocks
+    that a server redirected while it generated the response."""
 
     def __init__(self, servers: ServerPool, name: str) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
@@ -82,7 +82,7 @@ class Loop:
             frequencies = embedding.inv_freq if frequencies is None else frequencies
             angles = torch.arange(1024)[:, None] * frequencies.float()
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2; all others pair two halves.
+            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2; elsewhere a pair is in two halves.
             found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
         return found
 
@@ -103,7 +103,7 @@ class Loop:
         blocks: list[Any],
         rotation: Rotations,
     ) -> float:
-        """Mean distance of a server's log-probabilities from this loop's.
+        """Mean distance of a server's log-probabilities from this model's.
 
         Args:
             blocks: For each block the first query that reads the source, and where block and source begin.
@@ -168,8 +168,8 @@ ON_TWO_RANKS = [
 def test_a_server_computes_what_a_loop_computes(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """Log-probabilities are those of a loop that redirects the same blocks, and not those of a loop that
-    rotates no keys or redirects nothing."""
+    """Log-probabilities are those of a :class:`Loop` that redirects the same blocks, and not those of a Loop
+    that rotates no keys or redirects nothing."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     responses = _together(server, 400)
     seen, rotation = report(server), loop.rotation()
@@ -195,7 +195,7 @@ def test_a_server_computes_what_a_loop_computes(
         again += loop.off(prompt + found["tokens"], follow, [], None) / 10
     whole = prompt + found["tokens"] + follow["tokens"]
     follow = _follow_up(server, whole)
-    # The last response shared nothing, so the cache has all written positions, with the last state.
+    # The last follow-up shared nothing, so the cache has all its written positions and its last state.
     assert follow["cached"] == len(whole) - 1
     again += loop.off(whole, follow, [], None) / 10
     print(spec.model, off, again, seen["totals"]["blocks_shared"])
@@ -232,7 +232,7 @@ def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.Ser
 @pytest.mark.parametrize("spec", [*SHORT, ON_TWO_RANKS[1]])
 def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """While some requests share, others are retracted or aborted, or have opted out. Requests that opted out
-    have the log-probabilities of the loop."""
+    have the log-probabilities of a :class:`Loop` that redirects nothing."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
 

@@ -15,14 +15,14 @@ from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
 def test_a_prefix_that_was_on_the_host_is_read_as_before(
     servers: ServerPool, spec: specs.ServerSpec, tmp_path: Path
 ) -> None:
-    """When a prefix is loaded, the cached positions of its new slots must be recorded, because a response that
-    shares rotates keys by these positions."""
+    """When a prefix is loaded, the plugin must record for which positions the keys in its new slots were
+    computed, because a response that shares rotates keys from these positions."""
     on_disk = spec is specs.ON_DISK
     server = servers.get(spec.having("", f"--file-storage-path {tmp_path}") if on_disk else spec)
     log = server.log_size()
     server.post("/flush_cache")
     todo = prompts(4, seed=21, each=2)
-    # 601 tokens take 600 decode steps, a whole number of polls, so a response shares alike both times.
+    # 601 tokens take 600 decode steps, a whole number of polls, so a prompt sent again shares alike.
     first = [respond(server, [text], 601, **TO_THE_END)[0] for text in todo]
     for text in prompts(3, seed=22, each=24):
         # Long prompts evict all cached prefixes and use the slots at other positions.

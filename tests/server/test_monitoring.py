@@ -103,7 +103,7 @@ def test_what_compose_mounts_is_there() -> None:
 
 
 def _filled(query: str) -> str:
-    """The query with values for Grafana's variables."""
+    """The query, with Grafana's variables replaced by values."""
     query = query.replace("$__rate_interval", "1m")
     return query.replace("$model_name", ".*").replace("$instance", ".*")
 
@@ -203,7 +203,7 @@ def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
 
 @pytest.fixture
 def page() -> Iterator[Any]:
-    """A page of Playwright's synchronous client."""
+    """A page of a Chromium that Playwright drives."""
     client = pytest.importorskip("playwright.sync_api", reason="the Python package playwright")
     found = filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
     if (path := next(found, None)) is None:

@@ -47,7 +47,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("server", "count", "blocks", "saved", "right"),
     [
-        # EXACT shares only when SGLang is short of slots. How much depends on which requests overlap.
+        # EXACT shares only when SGLang is short of slots, so which requests overlap decides how much.
         (specs.EXACT, 24, 24, 0.03, 0.8),
         (specs.ACROSS, 16, 16, 0.1, 0.8),
         (specs.FP8, 16, 16, 0.1, 0.8),
@@ -59,7 +59,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 def test_shares_and_keeps_answers(
     server: ServerProcess, count: int, blocks: int, saved: float, right: float
 ) -> None:
-    """Answers stay right. Accepted blocks share again once the row of a retracted request is recomputed."""
+    """Answers stay right. When a retracted request has been computed again, its blocks share again."""
     todo = problems(count)
     answers = solve(server, todo)
     seen = report(server)
@@ -139,8 +139,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """Two ranks share alike. Otherwise they would hang, because distances are summed over both ranks. Then
-    sharing fails on one rank under load: no request fails and no slot is lost."""
+    """Two ranks share alike: otherwise they would hang, because distances are summed over both ranks. When
+    sharing then fails on one rank under load, no request fails and no slot is lost."""
     server, todo = servers.get(spec), problems(10, seed=13)
     start = server.log_size()
     assert report(server)["disabled"] is None
@@ -176,7 +176,7 @@ def test_nothing_is_shared_where_keys_cannot_be_corrected(server: ServerProcess)
     "server", [specs.EXACT, specs.ACROSS, specs.SHARING_AND_EVICTING], indirect=True
 )
 def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
-    """``custom_params`` of the OpenAI API switches sharing and evicting off for one request."""
+    """The field ``custom_params`` switches sharing and evicting off for one request."""
     before = report(server)["totals"]
     solve(server, problems(4, seed=10), OPT_OUT)
     after = report(server)["totals"]

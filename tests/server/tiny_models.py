@@ -26,7 +26,7 @@ _MAMBA_2: Fields = dict(
 )
 _LATENT: Fields = dict(num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=32)
 _LATENT |= dict(qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16)
-#: On a CPU, SGLang has only YaRN as the rotary embedding of these models. The V2 model has no ``q_lora_rank``.
+#: On a CPU, SGLang has only YaRN as the rotary embedding of DeepSeek models. Only V3 sets ``q_lora_rank``.
 _YARN: Fields = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, mscale=1.0, mscale_all_dim=0.5)
 _YARN |= dict(original_max_position_embeddings=2048, beta_fast=32, beta_slow=1)
 _DEEPSEEK: Fields = dict(
@@ -34,7 +34,7 @@ _DEEPSEEK: Fields = dict(
 )
 _DEEPSEEK |= dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1)
 _DEEPSEEK |= dict(moe_intermediate_size=16, routed_scaling_factor=1.0, topk_group=1)
-#: Every second layer sees all positions, others ``sliding_window``. OLMo 3 has the fields of real checkpoints.
+#: Every second layer sees all positions, others ``sliding_window``. OLMo 3 has rope fields of real checkpoints.
 _WINDOW: Fields = dict(num_hidden_layers=4, head_dim=16, sliding_window=48)
 _WINDOW |= dict(layer_types=["sliding_attention", _FULL] * 2)
 #: Names of weights that compute what a layer adds to its input. Factors shrink these weights, so that responses
@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[str, Fields]] = {
         "DeepseekV3Config",
         {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
     ),
-    # Four KV heads: on a CPU, SGLang needs a KV head for each rank of all groups together.
+    # Four KV heads: on a CPU, SGLang needs a KV head for each rank of all DP attention groups together.
     "qwen3_moe": (
         "Qwen3MoeConfig",
         dict(
@@ -139,9 +139,9 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     # With these weights the newest token usually decides the next, so greedy responses run in circles.
     with torch.no_grad():
         if gemma:
-            # SGLang ties Gemma's embeddings: a token would follow itself, but flipped signs prevent it.
+            # SGLang ties Gemma's embeddings, so a token would predict itself; random signs prevent this.
             model.model.norm.weight.copy_(-2.0 * (torch.rand(64) < 0.5))
-        else:  # Gemma scales embeddings itself
+        else:  # not for Gemma, which scales embeddings itself
             model.get_input_embeddings().weight *= 8.0
         latent = "kv_lora_rank" in arguments
         less = _LESS.get(name, _LESS_OF_OTHERS)
@@ -149,7 +149,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= less
-            # A norm undoes the factor, so the norm's weight is set instead; Gemma's norms add 1 to it.
+            # In these models a norm would undo the factor, so its weight is set instead; Gemma's norms add 1.
             if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else less)
     path = folder / name
@@ -157,7 +157,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / file, path / file)
     described = json.loads((path / "config.json").read_text())
-    # SGLang's Nemotron-H reads older names of fields. It cannot read an infinite ``time_step_limit``.
+    # SGLang's Nemotron-H needs older names of fields, and accepts no infinite ``time_step_limit``.
     if "layers_block_type" in arguments:
         described["layers_block_type"] = arguments["layers_block_type"]
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}

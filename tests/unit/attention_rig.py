@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool, rows and batches for tests of attention backends, and dense fp64 attention as the expected result."""
+"""A pool, rows (block tables) and batches for attention backends, and dense fp64 attention to compare with."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from sglang_reasoncache.plugin import attention
 from tests.kernels.attention_cases import dense, turned
 
 DIM = 16
-#: Latent and rotated dims of a latent row. SGLang's Triton kernels take these, as well as 512 and 64.
+#: Latent and rotated dims of MLA's KV of a token. SGLang's Triton kernels take these, as well as 512 and 64.
 RANK, ROTATED = 256, 32
 BASE = 10_000
 CONTEXT = 1024
@@ -78,7 +78,7 @@ class Rig:
             heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROTATED)
         kind: Any = MLATokenToKVPool if latent else MHATokenToKVPool
         layers: Any = dict(layer_num=2, enable_memory_saver=False)
-        #: A row's slot -> the slot in layer 1; the last entry is for an evicted position.
+        #: A row's slot -> the same token's slot in layer 1; the last entry is for an evicted position.
         self.peers = torch.arange(size + 2)
         if own_pool:
             kind, layers = SWAKVPool, dict(size_swa=size, swa_attention_layer_ids=[1])
@@ -187,7 +187,7 @@ class Rig:
             self.cached_at.record(slots[held], torch.arange(end)[held])
 
     def forward(self, backend: Any, batch: Any) -> torch.Tensor:
-        """Run ``backend`` on the batch: ``[tokens, heads, v_dim]``. Keeps the queries for :meth:`expected`."""
+        """Run ``backend``; return ``[tokens, heads, v_dim]``. Keeps the queries for :meth:`expected`."""
         tokens = len(batch.out_cache_loc)
         generator = torch.Generator().manual_seed(tokens)
         q, k, v = (

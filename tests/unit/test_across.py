@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of slots that several requests read, with SGLang's own pools, requests and release path.
-``tests/property/test_groups.py`` tests the same with random requests."""
+"""Tests slots that several requests of a *group* (same prompt and salt) read, with SGLang's own pools, requests
+and release path. ``tests/property/test_groups.py`` tests the same with random requests."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def balance(world: World) -> None:
 
 @ALL_SETUPS
 def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
-    """Slots that two rows name are not redirected. Naming them twice in a row saves within that row."""
+    """Blocks whose slots two rows name are not redirected. Naming them twice in a row saves within that row."""
     world, source, reader = two(setup)
     assert lend(world, source, reader, Pair(12, 20)) == 4
     rows = world.row(source).copy(), world.row(reader).copy()
@@ -172,7 +172,7 @@ def test_what_does_not_go_with_it(values: dict[str, Any], bound: str) -> None:
         ReasonCacheConfig.from_mapping({"scope": "prompt", **values})
 
 
-#: How a request differs from a plain one, and whether the two are one group.
+#: How a request differs from a plain one, and whether the two are in one group.
 KEYS: list[tuple[dict[str, Any], bool]] = [
     ({}, True),
     ({"cache_salt": "another"}, False),
@@ -193,7 +193,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(("key", "same"), KEYS)
 def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: bool) -> None:
-    """Neither request is a source for the other, whatever blocks the filter proposes."""
+    """Requests of different groups are no sources for each other, whatever blocks the filter proposes."""
     world = world_of(SETUPS[0])
     made = [
         began(world, i, dict(one)) for i, one in enumerate(({}, key, {"lora_id": "adapter"}, key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission with a credit for sharing, compared with its formula and with SGLang's admission."""
+"""Compares admission with a credit (the share of output that sharing may free) with a formula and SGLang's."""
 
 from collections.abc import Callable
 from typing import Any
@@ -58,8 +58,8 @@ def test_only_output_to_come_is_discounted(
     credit: float, page: int, mixed: int, reserved: Any, rest: int, asked: tuple[int, int]
 ) -> None:
     """A request needs its prompt, rounded up to pages, and the share ``1 - credit`` of the output beyond that.
-    ``rest`` stands for the output of running requests, which SGLang adds to ``total_offset``. A total below
-    ``current_offset`` reserves nothing. With credit 0 and ``rest`` >= 0 the budget decides like SGLang's."""
+    ``rest`` stands for the output of running requests, which SGLang adds to ``total_offset``. If this total is
+    below ``current_offset``, no output is reserved. With credit 0 and ``rest`` >= 0 our budget is SGLang's."""
     made, stock = budget(credit, page, mixed), budget(None, page, mixed)
     for each in (made, stock):
         for prompt, output in reserved:
@@ -97,14 +97,14 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
         (0.9, 1000, [*[(ENDED, 40, 100, 0.4)] * 50, *((ENDED, 0, 100, at) for at in _FADED)]),
         (0.4, 20_000, [(ENDED, 90, 100, 0.4)]),
         (0.0, 20_000, [(ENDED, 50, 100, 0.0)]),
-        # A request longer than the horizon replaces all earlier ones.
+        # A request longer than the horizon, over which weights fade, replaces all earlier ones.
         (0.9, 1000, [(ENDED, 900, 1000, 0.9), (ENDED, 100, 2000, 0.05)]),
     ],
 )
 def test_forecast(
     limit: float, horizon: float, seen: list[tuple[Callable[..., None], int, int, float]]
 ) -> None:
-    """``seen``: the observing method, tokens shared, all tokens, and the credit afterwards."""
+    """``limit``: the highest credit. ``seen``: the method, tokens shared, all tokens, the credit afterwards."""
     forecast = SharingForecast(limit, horizon)
     assert forecast.credit == 0.0
     for tell, shared, tokens, credit in seen:

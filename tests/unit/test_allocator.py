@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocators hand out a shared page again only after its last reference is freed. Also tests the host's copies
-of rows whose positions read each other's slots."""
+of rows (block tables) whose positions read each other's slots."""
 
 from collections import Counter
 from typing import Any
@@ -134,7 +134,7 @@ def test_double_free_is_noticed_while_anything_is_shared() -> None:
 
 
 def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
-    """A slot with one reference left may still be shifted, so ``has_shifted_slots`` stays set until a flush."""
+    """A slot with one reference left may be read away from its key's position: the flag stays until a flush."""
     assert not either.has_shifted_slots
     [page] = take(either, 1)
     share(either, [page])

@@ -94,8 +94,8 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """On CUDA, prefills run SGLang's kernels, whether the batch is marked or not: in a server, the prefix of a
-    prefill has no shifted slots."""
+    """On CUDA, prefills run SGLang's kernels even if the batch is marked as having shifted slots: in a server,
+    the prefix of a prefill has none."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda" and not batch.forward_mode.is_decode():
@@ -105,7 +105,7 @@ def test_latent_rows_are_read_where_they_are_used(
         assert not rig.forward(backend, batch).isnan().any()
         rig.settle()
     rig.check(backend, batch)
-    if batch.forward_mode.is_decode():  # as SGLang calls FlashInfer's backend
+    if batch.forward_mode.is_decode():  # rotated dims apart, as SGLang calls FlashInfer's backend
         parts = rig.query.split((RANK, ROTATED), dim=2)
         q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
         found = backend.forward_decode(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our mixin for SGLang's CUDA backends, tested here over a backend that runs on the CPU.
-``test_attention_cuda_graph.py`` tests the mixin over SGLang's Triton backend, and in graphs."""
+"""Our mixin for SGLang's CUDA backends, over a CPU backend; ``test_attention_cuda_graph.py`` tests it over
+SGLang's Triton backend and in graphs. A *shifted* slot is read at another position than its key's."""
 
 import dataclasses
 import json
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform",
 @pytest.mark.parametrize("known", ["as cached", "as cached, evicted", "never shared", "marked"])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
 def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: str) -> None:
-    """The result is SGLang's, bit for bit. A batch's mark decides, not what its rows hold. If keys are read as
-    cached, shifted slots do not need our kernels; only evicted positions do."""
+    """The result is SGLang's, bit for bit. A batch's mark (has it shifted slots?) decides, not what its rows
+    hold. If keys are read as cached, shifted slots do not need our kernels; only evicted positions do."""
     rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
     backend = backend_of("cuda", rig, corrected)
     assert corrected or backend.paged.rotations is None
@@ -160,8 +160,8 @@ def resolved(
 def test_the_flag_alone_is_the_recommended_mode(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With our flag alone every NVIDIA GPU uses FlashInfer, where our kernels can correct keys. The log says so
-    if SGLang's default is another backend. On ROCm nothing changes."""
+    """With our flag alone every NVIDIA GPU uses FlashInfer, where our kernels can rotate keys to other
+    positions. The log says so if SGLang's default is another backend. On ROCm nothing changes."""
     stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
     for gpu in GPUS:
         caplog.clear()
@@ -193,7 +193,7 @@ EVICTS = "streamingllm:budget=64"
         # The operator named a backend.
         ({}, {"attention_backend": "fa3"}, {}, "fa3 fa3"),
         ({}, {"decode_attention_backend": "flashinfer"}, {}, "fa3 flashinfer"),
-        # Keys cannot be corrected here. An explicit ``corrected`` is refused later, with the flag's name.
+        # Keys cannot be corrected (rotated anew) here. An explicit ``corrected`` is refused later, by its flag.
         ({}, {"enable_torch_compile": True}, {}, "fa3 fa3"),
         ({"positions": "corrected"}, {"enable_torch_compile": True}, {}, "flashinfer flashinfer"),
         ({}, {"flashinfer": False}, {}, "triton triton"),
@@ -291,7 +291,7 @@ def test_auto_goes_on_where_ours_fails(
 
     def make(*_: Any, **__: Any) -> Any:
         backend = backend_of("cuda", rig)
-        # A pool on a GPU uses our Triton kernels.
+        # As on a GPU, our Triton kernels run.
         backend.paged.backend = "triton"
         made.append(weakref.ref(backend))
         return backend

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our mixin over SGLang's Triton backend, with two decode graphs for each batch size. Needs no GPU: Triton's
-interpreter runs SGLang's kernels and ours on CPU tensors. In place of a graph's replay the captured call runs
-again, with the state and the buffers of the capture. Other tests here check, on a stand-in for a GPU
-(``tests/strict_device.py``), that hooks and plans of attention do not wait for the device."""
+"""Our mixin over SGLang's Triton backend, with two decode graphs per batch size: SGLang's kernels, or ours for
+*shifted* slots (read at another position than their key's). Needs no GPU: Triton's interpreter runs the kernels
+on CPU tensors, and in place of a replay the captured call runs again, with the capture's state and buffers.
+Other tests check on a stand-in (``tests/strict_device.py``) that hooks and plans wait for no GPU."""
 
 import copy
 import dataclasses
@@ -67,7 +67,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
     config.kv_lora_rank = rig.v_dim
     config.get_max_num_attention_heads = lambda: rig.heads
     config.get_num_kv_heads = lambda *_: rig.kv_heads
-    # A pool on a GPU uses our Triton kernels.
+    # As on a GPU, our Triton kernels run.
     monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
     backend = attention.backend_class("triton")(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
@@ -199,9 +199,9 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch's mark decides whether keys are rotated to where they are used, or read as cached. Prefills of
-    latent rows always run SGLang's kernels. SGLang's decode kernels leave out the oldest position of a window;
-    SGLang's prefill kernels do not. Slots in a window pool are never shared."""
+    """A batch's mark (has it shifted slots?) decides whether keys are rotated to where they are used, or read
+    as cached. Prefills of latent rows always run SGLang's kernels. SGLang's decode kernels leave out the oldest
+    position of a window; SGLang's prefill kernels do not. Slots in a window pool are never shared."""
     if kind != "plain":
         shrink_launches(monkeypatch)
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, **KINDS[kind])
@@ -286,7 +286,7 @@ def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> No
 
 @under_interpreter
 def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
-    """The hooks stay installed, because they cannot be removed. The process of these tests ends soon."""
+    """The hooks stay installed, because they cannot be removed; but the process of these tests ends soon."""
     attention._install_hooks(backend)
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
@@ -377,8 +377,8 @@ def check_on_stand_in(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
 def test_hooks_and_plans_do_not_wait(new: list[int], corrected: bool) -> None:
-    """Runs a batch with shifted slots if ``corrected``, then with evicted positions too. Over all cases, each
-    batch and each mode runs both with and without kept queries."""
+    """If ``corrected``, runs a batch with shifted slots; then, in any case, one with evicted positions. Over
+    all cases, each batch and each mode runs both with and without kept queries."""
     keeps = corrected != (new == NEW["with-prefix"])
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)
     backend = on_stand_in(rig, corrected)

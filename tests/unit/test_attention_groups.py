@@ -16,7 +16,7 @@ from sglang_reasoncache.plugin import attention
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
 
-#: What a group runs next: nothing, or a batch (its mode, and whether its rows have shifted slots).
+#: A group's next step: nothing, or a batch (mode, and whether it reads slots away from their keys' positions).
 IDLE, EXTEND = None, ForwardMode.EXTEND
 DECODE, SHIFTED_DECODE = (ForwardMode.DECODE, False), (ForwardMode.DECODE, True)
 CASES: list[tuple[tuple[Any, Any], GraphVote]] = [

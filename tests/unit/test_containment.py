@@ -59,12 +59,12 @@ class Site(NamedTuple):
 
 
 class Faults:
-    """Counts calls in our code that SGLang waits for: calls of PyTorch and NumPy, and calls of functions in
-    another of our files that make such calls. Raises ``error`` in place of the ``number``-th call at ``site``.
+    """Counts what our code calls while SGLang waits for it: PyTorch, NumPy, and functions in another of our
+    files that call these. Raises ``error`` in place of the ``number``-th call at ``site``.
 
-    A function that has called :meth:`Ranks.agree` makes its change. From then on only its PyTorch calls can
-    fail, because NumPy needs just some bytes of host memory. With ``agreed`` these do not fail either, nor do
-    calls of our own functions; ``tests/server/test_sharing.py`` has a rank on which they fail.
+    A function changes rows or slots after it has called :meth:`Ranks.agree`. From then on only its PyTorch
+    calls fail, because NumPy needs just some bytes of host memory. With ``agreed`` these do not fail either,
+    nor do calls of our own functions; ``tests/server/test_sharing.py`` has a rank on which they fail.
     """
 
     #: Functions of ours that were seen to call PyTorch or NumPy, directly or through others.
@@ -330,8 +330,8 @@ Fault = tuple[Site, int]
 
 
 def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]]:
-    """The statistics of a run without faults; and one fault for each place, which fails at its first call or
-    at its last call, in turns."""
+    """The statistics of a run without faults; and one fault for each place: by turns, the first or the last of
+    the place's calls fails."""
     for _ in range(2):
         # The first run fills caches; the second one counts.
         load, faults = Load(setup), Faults(agreed=agreed)
@@ -358,7 +358,7 @@ def failed(load: Load, faults: Faults) -> Any:
 @pytest.mark.usefixtures("published_config")
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL + 1)  # instead of some hundred tracebacks
+    caplog.set_level(logging.CRITICAL + 1)  # keeps some hundred tracebacks out of the log
     torch.set_num_threads(1)
     stats, found = sites(setup)
     assert len(found) > 70 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
@@ -375,7 +375,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
 def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     fails: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If our hook fails on a new batch, the batch stays unmarked, so its rows count as shifted."""
+    """If our hook fails, a new batch stays unmarked, and our kernels, which can read any row, run the batch."""
     world = World(SETUPS[0])
     world.allocator.has_shifted_slots = world.allocator.has_evicted = True
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No path from a decode or prefill step waits for the device, and none does what a device forbids.
+"""Nothing in a decode or prefill step waits for the device, or does what a device forbids.
 
 Our code runs over SGLang's pools, allocators and trees, on a stand-in for a GPU and, if there is one, on a GPU.
 Only freeing slots that the host does not know waits: our ``free`` and ``free_page_ids``, and SGLang's

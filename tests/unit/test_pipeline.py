@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Blocks whose distances are being measured: nothing waits for the distances, and results that come too late
-are refused. Runs SGLang's pools, requests and release path with our controller. A test decides when distances
-arrive, as a GPU would."""
+"""Nothing waits while KV distances of blocks are measured, and results that come too late are refused. Runs
+SGLang's pools, requests and release path with our controller. A test decides when distances arrive, in place of
+a GPU."""
 
 import gc
 import threading
@@ -53,7 +53,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     before = used(slow)
     slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 0
-    # While a batch is measured, later results stay in the engine.
+    # While a batch is measured, later results stay in the engine (the filter).
     slow.propose(req, Pair(26, 14))
     assert slow.engine.outstanding == 1
     assert used(slow) == before + 2
@@ -91,7 +91,7 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
 
 
 def test_a_flush_forgets_what_was_judged() -> None:
-    """Blocks are judged anew, because a retracted request may come back under other weights after a flush."""
+    """After a flush blocks are judged anew, because a retracted request may come back under other weights."""
     world = World(Setup(1, 4, 120, when="always"))
     req, pipeline = world.start(), world.controller.pipeline
     world.propose(req, Pair(20, 8))
@@ -321,7 +321,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
 
 @pytest.mark.parametrize("percentile", [100, 50])
 def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
-    """Unmeasured blocks count with the share of blocks that the percentile will accept."""
+    """Unmeasured blocks count in admission's credit, at the share of blocks that the percentile will accept."""
     world = World(SETUPS[0])
     pipeline, forecast = world.controller.pipeline, world.controller.forecast
     pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
@@ -335,7 +335,7 @@ def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
 
 @ALL_SETUPS
 def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
-    """Slots that a prompt needs now are reclaimed before admission. Future output may rely on the ledger."""
+    """Slots for a prompt are reclaimed before its admission. Future output may rely on blocks yet to share."""
     world = World(setup)
     req = world.start()
     find(world, req, Pair(8, 24), Pair(12, 28))

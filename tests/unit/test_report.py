@@ -112,11 +112,11 @@ def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
 
 
 def test_parts_of_a_response() -> None:
-    """Each run of blocks that read, and each run of sources, is a part. The parts join to the whole text."""
+    """Parts begin where blocks that read, or their sources, begin or end. They join to the whole text."""
     text = "what repeats, and so what repeats, ends"
     found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
     found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, "other")]}
-    # This decoder drops a blank at the beginning.
+    # Like some tokenizers, this decoder drops a blank at the beginning.
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).removeprefix(" "))
     parts = asyncio.run(page.parts_of(found, tokenizer))
     assert "".join(part["text"] for part in parts) == text

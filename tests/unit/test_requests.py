@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spellings by which a client opts out, and the refusal of other spellings. Also tests the markers of
-reasoning, which SGLang's parsers name."""
+"""Spellings by which a client opts out of sharing, and the refusal of other spellings. Also tests the markers
+of reasoning (such as ``<think>``), which SGLang's parsers name."""
 
 import logging
 import re
@@ -41,7 +41,7 @@ def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     ("shares", "value"), [(shares, value) for shares in SPELLINGS for value in SPELLINGS[shares]]
 )
 def test_spellings_of_yes_and_no(shares: bool | None, value: object) -> None:
-    """The frontend refuses other spellings. A scheduler that gets one lets the request opt out."""
+    """The frontend refuses other spellings. A scheduler that gets such a spelling lets the request opt out."""
     params = SamplingParams(custom_params={OPT_OUT_KEY: value})
     assert allows(Req("r", "", array("q", [1]), params)) == bool(shares)
     if shares is not None:
@@ -75,7 +75,7 @@ def test_single_tokens(parser: str, force: bool, added: list[str]) -> None:
 
 @pytest.mark.parametrize("parser", ["gpt-oss", "mistral", "no-such-parser", "k2_horizon"])
 def test_what_cannot_be_followed_is_said(parser: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Only an unsupported parser gives a warning. Without parser or tokenizer, too, all output is reasoning."""
+    """All output is reasoning without a usable parser or tokenizer. Only an unsupported parser warns."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     for known in ((None, tokenizer), ("", tokenizer), ("qwen3", None)):
         assert reasoning_markers(*known) is None

@@ -123,7 +123,7 @@ class Embedding:
         return factory.get_rope(*asked, rope, dtype, self.model.partial)
 
     def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embeds ``[tokens, heads, head_dim]`` at ``[tokens]``, as in a response that fills the context."""
+        """Embeds keys ``[tokens, heads, head_dim]`` at ``[tokens]`` in a response that fills the context."""
         # With dynamic NTK the highest position decides all angles. SGLang's table assumes a full context.
         last = torch.tensor([self.model.positions - 1])
         cos, sin = (t[:, :-1] for t in self._module(keys, torch.cat((positions, last))[None]))
@@ -141,8 +141,8 @@ class Embedding:
     ) -> None:
         """Check that ``found`` is ``raw`` embedded at ``used``, as exactly as fp32 angles allow.
 
-        Each dim may be off by a share of its pair's length. In units of fp32 this share adds up: three rounded
-        angles (position times frequency), four roundings of each library's frequencies, and 16 for the rest.
+        Each dim may be off by a share of its pair's length. In units of 2**-24 the share is the sum of three
+        rounded angles (position times frequency), four roundings of each library's frequencies, and 16 more.
         """
         expected = self.by_hugging_face(raw, used)
         distance = (used - cached_at).abs()
@@ -308,7 +308,7 @@ def hunyuan(use_qk_norm: bool) -> Any:
         # Llama 4 and others have layers without rotation, whose keys must not be rotated.
         (r"1 \(Attention\)", lambda: [Attention(rotary_of()), Attention(None)]),
         (r"0 \(HunYuanAttention, use_qk_norm\) scales keys", lambda: [hunyuan(True)]),
-        # As in XLLM, whose rotated dims are neither the first dims of a head nor side by side.
+        # In XLLM the rotated dims are neither the first dims of a head nor side by side.
         (
             r"0 \(Attention\) rotates a part of \{32\} dims.*\{64\}",
             lambda: [Attention(rotary_of(head_size=32, rotary_dim=32))],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptive threshold is compared with NumPy's percentile. Ranks that read keys differently are refused."""
+"""Compares the adaptive threshold on KV distances with NumPy's percentile. Ranks must read keys alike."""
 
 import math
 from typing import Any
@@ -93,7 +93,7 @@ def test_what_is_no_distance_is_neither_observed_nor_accepted() -> None:
 
 @pytest.mark.parametrize("corrects", [(True, True), (False, False), (True, False), (False, True)])
 def test_ranks_that_read_keys_differently_are_refused(corrects: tuple[bool, bool]) -> None:
-    """If only one rank can correct keys, that rank refuses to start."""
+    """If only one rank can rotate keys to other positions, that rank refuses to start."""
 
     def refuses(rank: int, group: Any) -> bool:
         try:

@@ -28,7 +28,7 @@ TEXT = list(range(1, 130))
 
 
 class Windows(World):
-    """A world whose last layer has a window, and a second pool for this layer."""
+    """A world whose last layer has a window, and a second pool for it. ``peers``: slots in that pool."""
 
     def __init__(self, core: str) -> None:
         super().__init__(Setup(1, BLOCK, SLOTS, core=core))

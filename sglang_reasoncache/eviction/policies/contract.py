@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 class Layer(Protocol):
     """Keys and newest queries of one attention layer, read from the device on demand. A rank sees only its own
-    heads. ``held`` in a shape is the length of :attr:`View.held`."""
+    heads. A key was rotated for its *cached position*. ``held`` in a shape is the length of ``View.held``."""
 
     @property
     def rotation(self) -> KeyRotation | None:
-        """The model's rotary embedding; None if cached positions are not recorded."""
+        """The rotation of the layer's keys; None if cached positions are not recorded."""
 
     def stored(self) -> torch.Tensor:
         """fp32 ``[held, kv_heads, head_dim]``: keys as cached, rotated for their cached positions."""
 
     def used(self) -> torch.Tensor:
-        """fp32 ``[held, kv_heads, head_dim]``: keys as attention uses them, at their positions."""
+        """fp32 ``[held, kv_heads, head_dim]``: keys as attention uses them, rotated for the held positions."""
 
     def queries(
         self, first: int, end: int | None = None
@@ -60,7 +60,7 @@ class View:
         first_readers: int64 ``[held]``: the lowest held position with the same slot.
         seed: A number that is the same for the same prompt.
         layers: All attention layers of this rank.
-        earlier: fp32 ``[held]``: the last scores of an accumulating policy, 0 for positions written
+        earlier: fp32 ``[held]``: the last scores of a policy with running totals, 0 for positions written
             since. None if the policy has not scored yet.
         seen: The queries of positions ``[0, seen)`` are counted in ``earlier``.
     """

@@ -20,7 +20,7 @@ ALWAYS, SHORT = "always", "short"
 
 
 class OptionError(ValueError):
-    """An option of a policy is out of bounds: ``<key> of a policy must be <bound>``."""
+    """An option of a policy is out of bounds. ``bound`` completes the sentence "``key`` must be ..."."""
 
     def __init__(self, key: str, bound: str) -> None:
         super().__init__(f"{key} {bound}")
@@ -36,18 +36,18 @@ def bounded(default: float | None, low: float, high: float) -> Any:
 class Evictor:
     """A policy scores positions (:meth:`scores`). The lowest scores are evicted until the budget is met.
 
-    A policy keeps no state: its scores follow from its options and the view. The fields of a policy are options
+    A policy keeps no state: scores follow from its options and the ``View``. The fields of a policy are options
     of ``--reasoncache-policy``. Exactly one of ``budget`` and ``share`` must be given.
 
     Attributes:
         budget: Slots that a request may take, prompt included. Positions that share a slot count once.
         share: The budget as a share of the request's positions so far.
         slack: Once the budget is exceeded by more slots than this, the policy evicts down to the budget.
-        recent: Newest positions that stay, even if the request then exceeds its budget. The prompt
-            alone may exceed the budget, and a response without its newest words is noise.
+        recent: Newest positions that stay, even if the request then exceeds its budget, as it does if the
+            prompt alone exceeds the budget. A response without its newest words would be noise.
         prompt: Whether positions of the prompt may be evicted, after each chunk of a prefill. If so, the
             request enters the prefix tree only when it finishes, up to the first evicted position.
-        when: ``always``: at every poll; ``short``: only when SGLang would retract a request.
+        when: ``always`` acts at polls, every fourth decode step; ``short`` if SGLang would retract a request.
 
     Raises OptionError for a value out of bounds.
     """
@@ -59,9 +59,9 @@ class Evictor:
     prompt: bool = False
     when: str = ALWAYS
 
-    #: Whether scores are running totals. These are updated before new queries overwrite uncounted queries.
+    #: Whether scores are running totals, which must count each kept query before a newer one overwrites it.
     accumulates: ClassVar[bool] = False
-    #: Whether the policy reads keys or queries before rotary embedding.
+    #: Whether the policy undoes rotary embedding. If so, cached positions must be recorded.
     unrotates: ClassVar[bool] = False
 
     @property

@@ -24,7 +24,7 @@ class KeyDiff(Evictor):
     """KeyDiff (Park et al., arXiv 2504.15364) evicts the keys that are most like the mean of all held keys.
 
     Keys are compared as cached, after rotation. The paper does not say whether keys are compared before or
-    after rotation. It protects no recent positions (``recent=1``), or 10 to 20% of the budget.
+    after rotation. It protects either no recent positions (``recent=1``) or 10 to 20% of the budget.
     """
 
     def scores(self, view: View) -> torch.Tensor:

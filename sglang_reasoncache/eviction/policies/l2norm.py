@@ -10,9 +10,9 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 
 
 def relative_norms(keys: torch.Tensor) -> torch.Tensor:
-    """``[held, heads, head_dim]`` to ``[heads, held]``: each key's norm over the mean norm of its head.
+    """``[held, heads, head_dim]`` to ``[heads, held]``: each key's norm, divided by the mean norm of its head.
 
-    Within a head this keeps the paper's order. Plain norms of different layers cannot be averaged.
+    Within a head this keeps the paper's order. A mean of plain norms would follow the layers with long keys.
     """
     norms = keys.norm(dim=-1)
     return (norms / norms.mean(dim=0).clamp_min(1e-12)).T
@@ -20,7 +20,7 @@ def relative_norms(keys: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class L2Norm(Evictor):
-    """L2 norm (Devoto et al., arXiv 2406.11430) evicts the keys of highest norm. Rotation changes no norm."""
+    """L2 norm (Devoto et al., arXiv 2406.11430) evicts the keys of highest norm, which no rotation changes."""
 
     def scores(self, view: View) -> torch.Tensor:
         return -view.mean(lambda layer: relative_norms(layer.stored()))

@@ -45,16 +45,16 @@ class RKV(Evictor):
     ``mix * importance - (1 - mix) * redundancy``.
 
     Importance is the mean attention weight by the newest ``alpha`` queries, over queries, layers and heads,
-    then max-pooled over ``kernel`` neighbours. The paper acts every 128 tokens and keeps the newest ``alpha``.
+    then max-pooled over ``kernel`` neighbours. The paper acts every 128 tokens (``slack``) and keeps the newest
+    ``alpha`` positions (``recent``).
 
     Attributes:
         mix: The paper's lambda.
         alpha: Queries that count.
         kernel: Held positions whose weights are pooled.
         threshold: Cosine above which two keys count as similar.
-        reach: How many of the newest held positions are searched for a similar key. The paper searches all,
-            because it never holds more than its budget.
-    """
+        reach: How many of the newest held positions are searched for a similar key. The paper can search all,
+            because it never holds more than its budget."""
 
     slack: int = bounded(128, 0, 65_536)
     recent: int = bounded(8, 1, 65_536)

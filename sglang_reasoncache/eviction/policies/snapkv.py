@@ -24,7 +24,7 @@ class SnapKV(Evictor):
         kernel: Neighbouring positions that are averaged.
     """
 
-    # The policy acts at once, because later queries push the prompt's queries out of the window.
+    # With 1 the policy acts at once, before later queries push the prompt's queries out of the window.
     slack: int = bounded(1, 0, 65_536)
     prompt: bool = True
     window: int = bounded(32, 1, 256)

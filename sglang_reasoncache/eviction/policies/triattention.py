@@ -47,7 +47,7 @@ class TriAttention(Evictor):
             count = kept.sum().clamp_min(1)
             centre = plain.sum(dim=0) / count
             spread = rotation.magnitudes(plain).sum(dim=0) / count - rotation.magnitudes(centre)
-            # The series equals the product of the used keys with the centre, once the centre is
+            # The first term equals the product of the used keys with the centre, once the centre is
             # rotated to the position of a later query. The product is linear in the rotated centre,
             # so the centre is rotated to all distances and averaged before the one product.
             last = min(self.reach, len(rotation.cos) - 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses the formal content of a step into SymPy expressions, and tells whether two steps have equal content
-(ReasonCache, stage 1). Text is never evaluated, and parsing is bounded.
+"""Parses a step's formal content (mathematics, code) into SymPy expressions, and tells whether two steps have
+equal content: part of stage 1 of the ReasonCache paper. Text is never evaluated, and parsing is bounded.
 
 SymPy and zss are imported on first use, because they take half a second to load and only the filter process
 needs them.
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class OverBound(Exception):
-    """A step exceeds a bound. The argument names the field of :class:`Limits`. Never leaves this package."""
+    """A step exceeds a bound. The argument names the field of :class:`Limits`. Caught in this package."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one step. A step over a bound matches no step, because it was not parsed."""
+    """Bounds of one step. A step over one of the first three is not parsed, so it matches no step."""
 
     max_chars: int = 8192  # of the decoded step
-    max_depth: int = 32  # of nested brackets, arguments and signs; SymPy recurses
+    max_depth: int = 32  # of nested brackets, arguments and signs, because SymPy recurses
     max_nodes: int = 1024  # lexical tokens of the step
-    max_edit_nodes: int = 32  # SymPy nodes of a step whose edit distance is computed
+    max_edit_nodes: int = 32  # SymPy nodes; larger steps have no edit distance and must be equal
 
 
 LIMITS = Limits()

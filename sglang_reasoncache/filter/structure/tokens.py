@@ -21,7 +21,7 @@ from sympy.printing.pretty.pretty_symbology import greek_unicode
 
 Token = tuple[str, str]
 """Kind and label. Kinds: ``leaf`` (number, name or other sign), ``operator``, ``script``, ``open``,
-``close``, ``root``, ``fraction``, ``separator`` (of columns, rows, list items; prose)."""
+``close``, ``root``, ``fraction``, ``separator`` (of columns, rows, list items; also stands for prose)."""
 
 _SEPARATOR: Token = ("separator", ",")
 
@@ -81,8 +81,8 @@ _SCANNER = re.compile(
     r"|[A-Za-z]+|.|$))|(?P<newline>\n)|(?P<other>\S)",
     re.DOTALL,
 )
-# The search for a part's end stops where another part of its kind begins, so matching is linear. An open
-# fence reaches to the end of the text. Dollars count as in Pandoc: no space just inside, no digit behind.
+# The search for a part's end stops where another part of its kind begins, so matching is linear. An open fence
+# reaches to the end of the text. Dollars enclose LaTeX by Pandoc's rule: no space just inside, no digit behind.
 _REGION = re.compile(
     r"```(?:[ \t]*+\S*+[ \t\r]*+\n)?(?P<code>.*?)(?:```|\Z)|`(?P<code1>[^`\n]+)`"
     r"|\\\[(?P<latex>(?:[^\\]|\\[^][])*+)\\\]|\\\((?P<latex1>(?:[^\\]|\\[^()])*+)\\\)"

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: it copies K and V from the slots that a redirected row would read into the
-row's own slots, and rotates keys to their new positions. Answers must equal those with redirected rows."""
+"""An SGLang plugin for a test: it does not redirect a row (a request's block table) to shared slots, but copies
+K and V, with keys rotated, from these slots to the row's own. Answers must equal those with redirected rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +34,7 @@ def register() -> None:
         def copy() -> None:
             for rotation, layers in meter._layers.items():
                 for keys, values in layers:
-                    # With shift 0 keys are copied bit for bit.
+                    # A key that keeps its position (shift 0) is copied bit for bit.
                     keys[dst] = read_keys(keys, src, shift, rotation).to(keys.dtype)
                     values[dst] = values[src]
 

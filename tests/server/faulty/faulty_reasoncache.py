@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang plugin for a test: after a request with the id :data:`ARMS` and some batches of block pairs,
-the last tensor-parallel rank runs out of memory under load. After that, each call that SGLang cannot go on
-without fails once in the same way on that rank."""
+measuring a batch raises an OutOfMemoryError on the last tensor-parallel rank. After that, each *vital* call (a
+call that SGLang cannot go on without) raises this error once on that rank."""
 
 from collections.abc import Sequence
 from typing import Any
 
 ARMS = "arm"
-#: How many batches are measured before the failure.
+#: How many batches at least are measured before the failure.
 BATCHES = 10
-#: What the log says for each vital call that fails, and the number of these calls.
+#: Words in the log for each vital call that fails, and the number of vital calls.
 SAID, VITAL = "faulty_reasoncache:", 5
 
 
@@ -59,7 +59,7 @@ def register() -> None:
         elif (
             left and torch.distributed.get_rank() == last and any(a.references for a in allocators)
         ):
-            # Fails only once rows share, so that freeing them needs reference counts.
+            # Waits until requests share slots, so that freeing the slots needs reference counts.
             left.clear()
             due.update(name for _, name in vital)
             raise torch.OutOfMemoryError("made up by a test")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for tests: if :data:`WAITS` is set, each poll waits for the filter's process, so that a
-response shares at the same tokens in every run."""
+"""An SGLang plugin for tests: if :data:`WAITS` is set, each poll of the running requests waits for
+the filter process, so that a response shares at the same tokens in every run."""
 
 import os
 import time
@@ -12,7 +12,7 @@ _ready = FilterProcess.ready
 
 
 def wait_for(step_filter: FilterProcess) -> int:
-    """Poll until every feed has its reply or the process has failed; return the last poll's result."""
+    """Wait until the process has replied to all that it was fed, or has failed. Return the last ``ready``."""
     while 0 <= (ready := _ready(step_filter)) < step_filter.outstanding:
         time.sleep(0.0005)
     return ready

@@ -13,7 +13,7 @@ def register() -> None:
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # The hook is here because attention is made before the prefix tree, which makes the host pool.
+    # SGLang calls this function before it makes the prefix tree, which makes the host pool.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
 
@@ -25,7 +25,7 @@ def _replace(*_: object, **__: object) -> None:
     pools.MHATokenToKVPoolHost.pin_memory = property(lambda _: False, lambda *_: None)
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_: None
-    # SGLang would keep ten gigabytes of host memory free; the pool here takes 50 megabytes.
+    # SGLang would keep ten gigabytes of host memory free, which a test machine may not have.
     base: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
     base.host_memory_budget_bytes = lambda *_: 1 << 30
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: the state layers of hybrid models in PyTorch. SGLang computes them in Triton,
-which needs a GPU. SGLang still manages, copies and clears the slots of states."""
+"""An SGLang plugin for a test: it computes the state layers of hybrid models (Mamba, linear attention, short
+convolutions) in PyTorch, not in Triton, which needs a GPU. SGLang still manages the slots of states."""
 
 import importlib
 import itertools
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Qwen3-Next makes its norms on the current device of the module that this function returns:
-    # by default that is a GPU, which this machine need not have.
+    # Qwen3-Next makes its norms on the current device of the module that ``get_device_module`` returns: by
+    # default a GPU, which this machine need not have.
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
-    # The model is loaded by then, and no forward has run.
+    # When SGLang calls this function, the model is loaded and no forward has run.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
 
@@ -87,7 +87,7 @@ def scan_one(
     c: torch.Tensor, d: torch.Tensor, *, dt_bias: torch.Tensor, state_batch_indices: torch.Tensor,
     out: torch.Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """``selective_state_update`` (Mamba 2): ``x`` ``[requests, heads, dim]``, one token each."""
+    """Replaces ``selective_state_update`` (Mamba 2): ``x`` ``[requests, heads, dim]`` has one token each."""
     slots = state_batch_indices.long()
     b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], dim=1) for each in (b, c))
     dt = F.softplus(dt.float() + dt_bias.float())
@@ -123,14 +123,14 @@ def gated_delta_rule(
     self: Any, layer: Any, forward_batch: Any, mixed_qkv: torch.Tensor, a: torch.Tensor,
     b: torch.Tensor, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """``forward_decode`` and ``forward_extend`` of ``GDNAttnBackend`` and, with a decay for each dim of keys,
-    of ``KDAAttnBackend``; returns ``[1, tokens, heads, dim]``."""
+    """Replaces ``forward_decode`` and ``forward_extend`` of ``GDNAttnBackend`` (a decay for each head) and of
+    ``KDAAttnBackend`` (a decay for each dim of keys). Returns ``[1, tokens, heads, dim]``."""
     pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
     meta, tokens = self.forward_metadata, len(mixed_qkv)
     slots, weight = meta.mamba_cache_indices, layer.conv_weights
     weight = weight.view(len(weight), -1)
     conv, decodes = pool.conv[0], forward_batch.forward_mode.is_decode()
-    if conv.shape[2] == len(weight):  # KDA's pool has the width of the convolution first
+    if conv.shape[2] == len(weight):  # KDA's pool is [slots, width - 1, dim]
         conv = conv.transpose(1, 2)
     if decodes:
         mixed = convolve_one(mixed_qkv, conv, weight, layer.bias, "silu", conv_state_indices=slots)
@@ -177,12 +177,12 @@ def _request(ends: Sequence[int], token: int) -> int:
 
 
 def add_gated(x: torch.Tensor, gate: torch.Tensor, one: torch.Tensor, total: torch.Tensor) -> None:
-    """``fused_gate_sigmoid_mul_add`` for the shared expert of Qwen3-Next."""
+    """Replaces ``fused_gate_sigmoid_mul_add``, by which Qwen3-Next adds its shared expert."""
     total += (x @ gate).sigmoid()[:, None] * one
 
 
 def gated_norm(self: Any, x: torch.Tensor, g: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """``FusedRMSNormGated.forward`` of Qwen3-Next and Kimi-Linear, ``RMSNorm.forward`` of Qwen3.5."""
+    """Replaces ``FusedRMSNormGated.forward`` (Qwen3-Next, Kimi-Linear) and ``RMSNorm.forward`` (Qwen3.5)."""
     gate = torch.sigmoid if self.activation == "sigmoid" else F.silu
     unit = x.float() * (x.float().square().mean(dim=-1, keepdim=True) + self.eps).rsqrt()
     return (unit * self.weight.float() * gate(g.float())).to(x.dtype)
