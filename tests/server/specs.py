@@ -116,8 +116,8 @@ LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 #: Two tensor-parallel ranks with a core each. They must decide alike at every step, and stop together.
 TWO_RANKS = SHARED.having(
-    "tp2",
-    *(TIGHT, CROWDED, *SOON, "--reasoncache-percentile 90 --tp 2 --dtype float32 --enable-metrics"),
+    *("tp2", "--max-total-tokens 1000 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
+    "--reasoncache-percentile 90",
     PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
 )
