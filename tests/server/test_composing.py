@@ -225,7 +225,7 @@ def test_who_aborts_all_requests_ends_one_whose_documents_are_prefilled(
             server.post("/abort_request", json={"abort_all": True}).raise_for_status()
     ended = asked.result()["meta_info"]
     assert ended["finish_reason"]["type"] == "abort"
-    assert ended["prompt_tokens"] < len(SYSTEM) + 40 * 36
+    assert ended.get("prompt_tokens", 0) < len(SYSTEM) + 40 * 36  # missing if aborted in a queue
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
