@@ -129,12 +129,12 @@ class PagedAttention:
             reach: self.buffers(
                 batch,
                 batch * min(width, self.width),
-                merge=self.merges and not self._in_own_pool(reach),
+                merge=self.merges and not self._has_window_pool(reach),
             )
             for reach, width in widths.items()
         }
 
-    def _in_own_pool(self, reach: int) -> bool:
+    def _has_window_pool(self, reach: int) -> bool:
         """Whether layers that see ``reach`` positions (0: all) have a window pool. Their keys are read as
         cached, because slots in a window pool are never shared."""
         return bool(reach and self._of_window)
@@ -146,18 +146,17 @@ class PagedAttention:
         in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
-        own_pool, seen = self._in_own_pool(reach), self._reaches.get(reach, 0)
+        own_pool, seen = self._has_window_pool(reach), self._reaches.get(reach, 0)
         read = self._rows.req_to_token, requests, lengths, None if own_pool else self._cached_at
         plan = plan_into(buffers, *read, num_slots=self._num_slots, reach=seen)
         return self._in_window_pool(plan) if own_pool else self.readable(plan)
 
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Queue, as part of a decode graph, the work that makes its plans. Call :meth:`begin_graph` before."""
-        for reach, side in buffers.items():
-            plan = self.plan_into(side, batch.req_pool_indices, batch.seq_lens, reach)
-            if reach:
-                # A plan for the window pool is not in ``side``: translating slots to peers makes new tensors.
-                self.windows[reach] = plan
+        where = batch.req_pool_indices, batch.seq_lens
+        plans = {reach: self.plan_into(side, *where, reach) for reach, side in buffers.items()}
+        # Plans of a window pool are not in ``buffers``: translating slots to peers makes new tensors.
+        self._use(plans)
 
     def readable(self, plan: RowPlan) -> RowPlan:
         """``plan``, but without shifts if keys are read as cached: all shifts in the buffers are 0 then."""
@@ -176,7 +175,7 @@ class PagedAttention:
         where = batch.req_pool_indices, batch.seq_lens
         if lengths is not None:
             where = batch.req_pool_indices, upload(lengths.numpy(), self.device)
-        own_pool, seen = self._in_own_pool(reach), self._reaches.get(reach, 0)
+        own_pool, seen = self._has_window_pool(reach), self._reaches.get(reach, 0)
         merge = merge and not own_pool
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu if lengths is None else lengths
@@ -208,6 +207,8 @@ class PagedAttention:
         #: The plan of a prefill for layers with a window pool.
         self._window_extend: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
+        #: The peers of the new tokens' slots; None without a window pool.
+        self._new_peers: Tensor | None = None
         self._repairs: list[Repaired] = []
         if self.queries is not None:
             self.queries.forget()
@@ -233,6 +234,8 @@ class PagedAttention:
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
+        if self._of_window:
+            self._new_peers = self._peers(batch.out_cache_loc)
         rows, positions = batch.req_pool_indices, batch.positions
         if self.queries is None:
             return
@@ -250,12 +253,15 @@ class PagedAttention:
             reach: self._plan(batch, merge=self.merges, reach=reach) for reach in self._reaches
         }
 
+    def _use(self, plans: dict[int, RowPlan]) -> None:
+        self.rows, self.windows = plans.pop(0), plans
+
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Use the plans in ``buffers``. The decode graph fills these plans when it is captured or replayed."""
         size = batch.batch_size
         plans = {reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()}
-        self.rows, self.windows = plans.pop(0), plans
+        self._use(plans)
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
@@ -299,10 +305,7 @@ class PagedAttention:
     ) -> None:
         """Put new keys and values into the pool, as SGLang's backends do."""
         if save_kv_cache and k is not None and v is not None:
-            peers = None
-            if layer.layer_id in self._of_window:
-                peers = self._peers(batch.out_cache_loc)
-            location = compat.KVWriteLoc.for_batch(batch, swa_loc=peers)
+            location = compat.KVWriteLoc.for_batch(batch, swa_loc=self._new_peers)
             scales = () if self.latent else (layer.k_scale, layer.v_scale)
             self._pool.set_kv_buffer(layer, location, k, v, *scales)
 

@@ -146,7 +146,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     assert report(server)["disabled"] is None
     armed = {"text": "1 + 2 =", "rid": ARMS, "sampling_params": {"max_new_tokens": 8}}
     assert server.post("/generate", json=armed).status_code == 200
-    assert accuracy(todo, solve(server, todo, {"max_tokens": 800})) > 0.6
+    assert accuracy(todo, solve(server, todo, {"max_tokens": 800})) >= 0.8
     shared = report(server)["totals"]["blocks_shared"]
     assert shared > 0
     solve(server, todo[:1])
