@@ -182,8 +182,7 @@ class PagedAttention:
             if lengths is not None and seen:
                 lengths = lengths.clamp(max=seen)
             entries = None if lengths is None else int(lengths.sum())
-            sizes: Any = len(batch.seq_lens), entries
-            buffers = self.buffers(*sizes, merge=merge)
+            buffers = self.buffers(len(batch.seq_lens), entries, merge=merge)
             return self.plan_into(buffers, *where, reach)
         # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
         shifted = getattr(self.allocator, "has_shifted_slots", False)

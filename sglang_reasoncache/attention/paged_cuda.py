@@ -137,11 +137,14 @@ class SharedSlotReads(PagedBackend):
         if self._graphs and self._graphs[-1][0].batch >= max_bs:
             return
         paged = self.paged
-        buffers = paged.graph_buffers(max_bs)
+        plans = f"plans of decode graphs, {max_bs} requests x {paged.width} positions"
+        less = "lower --cuda-graph-max-bs-decode, --context-length or --mem-fraction-static"
+        try:
+            buffers = paged.graph_buffers(max_bs)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"reasoncache: no memory for {plans}; {less}") from error
         size = sum(each.nbytes for each in buffers.values())
-        told = "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB"
-        less = "lower --cuda-graph-max-bs-decode or --context-length for less"
-        logger.info(f"{told}; {less}", max_bs, paged.width, size / 2**20)
+        logger.info(f"reasoncache: {plans}, take %.1f MiB", size / 2**20)
         self._graphs.append(buffers)
 
     def init_forward_metadata_out_graph(

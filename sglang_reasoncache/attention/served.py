@@ -112,7 +112,9 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
     if type(pool) is compat.SWAKVPool:
         if pool.page_size > 1:
-            raise ValueError(f"{requested_by} does not support page sizes above 1 {BESIDE_WINDOWS}")
+            told = f"does not support --page-size {pool.page_size}, only 1,"
+            other = "if SGLang chose the page size for its attention backend, use --attention-backend triton"
+            raise ValueError(f"{requested_by} {told} {BESIDE_WINDOWS}; {other}")
         check_pool(pool.swa_kv_pool, requested_by)
         pool = pool.full_kv_pool
     if type(pool) is compat.HybridLinearKVPool:
@@ -126,7 +128,8 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     if not is_plain or layout != "nhd":
         raise ValueError(
             f"{requested_by} supports models with one plain multi-head KV pool in NHD layout without "
-            f"block quantisation, this server uses {type(pool).__name__} ({layout})"
+            f"block quantisation, this server uses {type(pool).__name__} ({layout}); of --kv-cache-dtype, "
+            "auto, bfloat16, fp8_e4m3 and fp8_e5m2 are plain"
         )
 
 
@@ -186,6 +189,13 @@ def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | Non
         names = getattr(model.hf_config, "architectures", None) or ()
         even = even and hasattr(model, "scaling") and not any("Sarvam" in name for name in names)
     return "flashinfer" if has_flashinfer and even and not model.has_attention_sinks else "triton"
+
+
+def caches_without_positions(hf_config: Any) -> bool:
+    """:func:`is_without_positions`, from the configuration of a model that is not loaded yet."""
+    [name, *_] = getattr(hf_config, "architectures", None) or [""]
+    rotates = getattr(hf_config, "position_embedding_type", None) == "rope"
+    return name.startswith(("NemotronH", "KimiLinear", "GraniteMoeHybrid")) and not rotates
 
 
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:

@@ -43,17 +43,17 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     one of ``compat.CUDA_BACKENDS`` to SGLang. Declare none if SGLang's default is one of them, or if the
     operator or SGLang's rules for the model name a backend. ``server_args``: not resolved yet."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
-    corrects = config.shares and config.positions != "as-cached"
-    if not (corrects or config.policies.evictors):
-        return
     if resolved.device != "cuda" or not platform.is_cuda:
         return
     if any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS):
         return
     model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
+    corrects = config.shares and config.positions != "as-cached"
+    corrects = corrects and not served.caches_without_positions(model.hf_config)
     theirs = compat.get_default_attn_backend(server_args, latent, model)
     name = served.cuda_backend_of(model, latent, platform.has_flashinfer)
-    if theirs in compat.CUDA_BACKENDS or name is None:
+    needed = corrects or config.policies.evictors
+    if not needed or theirs in compat.CUDA_BACKENDS or name is None:
         return
     if config.positions != "corrected" and refusals.in_the_way_of_corrected(server_args):
         return

@@ -36,6 +36,7 @@ CONFLICTS: Mapping[str, str] = {
     "pp_size": "the distance needs every layer on one rank",
     "dllm_algorithm": "a diffusion model rewrites its KV",
     "attn_cp_size": "a request is spread over ranks",
+    "enable_prefill_cp": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
 #: Field of ServerArgs -> why keys cannot be *corrected* (rotated to where they are read) on CUDA if it is set.

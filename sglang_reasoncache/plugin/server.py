@@ -86,6 +86,9 @@ class ServerParts:
         )
         self.config = config = resolved
         attention.check_policies(config, self.attention, runner)
+        if config.shares and params.page_size > 1:
+            told = "a repeat shares only if it begins at the same place of a page; --page-size 1 shares more"
+            logger.warning(f"reasoncache: at --page-size {params.page_size} {told}")
         # A block may share only after the sliding window has passed it.
         age = max(config.min_age, served.window_age(context))
         self.config = config = dataclasses.replace(config, min_age=age)

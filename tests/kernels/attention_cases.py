@@ -87,7 +87,7 @@ CASES = [
     *(Case((0, 1, 64, 500), shared=shared, repeated=repeated, evicted=evicted).latent(heads=heads)
       for heads, shared, repeated, evicted in
       ((1, 0.0, 0.0, 0.0), (2, 1.0, 0.0, 0.0), (3, 0.3, 0.3, 0.0), (16, 0.1, 0.8, 0.2), (20, 0.1, 9.0, 0.4))),
-    Case((1, 5000), shared=0.1, repeated=0.3).latent(heads=128),
+    Case((1, 1500), shared=0.1, repeated=0.3).latent(heads=128),
     *(Case((1, 300), repeated=0.3, dtype=dtype, query_dtype=torch.float32).latent(heads=5, v_dim=72, k_dim=24,
       rotary_dim=24) for dtype in (torch.float32, torch.float16, *_FP8)),
 ]  # fmt: skip
@@ -111,7 +111,7 @@ FEW = [
     Case(lengths=(200,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32, heads=6),
     Case((0, 1, 150), shared=0.3).latent(heads=20),
     Case((150,), shared=0.1, repeated=0.4, evicted=0.1).latent(heads=3),
-    Case((5000,), shared=0.1, repeated=0.3).latent(heads=128, v_dim=64),
+    Case((900,), shared=0.1, repeated=0.3).latent(heads=128, v_dim=64),
     Case((70,), shared=0.0, dtype=torch.float8_e4m3fn).latent(heads=1),
     Case((150,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32).latent(
         v_dim=40, k_dim=24, rotary_dim=24

@@ -181,6 +181,7 @@ def test_the_flag_alone_is_the_recommended_mode(
 
 MLA = dict(kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
 R1 = MLA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
+NEMOTRON_H = {"architectures": ["NemotronHForCausalLM"]}
 EVICTS = "streamingllm:budget=64"
 
 
@@ -201,6 +202,8 @@ EVICTS = "streamingllm:budget=64"
         ({}, {}, {"head_dim": 96}, "triton triton"),
         ({}, {}, {"learnable_sink": True}, "triton triton"),
         ({}, {}, {"is_hybrid_swa": True}, "fa3 fa3"),
+        ({}, {}, NEMOTRON_H, "fa3 fa3"),
+        ({"policy": EVICTS}, {}, NEMOTRON_H, "flashinfer flashinfer"),
         ({}, {}, {"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
         ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "triton triton"),
         ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **R1}, "flashinfer flashinfer"),
