@@ -56,7 +56,7 @@ class HostRow:
         known[known == UNKNOWN] = np.asarray(slots, dtype=np.int64)[known == UNKNOWN]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """int64 ``[n]``: slot, ``EVICTED`` or ``UNKNOWN`` for each of ``positions``, int64 ``[n]``."""
+        """The entries of ``positions``, int64 ``[n]``, in the same shape: slot, ``EVICTED`` or ``UNKNOWN``."""
         found, known = np.zeros(len(positions), dtype=np.int64), positions < len(self._slots)
         found[known] = self._slots[positions[known]]
         return found
