@@ -11,8 +11,8 @@ class TokenizerError(ValueError):
 
 @lru_cache(maxsize=4)
 def load_tokenizer(model: str, local: bool = False) -> Any:
-    """A tokenizer of ``transformers``; ``model`` is a folder or, unless ``local``, a name on the hub. Raises
-    TokenizerError if there is no tokenizer or it cannot be read."""
+    """A tokenizer of ``transformers``; ``model`` is a folder or a name on the hub. If ``local``, nothing is
+    downloaded. Raises TokenizerError if there is no tokenizer or it cannot be read."""
     # Imported here, because transformers takes seconds and most importers of this module do not need it.
     from transformers import AutoTokenizer
 

@@ -48,8 +48,8 @@ class Difficulty:
     max_steps: int = 4
     min_checks: int = 2
     max_checks: int = 4
-    #: ``shuffled`` puts the facts in any order, ``fewer`` adds facts with differences. The model was trained
-    #: on such problems, but is weak at them.
+    #: ``shuffled`` puts the facts in any order, ``fewer`` adds facts that say "fewer than". The model was
+    #: trained on such problems, but is weak at them.
     shuffled: bool = False
     fewer: bool = False
 

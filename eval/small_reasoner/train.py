@@ -46,7 +46,7 @@ def examples(
 def batch(
     source: Iterator[Example], left: list[Example], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws examples of similar length, about BATCH_TOKENS tokens. Examples not used stay in ``left``."""
+    """Draws examples of similar length, about BATCH_TOKENS tokens in all. Unused examples stay in ``left``."""
     while len(left) < 24:
         left.append(next(source))
     left.sort(key=lambda one: len(one[0]))

@@ -38,7 +38,7 @@ def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[st
 
 
 def last_boxed(text: str) -> str:
-    r"""The content of the last closed box; ``\fbox{}`` counts only without ``\boxed{}``. Takes linear time."""
+    r"""The last closed box's content, in linear time. ``\fbox{}`` counts only if there is no ``\boxed{}``."""
     for box in _BOXES:
         starts = deque((match.end() for match in box.finditer(text)), maxlen=_MAX_BOXES)
         for start in reversed(starts):

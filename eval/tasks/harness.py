@@ -35,7 +35,7 @@ HUB = {
     "hotpotqa": "longbench_hotpotqa",
     "trec": "longbench_trec",
 }
-#: Tasks that our grader takes if a local JSONL has the problems -> largest integer answer; 0: any LaTeX.
+#: Tasks that our grader grades if a local JSONL has the problems -> largest integer answer; 0: any LaTeX.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
@@ -56,7 +56,7 @@ class Source:
     """Where a task's problems (lm-eval's documents) come from, and how many."""
 
     file: str = ""  # a local JSONL; "" for the Hugging Face hub
-    seed: int = 0  # chooses problems if a task generates or shuffles them
+    seed: int = 0  # chooses generated problems; some tasks shuffle a question's choices by it
     limit: int | None = None
     model: str = ""  # for replays, which need its tokenizer
 

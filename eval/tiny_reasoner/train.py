@@ -91,7 +91,7 @@ def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
 
 
 def positions(ids: list[int], rng: random.Random) -> list[int]:
-    """Positions of tokens. Half of the sequences get gaps, so that the model learns nothing from distances."""
+    """Positions of tokens. Half of the sequences get gaps, so that the model does not rely on distances."""
     if rng.random() < 0.5:
         return list(range(len(ids)))
     out, position = [], 0

@@ -34,7 +34,7 @@ class PagedBackend(_Stock):
         **stock: Any,
     ) -> None:
         """``cached``: the position for which each slot's key was rotated. A query at another position gets the
-        key rotated on to there; with None it gets the key as cached. ``requested_by``: flags that chose this
+        key rotated on to that position; if None, the key as cached. ``requested_by``: flags that chose this
         backend; every message begins with them. ``stock``: arguments of SGLang's backend. Raises ValueError for
         a model that is not served, and, with ``cached``, for one whose cached keys cannot be rotated on."""
         check_attention(model_runner, requested_by)

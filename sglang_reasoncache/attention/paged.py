@@ -74,7 +74,7 @@ class PagedAttention:
         #: Whether the pool has latent rows (MLA).
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
-        #: Layers with KV in the window pool. A token's slot there, the *peer* of its slot, is never shared.
+        #: Layers with KV in the window pool. A slot there, the *peer* of a row's slot, is never shared.
         self._of_window = compat.window_layers(pool)
         self._peers: Any = getattr(pool, "translate_loc_from_full_to_swa", None)
         if cached is not None:
@@ -100,7 +100,7 @@ class PagedAttention:
     # -- at the start ---------------------------------------------------------------
 
     def keep_queries(self, window: int) -> RecentQueries:
-        """Keep the newest ``window`` queries of every row from now on. MemoryError if they do not fit."""
+        """Keep every row's newest ``window`` queries from now on. Raises MemoryError if they do not fit."""
         layers = {
             layer.layer_id: LayerShape(
                 *(layer.tp_q_head_num, layer.qk_head_dim, self._scales(layer)[0], layer.logit_cap)
@@ -222,7 +222,7 @@ class PagedAttention:
 
     @once_more
     def record(self, batch: ForwardBatch) -> None:
-        """Record the cached positions of the forward's new tokens, and choose which queries are kept."""
+        """Set repaired tokens' positions; record new tokens' cached positions; choose the queries to keep."""
         self._repairs = self._repairs_of(batch)
         for placed in self._repairs:
             own = upload(placed.positions, self.device, batch.positions.dtype)

@@ -48,7 +48,7 @@ class Family(NamedTuple):
         return REFUSED.get(self.attention, "served")
 
 
-#: The rows of that table. ``attention`` is a key of ``REFUSED``, or describes attention that is served.
+#: Rows of the table in docs/index.md. ``attention``: a key of ``REFUSED``, or attention that is served.
 FAMILIES = (
     Family(
         "Llama, Qwen2, Qwen3, Mistral and others", "full", "two small ones: CPU; an 8B shape: H100"

@@ -107,9 +107,9 @@ class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
 class SharingForecast:
     """Forecasts which fraction of output positions will need no slot.
 
-    The forecast is the higher of two fractions. In the fraction among finished requests, weights fade
-    exponentially over ``horizon`` output tokens. The fraction among running requests counts too, because long
-    responses finish late. ``limit``: the highest forecast, in [0, 1).
+    The forecast is the higher of two fractions. The first is among finished requests; the weight of a request
+    fades exponentially over ``horizon`` later output tokens. The second is among running requests, because
+    long responses finish late. ``limit``: the highest forecast, in [0, 1).
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's slot allocators with reference counts for shared pages.
 
-SGLang's own code allocates. Our code frees: a shared page loses a reference for each freed entry (of a row, a
-request's block table, or of a tree node) that named it, and returns to the free list with its last reference.
+SGLang's own code allocates. Our code frees: each freed entry of a row (a request's block table) or of a tree
+node takes a reference from the page that it named. A page without references returns to the free list.
 The host knows which entries of a row share (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 

@@ -10,7 +10,7 @@ import torch
 
 
 class CachedPositions:
-    """``positions``: int32 ``[num_slots]`` on the pool's device, written in the forward that writes the KV."""
+    """``positions``: int32 ``[num_slots]`` on the pool's device, written when a forward or a load writes KV."""
 
     def __init__(self, num_slots: int, device: str | torch.device) -> None:
         self.positions = torch.zeros(num_slots, dtype=torch.int32, device=device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes the prefix of a prompt with marked documents from several paths of the prefix tree. Each path holds
+"""Composes, from several paths of the prefix tree, the prefix of a prompt with marked documents. Each path has
 the *base*, the tokens before the first document, and one document. The base is read from the first path."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class CompositionLock(list[Any]):
 
 def marked(req: Request | None) -> Documents | None:
     """The documents that a request marks. None if it marks none, marks them wrongly, opted out, or has KV that
-    depends on more than its tokens. Kept in the request, because waiting requests are matched often."""
+    depends on more than its tokens. The result is kept in the request: waiting requests are matched often."""
     if req is None:
         return None
     if not hasattr(req, _ATTRIBUTE):

@@ -39,7 +39,7 @@ class HostRow:
         self.in_other_rows: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
         # Slot -> the positions of this row that name it. Only slots that several positions
-        # name, or that another row names too, have an entry.
+        # name, or that another row names or has named, have an entry.
         self._readers: dict[int, list[int]] = {}
 
     def reserve(self, end: int) -> None:
@@ -56,7 +56,7 @@ class HostRow:
         known[known == UNKNOWN] = np.asarray(slots, dtype=np.int64)[known == UNKNOWN]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The entries of ``positions``, int64 ``[n]``: slot, ``EVICTED`` or ``UNKNOWN``, int64 ``[n]``."""
+        """The entries of ``positions``, int64 ``[n]``, in the same shape: slot, ``EVICTED`` or ``UNKNOWN``."""
         found, known = np.zeros(len(positions), dtype=np.int64), positions < len(self._slots)
         found[known] = self._slots[positions[known]]
         return found
@@ -94,7 +94,7 @@ class HostRow:
         return positions[first][label]
 
     def first_in_other_rows(self, end: int) -> int:
-        """The lowest position below ``end`` whose slot another row names too, or ``end`` if there is none."""
+        """The lowest position below ``end`` whose slot another row names or named; ``end`` if there is none."""
         return min(
             (at for slot in self.in_other_rows for at in self._readers[slot] if at < end),
             default=end,

@@ -39,7 +39,7 @@ class Repaired(NamedTuple):
     Attributes:
         number: Index of the request in the batch.
         token: Index in the batch of the request's first new token. The request has ``new`` new tokens.
-        positions: Positions that the first ``n`` new tokens recompute, int64 ``[n]``. Others follow the prefix.
+        positions: What the first ``n`` new tokens recompute, int64 ``[n]``. Other new tokens follow the prefix.
         least: The row is read at least up to here, because SGLang's length may end before ``positions``.
         received: Scores, fp32 ``[length]`` on the device. Attention adds here how much the new tokens attend
             to each position. None if the request is not scored.

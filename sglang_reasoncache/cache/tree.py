@@ -136,7 +136,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
         While the tree inserts a row, it frees the row's slots of tokens that the tree has already. These slots
         are a view of the inserted tensor, whose address tells the position (``tests/contract``). With a window
-        pool the tree may put the row's slots into a node and free the node's, which share nothing."""
+        pool the tree may put the row's slots into a node and free the node's slots, which share nothing."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             if not 0 <= start <= len(self._inserted) - len(slots):

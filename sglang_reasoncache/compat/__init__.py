@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's names that the plugin uses, except in ``cpu_platform.py``. ``compat.NAME`` is imported lazily.
+"""SGLang's names that the plugin uses, except those in ``cpu_platform.py``. ``compat.NAME`` is imported lazily.
 
 ``tests/contract`` resolves each entry against the installed SGLang.
 """
@@ -137,7 +137,7 @@ OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
 def resolve(name: str) -> Any:
-    """The SGLang object called ``name`` here. Raises KeyError, ImportError or AttributeError."""
+    """SGLang's object ``name``. KeyError: not in ``NAMES``; ImportError, AttributeError: not in this SGLang."""
     return pkgutil.resolve_name(NAMES[name])
 
 
