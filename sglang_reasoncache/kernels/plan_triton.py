@@ -138,7 +138,7 @@ class PlanBuffers:
         return sum(side.nbytes for side in sides if side is not None)
 
     def plan_of(self, batch: int) -> RowPlan:
-        """The plan of ``batch`` requests in these buffers. Only ``kv_indptr`` and ``tile_ptr`` are shortened."""
+        """The plan of ``batch`` requests in these buffers. Only ``kv_indptr`` and ``tile_ptr`` are sliced."""
         rotations = None
         if self.merge is not None:
             tile_ptr, by, bits = self.merge.rotations
