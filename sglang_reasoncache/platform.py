@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of our CPU platform for tests. If nobody asks for a platform, SGLang calls all such entry points,
-so this module imports nothing of SGLang. The entry point returns its platform only if ``SGLANG_PLATFORM`` names
-it, because any platform that is returned replaces the machine's own.
+"""Entry point of our CPU platform for tests. Without ``SGLANG_PLATFORM``, SGLang calls the entry points of all
+platforms, and any platform that is returned replaces the machine's own. So our entry point returns its platform
+only if ``SGLANG_PLATFORM`` names it, and this module imports nothing of SGLang.
 """
 
 import os

@@ -2,8 +2,8 @@
 """KV distance of block pairs (ReasonCache, arXiv 2507.21433v3, stage 2).
 
 ``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` for blocks c and k as flat fp32
-tensors, with N layers, d tokens per block and h KV heads. Elements are subtracted before they are squared. A
-distance computed from the norms of each block would lose its digits to cancellation.
+tensors, with N layers, d tokens per block and h KV heads. Elements are subtracted before they are squared,
+because a distance computed from the norms of the blocks would lose its digits to cancellation.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ Layer = tuple[Tensor, Tensor]
 
 
 class DistanceKernel:
-    """Sums squared differences of pairs of blocks; a call reads the pool once for all its pairs.
+    """Sums squared differences of pairs of blocks; a call compares all its pairs in one pass over the pool.
 
     The buffers must be the pool's own memory, because their addresses are kept.
 
@@ -39,7 +39,7 @@ class DistanceKernel:
         """``layers``: keys and values of every layer, see ``PagedKv``; all layers have one layout.
         ``rotation``: how to rotate keys; None compares all keys as cached. ``backend``: None takes C++ in host
         memory, Triton on a CUDA device, and PyTorch elsewhere or if C++ cannot be compiled. Raises ValueError
-        for layers of several layouts, NativeUnavailable if "native" is given and cannot be compiled."""
+        for layers of several layouts, and NativeUnavailable if "native" is given but cannot be compiled."""
         keys = layers[0][0]
         layouts = {tuple((x.dtype, x.shape, x.stride()) for x in layer) for layer in layers}
         if len(layouts) > 1:
@@ -74,8 +74,8 @@ class DistanceKernel:
             finite. The sums of tensor-parallel ranks can be added.
 
         Raises:
-            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; with the backend
-                "native" a slot or shift out of range. With "triton" such a pair gets NaN.
+            ValueError: wrong dtype, shape or device; ``shift`` without a rotation; with the backend "native"
+                also a slot or shift out of range. With "triton" a pair with such an entry gets NaN.
         """
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:
@@ -116,6 +116,6 @@ def block_distances(squares: Tensor, block: int, num_heads: float) -> Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
     ``squares``: the results of :meth:`DistanceKernel.squares`, added up over all ranks. ``block``: d.
-    ``num_heads``: h, over all ranks.
+    ``num_heads``: h, over all ranks (for latent attention see :class:`BlockMeter`).
     """
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)

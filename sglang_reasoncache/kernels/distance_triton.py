@@ -23,7 +23,7 @@ def _pairs(
     at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Load the elements of some rows that are rotated in pairs: all first elements, and all second elements."""
+    """Load the rotated elements of some rows: the first elements of all pairs, and their second elements."""
     if NEOX:
         angle = tl.arange(0, COLS)[None, :]
         mask = ok[:, None] & (angle < HALF)
@@ -155,8 +155,8 @@ def constants(
 
 
 def addresses(layers: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, bool]:
-    """Addresses of the buffers of K and V, int64 ``[layers, 2]`` on the pool's device, and whether all of these
-    are multiples of 16 bytes."""
+    """Addresses of the buffers of K and V, int64 ``[layers, 2]`` on the pool's device, and whether all
+    addresses are multiples of 16 bytes."""
     found = torch.tensor([[buffer.data_ptr() for buffer in layer] for layer in layers])
     aligned = not (found % 16).any().item()
     return found.to(layers[0][0].device), aligned

@@ -43,10 +43,10 @@ def gather_kv(
         dtype: Dtype of the result: fp32, bf16 or fp16. Keys are rotated in fp32 and rounded once.
 
     Returns:
-        ``[heads, count, query_dim]`` and ``[heads, count, v_dim]``, contiguous.
+        Keys ``[heads, count, query_dim]`` and values ``[heads, count, v_dim]``, contiguous.
 
     Raises:
-        ValueError: as :func:`decode_attention`; "triton" gives zeros for entries out of range.
+        ValueError: as :func:`decode_attention`; for entries out of range "triton" returns zeros instead.
     """
     kv.check(shift, dtype)
     kv_indices = kv_indices.contiguous()
@@ -71,13 +71,13 @@ class ExtendPlan:
         plan: The entries of each request's row, up to and including those of the new tokens.
         new: Number of new tokens of each request. These are the last entries of its row.
         dtype: Dtype of the queries.
-        singly: Whether to read every token by itself, as in decode (for soft caps and sinks).
+        singly: Whether every token reads the pool by itself, as in decode (for soft caps and sinks).
         entries: Number of entries of each row. None reads them from ``plan``, which waits for the device.
         placed: Index of a request -> int64 ``[n]``: which entries of its row its first ``n`` new tokens have.
             Other new tokens have the last entries. Each token reads the entries up to its own.
 
     Raises:
-        ValueError: more new tokens than a row has entries.
+        ValueError: more new tokens than a row has entries; ``new`` or ``entries`` of a wrong length.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ def add_attention(
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
-    """bool ``[n, total]``: entries not seen by a token. ``places``: the tokens' entries, int64 ``[n]``."""
+    """bool ``[n, total]``: entries that each token does not see. ``places``: the tokens' entries, ``[n]``."""
     entries = torch.arange(total, device=places.device)
     hidden = entries > places[:, None]
     return hidden | (entries <= places[:, None] - reach) if reach else hidden

@@ -32,8 +32,8 @@ class RowPlan(NamedTuple):
 
     Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An entry
     is a single token, whatever the page size. A slot's *cached position* is the one that its key was rotated
-    for. If a row names a slot there and at other positions, a merged plan has no entries for the others. Merged
-    plans have ``rotations`` in place of ``shift``."""
+    for. If a row names a slot at its cached position and at others, a merged plan has no entries for the
+    others. Merged plans have ``rotations`` in place of ``shift``."""
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [total], slots
@@ -63,8 +63,8 @@ def plan_rows(
         cached_at: int32 ``[num_slots]``, the position for which each slot's key was rotated. None: no shifts.
         num_slots: Slots of the pool, the bound of every entry.
         reach: How many of each row's newest positions are read; 0 reads all.
-        merge: Whether to merge entries (see :class:`RowPlan`), so that a row's slot is read only once. Without
-            ``cached_at`` nothing is merged.
+        merge: Whether to merge entries (see :class:`RowPlan`): a slot that a row names at its cached position
+            is then read once for all positions. Without ``cached_at`` nothing is merged.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.

@@ -35,7 +35,7 @@ def plan_kernel(
     cached_at,  # int32 [num_slots], unused unless SHIFTS or MERGE
     runs,  # int32 [2, capacity], written if MERGE: first and last position
     run_indptr,  # int32 [batch + 1], unused unless MERGE
-    counts,  # int32 [2, stride]: entries and, if MERGE, runs of [batch, PIECES]; written unless WRITE
+    counts,  # int32 [2, stride]: [batch, PIECES] numbers of entries, then (MERGE) of runs; written unless WRITE
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
@@ -77,7 +77,7 @@ def plan_kernel(
                     rows, cached_at, position + 1, length, first, num_slots
                 )
                 ends = moved & ((goes_on != kind) | (then != home + 1))
-                # ``run_at``: each position's run. If it began before this tile, it is the last one written.
+                # ``run_at``: each position's run. A run that began before this tile is the last one written.
                 run_at += begins.to(tl.int32) - 1
                 ends &= (run_at >= 0) & (run_at < capacity)
                 tl.store(runs + capacity + run_at, position, mask=ends)
@@ -138,7 +138,7 @@ class PlanBuffers:
         return sum(side.nbytes for side in sides if side is not None)
 
     def plan_of(self, batch: int) -> RowPlan:
-        """The plan of ``batch`` requests in these buffers. Only ``kv_indptr`` and ``tile_ptr`` are cut."""
+        """The plan of ``batch`` requests in these buffers. Only ``kv_indptr`` and ``tile_ptr`` are sliced."""
         rotations = None
         if self.merge is not None:
             tile_ptr, by, bits = self.merge.rotations
@@ -165,7 +165,7 @@ def plan_into(
     ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``, and get rotations.
 
     Raises:
-        ValueError: more requests than the buffers are for.
+        ValueError: more requests than the buffers are for; ``rows`` whose last dimension is not contiguous.
     """
     batch, merge = len(requests), buffers.merge
     if batch > buffers.batch:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a merged plan's lists of rotations (``Rotations``) on a GPU, from runs that ``plan_triton`` found.
 
-A run, positions with equal shifts, belongs to the tiles whose entries it uses. Many programs count each tile's
-rotations, and PyTorch adds the counts up. Then one program per request writes run after run, so that lists have
-a fixed order. No step takes time proportional to tiles times runs.
+A run is a stretch of positions with equal shifts. It belongs to the tiles whose entries it uses. Many programs
+count each tile's rotations, and PyTorch adds the counts up. Then one program per request writes run after run,
+so that lists have a fixed order. No step takes time proportional to tiles times runs.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
     elif EXACT:
         sums = dot(x.to(y.dtype), y, sums)
     else:
-        if ELEMENT == "bf16":  # its bits are the upper half of fp32's
+        if ELEMENT == "bf16":  # whose bits are the upper half of an fp32's
             high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         else:
             high = x.to(y.dtype).to(tl.float32)
@@ -77,7 +77,7 @@ def turned(
 @triton.jit
 def rotations(by, bits, which, last, bit, ok, table_rows):
     """Load rotations ``which`` of a tile: by how many positions, and bool ``[which, entries]``, whether a
-    rotation uses an entry. Rotations from ``last`` on, and beyond the rotary table, use no entry."""
+    rotation uses an entry. Rotations from ``last`` on, and those beyond the rotary table, use no entry."""
     back = tl.load(by + which, mask=which < last, other=0)
     sound = (back > -table_rows) & (back < table_rows)
     word = tl.load(bits + which, mask=(which < last) & sound, other=0)
@@ -87,7 +87,7 @@ def rotations(by, bits, which, last, bit, ok, table_rows):
 
 @triton.jit
 def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
-    """Logits of base 2; -inf where a key is not ``seen``, or its product is -inf."""
+    """Logits of base 2, for ``exp2``; -inf where a key is not ``seen``, or its product is -inf."""
     if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
         seen &= products != float("-inf")
         products = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * scale * products) + 1))
@@ -97,7 +97,7 @@ def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def finite(most):
-    """What to subtract from logits: the largest so far. If this is -inf, then 0: -inf - -inf would be NaN."""
+    """What to subtract from logits: the largest so far, or 0 if that is -inf, because -inf - -inf is NaN."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 
@@ -112,5 +112,5 @@ def lines(group: int, columns: int) -> int:
 
 
 def tile(columns: int, element_size: int) -> int:
-    """Entries that a program reads at once: up to 16 KiB of K or V, but at least 16 entries."""
+    """Number of entries that a program reads at once: 16 KiB of K or V, but at least 16 and at most 64."""
     return max(16, min(64, 2**14 // (columns * max(2, element_size))))

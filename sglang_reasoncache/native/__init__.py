@@ -2,8 +2,8 @@
 """Builds and loads the C++ library of ``csrc/``. Calls go through ctypes, which releases the
 interpreter lock.
 
-The first use compiles the library, once for each combination of sources, ``CXX`` and CPU. The
-variable ``CXX`` chooses the compiler. Without a compiler on PATH, the Python package ``ziglang`` compiles.
+The first use compiles the library, once for each combination of sources, ``CXX`` and CPU. The environment
+variable ``CXX`` chooses the compiler. Without it and a compiler on PATH, the package ``ziglang`` compiles.
 ``REASONCACHE_CACHE_DIR`` is the folder for built libraries (default: ``sglang-reasoncache`` under
 ``XDG_CACHE_HOME`` or ``~/.cache``).
 """

@@ -272,7 +272,7 @@ def _after_forward_batch(
     backend = getattr(backend, "full_attn_backend", backend)
     if not isinstance(backend, paged_cuda.SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
-    # SGLang builds the forward now. If a vote (``_needs_ours``) stopped polls, they may change rows again.
+    # SGLang builds the forward now: polls that a vote (``_needs_ours``) stopped may change rows again.
     with tree.controller.containment:
         tree.controller.holds = False
         result.rids = _marked(backend, batch, result.rids)

@@ -68,7 +68,7 @@ class Containment:
             if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
                 raise
             self._failed(error)
-        # Memory is freed behind the except block, because inside that block the traceback holds tensors.
+        # Memory is freed after the except block, because inside that block the traceback holds tensors.
         gc.collect()
         torch.cuda.empty_cache()
         return work(*arguments, **named)

@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """Our backend's name, after compiling its C++ if need be. ``torch_native`` if that cannot be compiled."""
+    """Our backend's name, after compiling its C++ if need be; ``torch_native`` if compiling fails."""
     if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
         try:
             native.library()

@@ -74,7 +74,7 @@ async def _behind_documents(
         ]
         if documents.repair.share:
             custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
-            # This request without output only measures which tokens the query attends to.
+            # This request has no output: it measures which tokens the prompt behind the documents attends to.
             groups.append([_request(prompt, obj, custom)])
         for group in groups:
             sent = (anext(original(manager, each, request)) for each in group)
@@ -115,8 +115,8 @@ async def _composes(manager: Any) -> bool:
 
 
 def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | None = None) -> Any:
-    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, keys and replica). The
-    grammar is also that of ``obj``, so that SGLang refuses a wrong grammar before it computes anything."""
+    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, cache keys and
+    replica) and has its grammar, so that SGLang refuses a wrong grammar before it computes anything."""
     sampling = {name: obj.sampling_params.get(name) for name in _GRAMMARS}
     sampling |= {"max_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
@@ -128,14 +128,14 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
 
 def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None) -> None:
     """Hook after SGLang turned a chat request into tokens: replaces the numbers of marked messages by spans of
-    tokens. Raises ValueError if the tokens of a message are no span of the prompt."""
+    tokens. Raises ValueError for wrong numbers, and if the tokens of a message are no span of the prompt."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
     asked, messages = custom.get(marks.KEY), request.messages
     if asked == "messages":
         asked = list(range(1, len(messages) - 1))
     if not isinstance(asked, list) or any(type(number) is not int for number in asked):
-        # There are no marks, or they are spans already. ``documents_of`` refuses wrong spans later.
+        # There are no marks, or the marks are spans already. ``documents_of`` refuses wrong spans later.
         return
     wrong = f"custom_params: {marks.KEY} must be"
     numbers = f"{wrong} 'messages' or numbers of 1 to {marks.MOST} messages that follow one another"

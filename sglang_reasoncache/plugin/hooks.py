@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.server import ServerParts
 
 #: HTTP paths: totals as JSON, one entry per scheduler; totals with details of single requests; a page that
-#: shows both; a single response. A call to the schedulers has a path as request id, to say what it asks for.
+#: shows both; a single response. The schedulers are asked with such a path in place of a request id.
 _ROUTE = "/reasoncache"
 _DETAILS = "/reasoncache/details"
 _PAGE = "/reasoncache/ui"
@@ -108,7 +108,7 @@ async def _schedulers(rid: str) -> list[Any]:
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     """Raise ValueError for wrong values of our ``custom_params``: SGLang then answers with status 400
     before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins, so they let
-    requests with wrong values through, which then count as opted out."""
+    wrong values through. A request with wrong values then counts as opted out."""
     from sglang_reasoncache.custom_params import asks_to_share, documents_of
 
     asks_to_share(params.custom_params)
@@ -176,7 +176,7 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _after_prefill(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    """Hand a prefill batch to the controller. With ``--enable-mixed-chunk`` its last requests decode."""
+    """Hand a prefill batch to the controller. With ``--enable-mixed-chunk`` the last requests decode."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
     # The map is lazy: the controller evaluates it where a failure is reported to the other ranks.

@@ -12,7 +12,7 @@ from typing import Any
 
 from fastapi.responses import HTMLResponse
 
-#: A part is detokenized behind this many earlier tokens, to get blanks and characters at its start right.
+#: A part is detokenized together with this many earlier tokens, so that its first characters come out right.
 _BEFORE = 4
 
 
@@ -36,8 +36,8 @@ def _page() -> HTMLResponse:
 
 async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
     """Cut a response (``found``, from ``Report.response``) into runs of tokens, each with ``text``. ``start``
-    and ``end`` are positions in prompt plus output. The run's first token reads the slot of position ``source``
-    of the request ``rid``. ``source`` is null if the run has its own slots. ``rid`` is null for this request.
+    and ``end`` are positions in prompt plus output. A run's first token reads the slot of position ``source``
+    of the request ``rid``. ``source`` is null if the run has its own slots; ``rid`` is null for this request.
     Runs are also cut where the source of another run begins or ends."""
     ids, first = found["output_ids"], found["prompt_tokens"]
     source = {

@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | None:
     """Start and end tokens of the parser's format. None if the whole response counts as reasoning.
 
-    If SGLang's detector ends reasoning at a tool call, the start of a tool call is an end marker too.
-    If the start or the end marker has several tokens, this logs a warning and returns None.
+    If SGLang's detector ends reasoning at a tool call, the start of a tool call is an end marker too. If the
+    start or the end marker is not a single token, or the detector fails, this logs a warning and returns None.
     """
     if not parser or tokenizer is None:
         return None

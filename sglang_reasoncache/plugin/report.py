@@ -17,7 +17,7 @@ from sglang_reasoncache.sharing.stats import SharingStats
 
 #: The endpoint lists at most this many finished requests.
 _RECENT_REQUESTS = 32
-#: At most this many shared blocks are listed for one request.
+#: For a request at most this many blocks that share within it are listed, and as many that read other requests.
 _RECENT_BLOCKS = 1024
 #: At most this many tokens of a response are kept in order to show its text.
 _KEPT_TOKENS = 16_384
@@ -139,7 +139,7 @@ class Report:
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
     ) -> None:
-        """Count and keep a finished request. ``shared``, ``evicted``: numbers of such positions in its row."""
+        """Count and keep a finished request with ``shared`` shared and ``evicted`` evicted positions."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
         blocks = [
@@ -194,7 +194,7 @@ class Report:
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
-        ``details``: add the requests in ``recent``. ``blocks``: list their blocks, up to 197,000 numbers."""
+        ``details``: add ``recent``. ``blocks``: with their blocks and evictions, up to 295,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]

@@ -122,7 +122,7 @@ class ServerParts:
 
     def _controller(self, context: TreeCacheBuildContext, tree: SharedRadixCache) -> Controller:
         config, params, stats = self.config, context.params, SharingStats()
-        # The ranks of this group run the same requests.
+        # The ranks of ``tp_cache_group`` run the same requests.
         ranks = Ranks(params.tp_cache_group if self.attention_ranks > 1 else None)
         corrects = config.positions == "corrected"
         check_alike(Ranks(context.tp_group.cpu_group if context.tp_size > 1 else None), corrects)
@@ -165,7 +165,7 @@ class ServerParts:
         config, params, page = self.config, context.params, context.params.page_size
         block = page if page > 1 else config.block
         pool = source.pool
-        # Every rank has the same latent rows, so the sum over the ranks holds their squares once a rank.
+        # All n ranks have the same latent rows, so the root of a sum over the ranks is sqrt(n) times too large.
         latent = bool(compat.latent_rank(pool))
         heads = math.sqrt(self.attention_ranks) if latent else pool.head_num * self.attention_ranks
         meter = BlockMeter(*source[:4], heads, ranks)
@@ -213,7 +213,7 @@ def _dp_rank() -> int:
 
 
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
-    """Prometheus labels: the labels of SGLang's scheduler series that tell servers and ranks apart."""
+    """Prometheus labels: those labels of SGLang's scheduler series that tell servers and ranks apart."""
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
         "tp_rank": context.tp_rank,

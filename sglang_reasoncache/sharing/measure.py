@@ -54,9 +54,9 @@ class BlockMeter:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
         rotations: Layer id -> rotation of its keys. Before a source key is compared, it is rotated to the
             position that would read it. None means that keys are compared as cached.
-        num_heads: KV heads of all ranks together; 1 for latent attention (MLA).
-        ranks: Ranks whose sums are added. All ranks measure the same blocks in the same order. Every rank holds
-            the KV of MLA whole, but even then the sums are added, so that all ranks get the same bits.
+        num_heads: KV heads of all ranks together. With latent attention (MLA), where every rank holds the
+            whole KV, sqrt(number of ranks): the ranks' equal sums are added too, so that all get the same bits.
+        ranks: Ranks whose sums are added. All ranks measure the same blocks in the same order.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Takes block pairs from the filter's proposal to shared slots: checks the rules, measures and judges the KV
 distances, enters accepted blocks in the ledger, and redirects these blocks' positions in the row (the request's
-block table), immediately or when SGLang is short of slots. Nothing here waits for the filter process or device.
+block table), at once or when SGLang is short of slots. Nothing here waits for the filter process or the device.
 """
 
 import collections
@@ -92,7 +92,7 @@ class BlockPipeline:
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
     def expected_of(self, req: Request, state: RequestState) -> float:
-        """:meth:`expected` for the row of ``req`` alone, without its pending blocks that read other rows."""
+        """:meth:`expected` for ``req`` alone: its blocks in the ledger, and pending ones that read its row."""
         unmeasured = sum(candidate.source is None for candidate in state.pending)
         return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
@@ -134,14 +134,14 @@ class BlockPipeline:
         return self.saved - before
 
     def requeue(self, req: Request, state: RequestState) -> None:
-        """Queue the pending blocks of ``req`` to be measured; ``req`` must have its row. Does nothing unless
-        SGLang may be short of slots soon. A block stays pending while its source has no row."""
+        """Queue the pending blocks of ``req`` to be measured; ``req`` must have its row. Does nothing while
+        no blocks are measured (see ``_MEASURED_FROM``). A block stays pending while its source has no row."""
         if not self._measures:
             return
         waiting, state.pending = state.pending, []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # Without its source the block cannot share. The block stays in ``candidates``, because ranks may
+            # A block cannot share once its source is gone. The block stays in ``candidates``, because ranks may
             # differ in whether a request that SGLang dropped still exists.
             if source is None or source.finished():
                 continue
