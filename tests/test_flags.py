@@ -201,8 +201,8 @@ print("attention:", *base.attention_backends_of(base.resolving_view(args)))
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
-    """Without our flag only argument parsing is hooked. With our flag alone the backend is FlashInfer, over
-    which our kernels can rotate keys to other positions. ``test_attention_cuda.py`` has the other cases."""
+    """Without our flag only argument parsing is hooked. With our flag alone the backend is FlashInfer, to
+    which we add kernels that rotate keys to other positions. ``test_attention_cuda.py`` has the other cases."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: flashinfer flashinfer" in done.stdout, done.stderr

@@ -34,7 +34,7 @@ if INTERPRETED:
         return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
 
     def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        """Finds a module's builtins once. Triton finds them at every call, which takes half of the time."""
+        """Finds a module's builtins once. Triton does so at every call, which takes half of a test's time."""
         for name in _builtins(module):
             if is_builtin(member := getattr(module, name)):
                 interpreter._patch_attr(module, name, member, builder, scope)
@@ -66,7 +66,7 @@ _BESIDE = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
-    """Tests of the importing file and files beside it also pass under the interpreter; some of each run."""
+    """Tests of the importing file and files beside it pass under the interpreter; no file skips them all."""
     files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
     done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

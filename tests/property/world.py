@@ -170,7 +170,7 @@ class Eviction(NamedTuple):
 @dataclass(frozen=True)
 class ScriptedEvictor(Evictor):
     """A policy that evicts the positions that the test put into ``waiting`` under the polled request's name, as
-    far as they may be evicted. ``about[0]``: this name."""
+    far as they may be evicted. ``about[0]``: the name of the request that is polled."""
 
     budget: int | None = 1
     slack: int = 0
@@ -322,8 +322,8 @@ class World:
         return contents[:, 0, 0].astype(np.int64)
 
     def extend(self, req: Req) -> np.ndarray:
-        """Allocate ``[prefix_len, extend_end)`` of a locked request, as ``alloc_for_extend`` does;
-        return the new slots."""
+        """Allocate slots for the positions ``[prefix_len, extend_end)`` of a request whose prefix is locked, as
+        ``alloc_for_extend`` does; return the new slots."""
         if req.kv.holds_kv:
             prefix = self.rows.req_to_token[req.kv.req_pool_idx, : req.prefix_len].to(torch.int64)
         else:
@@ -410,7 +410,7 @@ class World:
     # -- what a scheduler does with one request -----------------------------------
 
     def start(self, name: str = "r", first: int = 100) -> Req:
-        """A request whose prompt, and output except the newest token, are computed."""
+        """A new request: prompt and response are computed, except for the newest token."""
         req = self.request(name, PROMPT)
         self.respond(req, range(first, first + 1 + OUTPUT))
         self.controller.after_decode([req])
@@ -462,7 +462,7 @@ class World:
         req.reset_for_retract()
 
     def come_back(self, req: Req) -> None:
-        """Compute a retracted request again, and its next token."""
+        """Compute the KV of a retracted request again, then a new token."""
         self.prefill(req)
         self.step(req)
 

@@ -83,7 +83,7 @@ RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 @torch.no_grad()
 def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
     """The scores of ``RKV`` from a Hugging Face forward. Positions with the lowest scores are evicted first."""
-    # Under the overlap schedule, the query of position ``written`` is computed too, and counts among the 8.
+    # Under the overlap schedule, the query of position ``written`` is computed too: the newest of the 8.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
     weights = torch.cat([layer[0] for layer in out.attentions])[:, -8:, :written]

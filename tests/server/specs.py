@@ -59,8 +59,8 @@ TIGHT = "--max-total-tokens 2400"
 #: Defaults, but blocks share when 32 tokens old, as responses are short. EAGER does not wait for a shortage.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
-#: The rule of the paper MemShare, but every KV distance is accepted, at once. This rule pairs blocks by index;
-#: equal tokens would pair few whole pages, because a repeat rarely begins at the same place in a page.
+#: The rule of the paper MemShare, but every KV distance is accepted, without a warm-up. The rule pairs blocks
+#: by index: pairing by tokens would find few whole pages; a repeat rarely begins at the same place in a page.
 EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
 #: SGLang reserves few slots for the output of running requests and admits more requests, so slots run short.
 CROWDED = "--schedule-conservativeness 0.1"

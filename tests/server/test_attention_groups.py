@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests DP attention: each group of ranks has its own requests, and only these share with each other. All
+"""Tests DP attention: each group of ranks has its own requests, filter process, ledger and report. All
 groups run each forward together, because they compute the experts together."""
 
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +34,8 @@ def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[
 
 
 def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
-    """Checks that log-probabilities are those of ``loop``, a Hugging Face model, if its attention redirects the
-    same blocks. Returns their mean distance from those of ``loop`` without redirected blocks."""
+    """Checks that the responses' log-probabilities are those of ``loop``, a Hugging Face model whose attention
+    redirects the same blocks. Returns their mean distance from those of ``loop`` without redirected blocks."""
     dense, rotation = 0.0, loop.rotation()
     for (_, text, shares), found in zip(jobs, responses, strict=True):
         prompt = loop.tokenizer(text)["input_ids"]

@@ -65,7 +65,7 @@ def _logprobs(found: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
 
 
 def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
-    """A cache of system prompt and documents, each computed behind that prompt, with keys then rotated."""
+    """A cache of system prompt and documents. Each is computed behind the prompt, then its keys are rotated."""
     whole = reader.cache(1, 2048)
     reader.forward(whole, SYSTEM)
     for document in documents:

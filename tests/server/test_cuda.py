@@ -42,7 +42,7 @@ ON_CUDA = ServerSpec(
 #: No flag chooses attention or positions. Prefill graphs have two sizes.
 ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
-#: ALIAS shares, COPIES copies KV: under the overlap schedule, copies would race with the forward in flight.
+#: ALIAS shares, COPIES copies KV. Neither overlaps forwards: a copy would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
 COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **specs.COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"

@@ -208,7 +208,7 @@ def test_a_server_computes_what_a_loop_computes(
 
 @pytest.mark.parametrize("spec", [spec.for_long_runs() for spec in AT_ONCE])
 def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Copying gives the same tokens as sharing. Keys read as cached give other tokens or probabilities."""
+    """Copying gives the same tokens as sharing. Keys read as cached change tokens or log-probabilities."""
     copies = servers.get(specs.copying(spec).for_long_runs())
     copied = _together(copies, 400)
     assert report(copies)["totals"]["blocks_shared"] >= 200

@@ -116,7 +116,7 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()
                 # A token takes two lines of a stream, so clients leave after 100 to 213 tokens. By
-                # then blocks share.
+                # then blocks share, or positions are evicted.
                 for _ in range(201 + 25 * number):
                     if await anext(lines, None) is None:
                         break

@@ -83,7 +83,7 @@ def balance(world: World) -> None:
 
 @ALL_SETUPS
 def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
-    """Blocks whose slots two rows name are not redirected. Naming them twice in a row saves within that row."""
+    """Blocks whose slots two rows name are not redirected. A row saves slots if two of its blocks name them."""
     world, source, reader = two(setup)
     assert lend(world, source, reader, Pair(12, 20)) == 4
     rows = world.row(source).copy(), world.row(reader).copy()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares admission with a credit (the share of output that sharing may free) with a formula and SGLang's."""
+"""Tests admission on a *credit* (the share of output that sharing may free) against a formula and SGLang's."""
 
 from collections.abc import Callable
 from typing import Any

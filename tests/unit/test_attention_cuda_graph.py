@@ -252,7 +252,7 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch, corrected: bool
 ) -> None:
-    """Positions are evicted after the capture. With keys as cached, SGLang's kernels run until then."""
+    """Positions are evicted after the capture. Before that, SGLang's kernels run if keys are read as cached."""
     backend = triton_backend(rig, monkeypatch, corrected)
     if not corrected:
         rig.settle()

@@ -296,7 +296,7 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
 
 
 def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
-    """Blocks are measured once more than half of the pool is in use, or once a request has to wait."""
+    """Blocks are measured while over half of the pool is in use, or after a request had to wait."""
     world = World(SETUPS[0])
     pipeline, use = world.controller.pipeline, [0.4]
     pipeline._use = lambda: use[0]

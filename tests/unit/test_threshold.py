@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares the adaptive threshold on KV distances with NumPy's percentile. Ranks must read keys alike."""
+"""Compares the adaptive threshold on KV distances with NumPy's percentile. Also tests the start-up check: a
+server is refused if only some tensor-parallel ranks can rotate shared keys to new positions."""
 
 import math
 from typing import Any
@@ -66,8 +67,7 @@ def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_accepted_follows_what_was_observed() -> None:
-    """Nothing is accepted during the warm-up, nothing at 0 percent, everything at 100. A batch is
-    observed before it is judged."""
+    """Nothing is accepted in the warm-up or at 0 percent, all at 100. A batch counts before it is judged."""
     nothing, everything = AdaptiveThreshold(0, 0), AdaptiveThreshold(100, 3)
     distances = [0.0, 1e-9, 0.5, 1e6]
     assert not nothing.decide(distances).any() and not nothing.decide([]).size

@@ -87,7 +87,7 @@ def scan_one(
     c: torch.Tensor, d: torch.Tensor, *, dt_bias: torch.Tensor, state_batch_indices: torch.Tensor,
     out: torch.Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """Replaces ``selective_state_update`` (Mamba 2): ``x`` ``[requests, heads, dim]`` has one token each."""
+    """Replaces ``selective_state_update`` (Mamba 2): ``x`` ``[requests, heads, dim]`` has a token of each."""
     slots = state_batch_indices.long()
     b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], dim=1) for each in (b, c))
     dt = F.softplus(dt.float() + dt_bias.float())
