@@ -112,9 +112,8 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
     if type(pool) is compat.SWAKVPool:
         if pool.page_size > 1:
-            told = f"does not support --page-size {pool.page_size}, only 1,"
-            other = "if SGLang chose the page size for its attention backend, use --attention-backend triton"
-            raise ValueError(f"{requested_by} {told} {BESIDE_WINDOWS}; {other}")
+            told = f"--page-size {pool.page_size} (1 is the default of --attention-backend triton)"
+            raise ValueError(f"{requested_by} does not support {told} {BESIDE_WINDOWS}")
         check_pool(pool.swa_kv_pool, requested_by)
         pool = pool.full_kv_pool
     if type(pool) is compat.HybridLinearKVPool:
@@ -128,8 +127,7 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     if not is_plain or layout != "nhd":
         raise ValueError(
             f"{requested_by} supports models with one plain multi-head KV pool in NHD layout without "
-            f"block quantisation, this server uses {type(pool).__name__} ({layout}); of --kv-cache-dtype, "
-            "auto, bfloat16, fp8_e4m3 and fp8_e5m2 are plain"
+            f"block quantisation (--kv-cache-dtype), this server uses {type(pool).__name__} ({layout})"
         )
 
 

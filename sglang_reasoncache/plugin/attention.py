@@ -43,9 +43,8 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     one of ``compat.CUDA_BACKENDS`` to SGLang. Declare none if SGLang's default is one of them, or if the
     operator or SGLang's rules for the model name a backend. ``server_args``: not resolved yet."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
-    if resolved.device != "cuda" or not platform.is_cuda:
-        return
-    if any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS):
+    named = any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS)
+    if named or resolved.device != "cuda" or not platform.is_cuda:
         return
     model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
     corrects = config.shares and config.positions != "as-cached"
@@ -80,8 +79,7 @@ def attention_backend(
         reason = "does not support sliding windows: layers read different positions"
         raise refusals.of_policy(config.policy, reason)
     backend, uncorrected = _own_backend(model_runner, config, name, cached)
-    if backend is None:
-        backend = stock(model_runner)
+    backend = stock(model_runner) if backend is None else backend
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
         return backend, AttentionParts(uncorrected=uncorrected)

@@ -81,10 +81,7 @@ class ServerParts:
         # Done here too, because :meth:`attention_backend` is not called if SGLang chose a backend that we
         # do not extend.
         self._read_as_cached(runner)
-        resolved, self.uncorrected = attention.resolve_positions(
-            self.config, self.attention, runner
-        )
-        self.config = config = resolved
+        config, self.uncorrected = attention.resolve_positions(self.config, self.attention, runner)
         attention.check_policies(config, self.attention, runner)
         if config.shares and params.page_size > 1:
             told = "a repeat shares only if it begins at the same place of a page; --page-size 1 shares more"
