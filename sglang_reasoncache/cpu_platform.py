@@ -11,17 +11,17 @@ from sglang_reasoncache.compat import ATTENTION_FIELDS
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """A CPU without SGLang's CPU kernels. PyTorch runs all operators; only attention has a C++ kernel."""
+    """A CPU without SGLang's CPU kernels. PyTorch runs the model; attention has a C++ kernel if it compiles."""
 
     _enum = PlatformEnum.OOT
     # If this platform declared Triton, the paged allocator would launch Triton kernels on CPU tensors.
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Choose the attention backend if the operator named none."""
+        """Choose the attention backend if the user named none."""
         from sglang_reasoncache.plugin import cpu_attention
 
-        # By now ``server_args`` holds SGLang's choice. ``_raw_input`` holds what the operator chose.
+        # By now ``server_args`` holds SGLang's choice. ``_raw_input`` holds what the user chose.
         given = getattr(server_args, "_raw_input", None) or {}
         if not any(given.get(name) for name in ATTENTION_FIELDS):
             server_args.attention_backend = cpu_attention.default_backend()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what a client sends in ``custom_params``: whether the request shares, and which parts of the prompt
-are documents. A document is prefilled once and then read by every prompt that contains it."""
+are documents. A document is prefilled once for all prompts with equal text before the first document."""
 
 import re
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ _SPELLINGS = {
 }
 #: The keys that mark documents, and choose which of their tokens are computed again (a *repair*).
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Most documents in a prompt, because a waiting request looks up each document in the cache repeatedly.
+#: Limit on documents in a prompt, because a waiting request looks up each document in the cache repeatedly.
 MOST = 256
-#: Most (tokens before the documents) x (documents), because each document's look-up includes those tokens.
+#: Limit on (tokens before the documents) x (documents): each document's look-up includes those tokens.
 _MOST_BEFORE = 1 << 19
 
 
@@ -38,8 +38,8 @@ class Repair:
 
 
 def repair_of(text: object) -> Repair:
-    """Parse ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for any other text, with a message
-    that says what the text must be."""
+    """Parse ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for any other value, with a
+    message that says what the value must be."""
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
@@ -58,7 +58,7 @@ class Documents:
         start: Position of the first document. The tokens before this position are the *base*. Every document is
             prefilled directly behind the base, without the other documents.
         ends: The position behind each document, ascending.
-        repair: Which tokens are computed again.
+        repair: Which tokens of the documents are computed again.
     """
 
     start: int
@@ -72,9 +72,9 @@ class Documents:
 def documents_of(custom_params: object, length: int | None = None) -> Documents | None:
     """The documents that ``custom_params`` mark; None if they mark none.
 
-    Spans are ``[start, end]`` in tokens and follow one another without a gap. They leave out at least the
-    last token of the prompt, because SGLang always computes that token. ``length``: number of tokens of the
-    prompt, None if unknown. Raises ValueError for a wrong span, which the message names, or a wrong repair.
+    Spans are ``[start, end]`` in tokens, without gaps between them. They leave out at least the last token of
+    the prompt, because SGLang always computes that token. ``length``: number of tokens of the prompt, None if
+    unknown. Raises ValueError, whose message names the fault, for a wrong list, span, repair or base length.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
     spans, repair = custom.get(KEY), custom.get(REPAIR_KEY, "none")
@@ -112,8 +112,8 @@ def check_before(tokens: int, documents: int) -> None:
 
 
 def asks_to_share(custom_params: object) -> bool:
-    """Whether ``custom_params`` let a request share; True without an entry :data:`OPT_OUT_KEY`. Raises
-    ValueError if ``custom_params`` is no object, or if the entry is neither true nor false."""
+    """Whether ``custom_params`` let a request share; True if the entry :data:`OPT_OUT_KEY` is missing or None.
+    Raises ValueError if ``custom_params`` is neither a dict nor None, or the entry neither true nor false."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
     value = (custom_params or {}).get(OPT_OUT_KEY)
@@ -137,7 +137,7 @@ def allows(req: Request) -> bool:
 
 
 def takes_part(req: Request) -> bool:
-    """Whether we may change a request's row: not after an opt-out, nor with beams, media or embeddings."""
+    """Whether we may change a request's block table: not after an opt-out or with beams, media, embeddings."""
     return (
         allows(req)
         and req.beam_group is None

@@ -27,7 +27,7 @@ from sglang_reasoncache.eviction.row_state import (
 
 #: Positions that a request writes between two polls (one every fourth decode step), rounded up.
 _BETWEEN_POLLS = 8
-#: ``GET /reasoncache`` shows at most this many evictions of a request.
+#: ``GET /reasoncache`` shows at most this many evicted runs of a request.
 _REMEMBERED = 1024
 
 
@@ -107,10 +107,10 @@ class EvictionController:
 
         A policy evicts at most the slots above its budget. If fewer than ``slack`` slots are wanted, the policy
         evicts ``slack`` slots, because a shortage returns with every decode step. For the same reason a policy
-        is not asked about a request with at most ``slack`` slots above the budget. A policy that gave too
-        little is not asked again before ``slack`` new positions are written. So a lasting shortage costs one
-        scoring per ``slack`` freed slots or new positions. On a GPU the host waits for the forward in flight
-        and for the scores, because computing a retracted request again would take far longer.
+        is not asked about a request with at most ``slack`` slots above the budget. A policy that frees fewer
+        slots than asked is not asked again before ``slack`` new positions are written. So a lasting shortage
+        costs one scoring per ``slack`` freed slots or new positions. On a GPU the host waits for the forward in
+        flight and the scores, because computing a retracted request again would take far longer.
         """
         written = written_positions(req)
         for name, policy in self._evictors:

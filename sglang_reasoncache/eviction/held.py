@@ -21,7 +21,7 @@ _LOGITS = 1 << 24
 
 
 class KeySource(NamedTuple):
-    """Where keys and queries are read from. One per scheduler."""
+    """Where keys and queries are read from. Each scheduler has one source."""
 
     pool: Any  # SGLang's ``MHATokenToKVPool``
     rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
@@ -61,8 +61,8 @@ class HeldLayer:
         where: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
         written: int,
     ) -> None:
-        """``where``: index of the row; held positions; their slots, both int64 ``[held]``; positions by which
-        to rotate each key, int32 ``[held]``, or None to rotate none."""
+        """``where``: index of the row; held positions, int64 ``[held]``; their slots, int64 ``[held]``; by how
+        many positions to rotate each key, int32 ``[held]``, or None to rotate none."""
         self._source, self._number, self._written = source, number, written
         self._row, self._positions, self._slots, self._shift = where
         self.rotation = None if source.rotations is None else source.rotations[number]

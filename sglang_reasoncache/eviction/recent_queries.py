@@ -23,15 +23,15 @@ class LayerShape(NamedTuple):
 
 
 class RecentQueries:
-    """A ring buffer with the rows of ``req_to_token``: entry ``p % size`` of a row has the query of position p.
+    """A ring buffer for each row of ``req_to_token``: entry ``p % size`` has the query of the row's position p.
 
-    Writes have fixed shapes, so a CUDA graph can contain them, whatever kernel computes attention. A row has
-    one entry more than the window, for the forward in flight.
+    A decode step's writes have fixed shapes, so a CUDA graph can contain them, whatever kernel computes
+    attention. A row has one entry more than the window, for the forward in flight.
 
     Args:
         layers: Layer id -> shape, for this rank's attention layers.
-        generations: SGLang's ``req_generation``: int64 ``[rows]`` in host memory. Counts the requests
-            that each row of ``req_to_token`` was given to.
+        generations: SGLang's ``req_generation``, int64 ``[rows]`` in host memory: to how many requests
+            each row of ``req_to_token`` was given so far.
         window: How many of a request's newest queries policies read.
         dtype, device: Those of the queries.
 
@@ -93,7 +93,7 @@ class RecentQueries:
 
     def begin_extend(self, rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]) -> None:
         """Begin a prefill, or a chunk of one. The last queries of each request are kept. If SGLang has given a
-        row to another request since its last prefill, the row's older queries are dropped.
+        row to another request since the row's last prefill, the row's older queries are dropped.
 
         Args:
             rows: Indexes in ``req_to_token``, int ``[batch]``, on the device.

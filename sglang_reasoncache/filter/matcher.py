@@ -11,8 +11,8 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 
 class BlockPair(NamedTuple):
-    """The block that begins at ``dst_start`` may read the slots of the block that begins at ``src_start``.
-    Both starts are positions in prompt plus output."""
+    """The block that begins at ``dst_start`` may read the slots of the block that begins at ``src_start``,
+    or vice versa (see :meth:`Matcher.propose`). Both starts are positions in prompt plus output."""
 
     dst_start: int
     src_start: int
@@ -32,7 +32,7 @@ class FilterCounters:
     """Counts of what happened to one finished step.
 
     Attributes:
-        candidates: With ``match=steps`` the earlier steps above the lexical threshold, otherwise the
+        candidates: With ``match=steps`` the earlier steps above the lexical threshold, otherwise the step's
             paired blocks.
         dropped_structure: Candidates whose formal content (mathematics, code) differs from the step's.
         over_bound: Steps that were parsed to compare this step and exceeded a bound of ``Limits``.

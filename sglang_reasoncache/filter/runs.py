@@ -26,7 +26,7 @@ class RunGroup:
 
     def __init__(self) -> None:
         self.members: dict[int, RunMatcher] = {}
-        # Hash of a window -> member and offset of the copy. The entry is replaced once that member has left.
+        # Hash of a window -> member and offset of the copy. Replaced once the copy cannot be read any more.
         self.copies: dict[int, tuple[int, int]] = {}
 
 
@@ -36,7 +36,7 @@ class RunMatcher(Matcher):
     The first tokens of a repeat have the least context in common with the first occurrence, so sharing
     them does most of the damage. A block is therefore paired only if its *window* repeats: the block
     and the tokens before it, ``min_run`` tokens in all. A rolling hash finds equal windows, which are
-    then compared token by token. A token costs O(1) time and 120 bytes, and up to the same again in a group.
+    then compared token by token. A token costs O(1) time and 120 bytes, in a group up to 240 bytes.
     An offset is a position minus ``start``, the position of the first output token. In direction ``oldest``
     the later of two equal blocks reads the earlier; in ``newest`` the earlier reads the later.
     """
@@ -45,7 +45,7 @@ class RunMatcher(Matcher):
         self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
-        # Per offset: the token, or -1 outside the steps; the hash of the tokens between the last -1 and it.
+        # Per offset: its token, or -1 outside the steps; the hash of the tokens before it, back to the last -1.
         self._tokens, self._hashes = array("q"), array("q", [0])
         # Number of tokens that a window has before its block.
         self._lead = max(0, config.min_run - self._block)

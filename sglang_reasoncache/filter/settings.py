@@ -10,8 +10,8 @@ from sglang_reasoncache.filter.structure import Limits
 #: How blocks of two similar steps are paired; see ``align_blocks``.
 AlignMode = Literal["tokens", "index"]
 
-# The ReasonCache paper: new blocks of 16 tokens immediately read slots of similar earlier steps, if the KV
-# distance of the two blocks is within the percentile.
+# The ReasonCache paper, except ``align``: new blocks of 16 tokens immediately read blocks of similar earlier
+# steps, if the KV distance of a pair is at most the given percentile of all distances measured so far.
 _PAPER: dict[str, object] = dict(
     match="steps",
     direction="oldest",
@@ -50,7 +50,7 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Everything that decides which blocks are proposed. The defaults are the ReasonCache paper's.
+    """Everything that decides which blocks are proposed. Defaults are the ReasonCache paper's except ``align``.
 
     Most fields are settings of ``ReasonCacheConfig``, which has their bounds and help texts. ``strict`` and
     ``soft`` are named ``tau_strict`` and ``tau_soft`` there. The other fields are explained here.

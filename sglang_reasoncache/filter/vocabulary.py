@@ -51,7 +51,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     take a second, or two if only the tokenizer's ``decode`` reads them correctly.
 
     Raises:
-        ValueError: The object can neither list nor decode its tokens.
+        ValueError: The object fails to encode or decode texts, or neither reading of its tokens succeeds.
     """
     kind = type(tokenizer).__name__
     try:

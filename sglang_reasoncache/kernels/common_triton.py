@@ -76,7 +76,7 @@ def span_of(begin, end, row, total):
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
     """For the newest ``reach`` positions of a request's row: the address of the first, their number, and the
-    first position. The number is 0 if there is no such row. Other functions count positions from this one."""
+    first position. The number is 0 if there is no such row. Callers then count positions from the first."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)

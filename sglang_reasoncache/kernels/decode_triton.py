@@ -64,9 +64,9 @@ def chunk_kernel(
 ):  # fmt: skip
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
 
-    A tensor core multiplies at least 16 lines (rows of a product). If a KV head has fewer query heads, the
-    remaining lines hold the same queries under other rotations of the tile. Each line has its own maximum,
-    weight and sum. The lines of a head are merged at the end, as chunks are.
+    A tensor core multiplies at least 16 lines (rows of a product). If a KV head has fewer query heads, and the
+    plan has rotations (ROTATES), the remaining lines hold the same queries under other rotations of the tile.
+    Each line has its own maximum, weight and sum. The lines of a head are merged at the end, as chunks are.
     """
     MEMBERS: tl.constexpr = HEADS // USES
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -193,7 +193,7 @@ def merge_kernel(
     total, out_row_stride, out_head_stride, SINKS: tl.constexpr,
     V_DIM: tl.constexpr, V_COLS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows). Merges the chunks of a query under a head."""
+    """Grid (heads, rows). Merges the chunks of a query head."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     unit = row * tl.num_programs(0) + head

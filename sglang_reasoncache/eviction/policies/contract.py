@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class Layer(Protocol):
     """Keys and newest queries of one attention layer, read from the device on demand. A rank sees only its own
-    heads. A key was rotated for its *cached position*. ``held`` in a shape is the length of ``View.held``."""
+    heads. A key's *cached position* is the one it was rotated for. ``held`` in a shape: ``len(View.held)``."""
 
     @property
     def rotation(self) -> KeyRotation | None:
@@ -35,7 +35,7 @@ class Layer(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries of the positions from ``first`` on, as far as they were kept.
 
-        ``end``: the position behind the last query to read. None reads also the query of the forward in flight.
+        ``end``: the position behind the last query to read. If None, the forward in flight has the last query.
 
         Returns the queries after rotary embedding, fp32 ``[queries, heads, head_dim]``; their positions, int64
         ``[queries]``; whether a query was kept for each position, bool ``[queries]``.

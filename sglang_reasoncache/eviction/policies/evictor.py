@@ -34,7 +34,7 @@ def bounded(default: float | None, low: float, high: float) -> Any:
 
 @dataclass(frozen=True)
 class Evictor:
-    """A policy scores positions (:meth:`scores`). The lowest scores are evicted until the budget is met.
+    """A policy scores positions (:meth:`scores`). Those with the lowest scores are evicted to meet the budget.
 
     A policy keeps no state: scores follow from its options and the ``View``. The fields of a policy are options
     of ``--reasoncache-policy``. Exactly one of ``budget`` and ``share`` must be given.
@@ -43,8 +43,8 @@ class Evictor:
         budget: Slots that a request may take, prompt included. Positions that share a slot count once.
         share: The budget as a share of the request's positions so far.
         slack: Once the budget is exceeded by more slots than this, the policy evicts down to the budget.
-        recent: Newest positions that stay, even if the request then exceeds its budget, as it does if the
-            prompt alone exceeds the budget. A response without its newest words would be noise.
+        recent: Newest positions that stay, even if the request then exceeds its budget. If the prompt stays
+            and fills the budget, only these stay of the response, which would be noise without them.
         prompt: Whether positions of the prompt may be evicted, after each chunk of a prefill. If so, the
             request enters the prefix tree only when it finishes, up to the first evicted position.
         when: ``always`` acts at polls, every fourth decode step; ``short`` if SGLang would retract a request.

@@ -10,7 +10,7 @@ import torch
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
-#: Number of queries kept. The totals are updated about once for this number of new queries.
+#: At least this many queries are kept. The totals are updated before newer queries overwrite these.
 _WINDOW = 32
 
 
@@ -21,8 +21,8 @@ class H2O(Evictor):
 
     Attributes:
         recent_share: Share of the budget for the newest positions; at least ``recent`` positions.
-        prompt_queries: How many of the prompt's last queries count (of the computed part, if it is computed in
-            chunks). The paper counts all of them.
+        prompt_queries: How many of the prompt's last queries count. With ``prompt=true``, so many count at
+            the end of each chunk of the prompt. The paper counts all queries.
     """
 
     accumulates: ClassVar[bool] = True

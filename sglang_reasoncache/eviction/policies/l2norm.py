@@ -12,7 +12,7 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 def relative_norms(keys: torch.Tensor) -> torch.Tensor:
     """``[held, heads, head_dim]`` to ``[heads, held]``: each key's norm, divided by the mean norm of its head.
 
-    Within a head this keeps the paper's order. A mean of plain norms would follow the layers with long keys.
+    The division keeps the paper's order within a head. Without it, layers with long keys would dominate.
     """
     norms = keys.norm(dim=-1)
     return (norms / norms.mean(dim=0).clamp_min(1e-12)).T

@@ -10,16 +10,16 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 from sglang_reasoncache.eviction.policies.pooling import pooled
 
 _EPSILON = 1e-8
-#: Cosines computed at once.
+#: Limit on the cosines computed at once.
 _ELEMENTS = 1 << 20
 
 
 def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor:
-    """The paper's R, ``[held, heads, head_dim]`` to ``[heads, held]``: a softmax over positions of each key's
-    mean cosine with the other keys.
+    """The paper's R, ``[held, heads, head_dim]`` to ``[heads, held]``: each key's mean cosine with the other
+    keys, passed through a softmax over positions.
 
     Each key spares the newest other key that is similar to it (cosine above ``threshold``): that key's mean
-    leaves out this cosine. So one of several similar keys stays. Only the newest ``reach`` keys are spared.
+    leaves out this cosine. So one of several similar keys stays. Only the newest ``reach`` keys can be spared.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
@@ -44,7 +44,7 @@ class RKV(Evictor):
     """R-KV (Cai et al., arXiv 2505.24133) evicts the positions with the lowest
     ``mix * importance - (1 - mix) * redundancy``.
 
-    Importance is the mean attention weight by the newest ``alpha`` queries, over queries, layers and heads,
+    Importance is the attention weight by the newest ``alpha`` queries, averaged over queries, layers and heads,
     then max-pooled over ``kernel`` neighbours. The paper acts every 128 tokens (``slack``) and keeps the newest
     ``alpha`` positions (``recent``).
 

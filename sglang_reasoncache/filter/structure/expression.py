@@ -48,8 +48,8 @@ def read(text: str, limits: Limits, in_code: bool) -> Tuple | None:
 
 
 class Parser:
-    """Operator precedence parser, one pass over tokens whose brackets match. If ``latex``, an argument is a
-    single digit or group, because TeX reads ``x^12`` as ``x^{1}2``."""
+    """Operator precedence parser, one pass over tokens whose brackets match. If ``latex``, an argument
+    takes a single digit of a number, because TeX reads ``x^12`` as ``x^{1}2``."""
 
     def __init__(self, tokens: list[Token], max_depth: int, latex: bool) -> None:
         # A stack of tokens, the next one on top. The token at the bottom ends every expression.
