@@ -9,7 +9,7 @@
 namespace reasoncache {
 namespace attention {
 
-// A tile has this many entries (slots to read) of a request. A rotation has a bit for each of them.
+// Rotations are listed for tiles of this many entries (slots to read), with a bit for each entry.
 constexpr std::int64_t kRotationTile = 64;
 
 // Each query of a call reads a range of entries. Queries of one request may read the same entries.
@@ -47,8 +47,8 @@ struct DecodeCall {
 
 extern "C" {
 
-// All functions return a reasoncache_status and may be called concurrently. Their pool has one
-// layer.
+// All functions return a reasoncache_status and may be called concurrently. A `pool` that they take
+// has one layer.
 
 // Makes the plan of a forward from rows of req_to_token, in one pass. `rows` [num_rows][row_stride]
 // has the slot of each of `width` positions; a number below 0 means that the position was evicted.
@@ -70,10 +70,10 @@ RC_EXPORT std::int32_t reasoncache_plan(
     std::int64_t capacity, std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits,
     std::int32_t* is_shifted, std::int32_t* rotations) noexcept;
 
-// Computes out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]). Each key is
-// rotated by its shift. A query without entries gets zeros. No slot is read if the status is one
-// of REASONCACHE_BAD_*. The result does not depend on the number of threads. DecodeCall describes
-// the arguments.
+// Computes out[b] = softmax(scale * q[b] . k) v over entries [begin[b], end[b]). `shift` and
+// the rotations say how far keys are rotated. A query without entries gets zeros. No slot is read if
+// the status is one of REASONCACHE_BAD_*. The result does not depend on the number of threads.
+// DecodeCall describes the arguments.
 RC_EXPORT std::int32_t reasoncache_decode(
     const reasoncache_pool* pool, const void* query, void* out, std::int64_t batch,
     std::int64_t num_heads, std::int64_t q_row_stride, std::int64_t q_head_stride,

@@ -13,7 +13,7 @@ namespace reasoncache {
 namespace attention {
 namespace {
 
-// Below this size, waking a thread costs more time than it saves.
+// For a call that reads fewer bytes, waking a second thread costs more time than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 18;
 
 std::int32_t check(const Pool& pool, const DecodeCall& call) {

@@ -23,7 +23,7 @@ struct Call {
 };
 
 constexpr std::int64_t kChunk = 256;  // entries that a thread takes at a time
-constexpr std::int64_t kInlineBytes = 1 << 18;  // one thread alone copies fewer bytes than this
+constexpr std::int64_t kInlineBytes = 1 << 18;  // fewer bytes than this are copied by one thread
 constexpr std::int64_t kAhead = 8;  // rows by which prefetching is ahead
 
 struct Task {

@@ -32,7 +32,7 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
                       std::int64_t length, std::int32_t* shift) {
   std::int32_t any = 0;
   for (std::int64_t i = 0; i < length; ++i) {
-    // An unused slot may have any cached position, and unsigned numbers cannot overflow.
+    // Unsigned, because an unused slot may have any cached position: the difference may wrap around.
     const auto home = static_cast<std::uint32_t>(cached_at[std::max(slots[i], 0)]);
     shift[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(first + i) - home);
     any |= shift[i];

@@ -17,7 +17,7 @@ void read_query_as(const Task& task, std::int64_t offset, std::int64_t dim, floa
   for (std::int64_t i = 0; i < dim; ++i) to[i] = get(from + i) * task.call.scale;
 }
 
-// Writes `dim` elements of a query, from `first` on, times `scale`, then zeros up to `padded`.
+// Writes `dim` elements of a query head, from `first` on, times the scale, then zeros up to `padded`.
 inline void read_query(const Task& task, std::int64_t row, std::int64_t head, std::int64_t first,
                        std::int64_t dim, std::int64_t padded, float* to) {
   const std::int64_t offset = row * task.call.q_row_stride + head * task.call.q_head_stride + first;

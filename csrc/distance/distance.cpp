@@ -14,7 +14,7 @@ namespace reasoncache {
 namespace distance {
 namespace {
 
-// Below this size, waking a thread costs more time than it saves.
+// For a call that reads fewer bytes, waking a second thread costs more time than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 20;
 // A worker takes pieces of about this size: large enough to keep prefetches going, small
 // enough to keep all workers busy to the end.
@@ -23,7 +23,7 @@ constexpr std::int64_t kLine = 64;
 // While row i is read, the cache lines of row i + kAhead are prefetched.
 constexpr std::int64_t kAhead = 2;
 // While row i is read, the first address of row i + kPagesAhead is prefetched, so that the CPU
-// translates the address in time. Few rows are on a memory page that was read lately.
+// translates the address in time: few rows are on a memory page that was read lately.
 constexpr std::int64_t kPagesAhead = 16;
 
 struct Task {

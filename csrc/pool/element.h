@@ -102,7 +102,7 @@ RC_INLINE Floats load(const Float8E5M2* from) {
   return from_half(widened(unaligned<Bytes>(from)) << 8);
 }
 
-// As fp16, the moved bits are the value times 2^-8. The magnitude 0x7f means NaN, not 480.
+// Read as fp16, the shifted bits are the value times 2^-8. The magnitude 0x7f means NaN, not 480.
 RC_INLINE Floats load(const Float8E4M3* from) {
   const Shorts bits = widened(unaligned<Bytes>(from));
   const Shorts magnitude = bits & 0x7f;
