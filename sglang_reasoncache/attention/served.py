@@ -165,7 +165,6 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
             and args.moe_a2a_backend in ("pplx", "deepep_v2"),
             reads,
         ),
-        "--enable-hierarchical-cache": (args.enable_hierarchical_cache, "it was not tried"),
     }
     for flag, (found, reason) in given.items():
         if found and compat.latent_rank(pool):

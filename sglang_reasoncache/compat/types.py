@@ -96,7 +96,6 @@ class ServerArgs(Protocol):
     attention_backend: str | None
     page_size: int | None
     enable_mixed_chunk: bool
-    enable_hierarchical_cache: bool
     moe_a2a_backend: str
 
 

@@ -192,9 +192,9 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
-    env |= {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), WAITS: "1"}
+    env = _beside(model) | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), **env}
     # Without TORCHDYNAMO_DISABLE, PyTorch's compiler would look for a GPU in a forked process.
-    env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1", **_beside(model)}
+    env |= {WAITS: "1", "SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1"}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
 
@@ -261,6 +261,8 @@ ON_DISK = HOST_TIER.having(
     "--hicache-storage-backend file --hicache-storage-prefetch-policy wait_complete",
     '--hicache-storage-backend-extra-config {"prefetch_threshold":16}',
 ).for_long_runs()
+_LATENT = _of("deepseek_v3", "write-back", *WRITE_BACK.flags, **dict(WRITE_BACK.env))
+HOST_TIERS = (HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs())
 
 #: Caches KV in eight bits.
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()

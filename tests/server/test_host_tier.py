@@ -11,7 +11,7 @@ from tests.server.harness import ServerPool, assert_whole
 from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
 
 
-@pytest.mark.parametrize("spec", [specs.HOST_TIER, specs.WRITE_BACK, specs.ON_DISK])
+@pytest.mark.parametrize("spec", specs.HOST_TIERS)
 def test_a_prefix_that_was_on_the_host_is_read_as_before(
     servers: ServerPool, spec: specs.ServerSpec, tmp_path: Path
 ) -> None:

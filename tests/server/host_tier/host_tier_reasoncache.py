@@ -19,15 +19,16 @@ def register() -> None:
 
 
 def _replace(*_: object, **__: object) -> None:
-    pools: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.mha")
-    pools.transfer_kv_direct = copy
-    # Pinned memory needs a GPU.
-    pools.MHATokenToKVPoolHost.pin_memory = property(lambda _: False, lambda *_: None)
+    for kind in ("mha", "mla"):
+        pools: Any = importlib.import_module(f"sglang.srt.mem_cache.pool_host.{kind}")
+        pools.transfer_kv_direct = copy
     common: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.common")
     common._cuda_host_register = lambda *_: None
     # SGLang would keep ten gigabytes of host memory free, which a test machine may not have.
     base: Any = importlib.import_module("sglang.srt.mem_cache.pool_host.base")
     base.host_memory_budget_bytes = lambda *_: 1 << 30
+    # Pinned memory needs a GPU.
+    base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
 
 
 def copy(
