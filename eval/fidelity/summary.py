@@ -31,7 +31,7 @@ def rows(
     records: Sequence[Mapping[str, Any]], figures: Figures = RESPONSES
 ) -> list[dict[str, Any]]:
     """A row for each group and arm: means over responses, and under ``FIGURE_95`` the ends of each mean's 95%
-    bootstrap interval, None for fewer than two responses. With ``RESPONSES`` there is no row of dense."""
+    bootstrap interval, None without two responses or if an end is not finite. ``RESPONSES`` omits dense."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record["arms"])

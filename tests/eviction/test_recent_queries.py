@@ -168,7 +168,7 @@ def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_keys_of_held_positions(dtype: torch.dtype) -> None:
-    """Checks keys as stored and as used. Position 4 names the slot whose key was computed for position 1."""
+    """Checks keys as stored and as used. Position 4 reads the key that was computed for position 1."""
     layers, rotation = pool_keys(dtype), rotation_of()
     at = torch.from_numpy(HELD)
     slots = torch.tensor(ROW)[at]
