@@ -23,7 +23,7 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Servers fork their
-    processes unless a ``ServerSpec`` says otherwise: in spawned ones, imports take two thirds of a start."""
+    processes unless a ``ServerSpec`` says otherwise: with spawned ones, two thirds of a start are imports."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ["REASONCACHE_FORK"] = "1"
 
@@ -31,8 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # runs before pytest-xdist looks for the groups made here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks server tests and sorts them by server (parameter ``server`` or ``spec``), so that each server
-    starts once. They run last, but first under pytest-xdist: each ``ServerSpec.group`` on one worker, then
-    tests marked ``slow``, so that no worker has a long test left at the end."""
+    starts once. They run last. Under pytest-xdist they run first, each ``ServerSpec.group`` on one worker, and
+    tests marked ``slow`` follow, so that no worker has a long test left at the end."""
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 

@@ -96,7 +96,7 @@ class Merges:
 
 
 class PromptGroup:
-    """Requests with equal prompts. A group lives as long as one of them. ``number``: unique in a process."""
+    """Requests with equal prompts. A group lives as long as any of them. ``number``: unique in a process."""
 
     def __init__(self, number: int) -> None:
         self.number = number

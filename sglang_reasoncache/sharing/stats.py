@@ -85,8 +85,8 @@ class SharingStats(EvictionStats):
             self.sum_final_ratio += (redirected + evicted) / logical
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
-        """Count a prompt composed of ``documents`` documents. ``tokens`` of the prompt (also those before the
-        first document) are not computed; ``repaired`` are. ``missed``: no repair, though asked for."""
+        """Count a prompt composed of ``documents`` documents. ``tokens``: read from cache, those before the
+        first document included. ``repaired``: computed again. ``missed``: the repair asked for was not made."""
         self.prompts_composed += 1
         self.documents_composed += documents
         self.tokens_composed += tokens
@@ -95,7 +95,7 @@ class SharingStats(EvictionStats):
 
     @property
     def memory_saving_ratio(self) -> float:
-        """Slots saved over positions, averaged over the polls."""
+        """Slots saved, divided by the positions of the running requests; averaged over the polls."""
         return self.sum_step_ratio / max(self.polls, 1)
 
     def to_dict(self) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def group_of(req: Request) -> PromptGroup | None:
 
 
 class RequestTracker:
-    """Hands tokens to the filter and takes the filter's results. One per scheduler; the same on all ranks.
+    """Hands tokens to the filter and takes the filter's results. One per scheduler; all ranks act alike.
 
     Args:
         process: The scheduler's side of the filter. None if nothing is shared; then no request is followed.
@@ -58,7 +58,7 @@ class RequestTracker:
         self._markers, self.in_groups, self._num_groups = markers, groups, 0
         self._groups: weakref.WeakValueDictionary[GroupKey, PromptGroup]
         self._groups = weakref.WeakValueDictionary()
-        # The filter's ids of requests that SGLang dropped; any thread may append one.
+        # The filter's ids of requests that SGLang dropped; any thread may append an id.
         self._orphans: collections.deque[int] = collections.deque()
         # The filter's id -> SGLang's request, as long as the request lives.
         self._requests: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()

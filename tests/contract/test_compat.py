@@ -40,7 +40,7 @@ def test_name_exists(name: str) -> None:
 
 _ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
 _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
-#: Hooked function of SGLang -> its parameters. ``...``: more may follow, or SGLang passes them by name.
+#: Hook's name -> parameters of SGLang's function. ``...``: more may follow, as our hook needs none of them.
 HOOKS = {
     "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
     "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
@@ -65,7 +65,7 @@ def test_version_and_hook_target_signatures() -> None:
 
 
 def _ours() -> Iterator[type]:
-    """All classes of this package, and our CUDA backends, which are made at run time."""
+    """The classes of this package but ``cpu_platform``'s, and our CUDA backends, which are made at run time."""
     for module in pkgutil.walk_packages(sglang_reasoncache.__path__, "sglang_reasoncache."):
         if not module.name.endswith(("cpu_platform", "__main__")):
             for value in vars(importlib.import_module(module.name)).values():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A room (a folder or module of the package) imports only from lower layers or its own, never in a circle."""
+"""A room (a folder or module of the package) imports only from its own or a lower layer, never in a circle."""
 
 import ast
 from collections.abc import Iterator

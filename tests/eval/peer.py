@@ -49,7 +49,7 @@ def ask_all(url: str, model: str, requests: Sequence[Request]) -> list[Response]
 
 
 class Peer(ThreadingHTTPServer):
-    """Answers each request with the next script (a raw HTTP response), then with the last. Runs in ``with``."""
+    """Answers with one script (a raw HTTP response) after another; repeats the last. Serves within ``with``."""
 
     request_queue_size = 256  # connections that may wait; a run sends all requests at once
 
@@ -106,7 +106,7 @@ class PeerServer(Server):
             log_text=lambda since: self.log,
         )
         super().__init__(process)
-        self.totals: dict[str, Any] = {}  # ``totals`` of the report; if empty, there is none
+        self.totals: dict[str, Any] = {}  # ``totals`` of the report; if empty, there is no report
         self.settling: Exception | None = None  # ``settle`` raises this
 
     def reports(self) -> list[dict[str, Any]]:

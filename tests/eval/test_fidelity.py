@@ -267,7 +267,7 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     selected = measured.caches["samkv-select:2"].visible[0, :44]
     ends = [at for a, b in ((6, 18), (18, 30), (30, 44)) for at in (a, a + 1, *range(b - 4, b))]
     assert selected[:6].all() and selected[ends].all()
-    # Between the ends lie 3 + 3 + 4 blocks. At most 4 in all are selected: a document's mean, rounded up.
+    # Between the ends lie 3 + 3 + 4 blocks. At most 4 of them are selected: 10 / 3 documents, rounded up.
     assert len(ends) <= int(selected[6:].sum()) <= len(ends) + 2 * 4
     for name in names[2:]:
         assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)
@@ -313,7 +313,7 @@ def test_samkv_where_nothing_can_be_selected(reader: Reader) -> None:
     assert samkv.top_p(same, same, same) == 0
     assert samkv.top_p(same, same + 3, same - 1) == 0.75
     assert samkv.top_p(same, torch.tensor([3.5, 0.0]), same - 1) == 0.375
-    # One document of 38 tokens, then five of 2 to 14: too short to leave out any block of 16 (the default).
+    # One document of 38 tokens, then five of 2 to 14: all too short to leave out a block of 16 (the default).
     for ends in ((44,), (8, 12, 19, 30, 44)):
         prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, ends, 54)
         repairs = {name: documents.parse(name) for name in ("none", *samkv.UPDATES, "samkv:4")}

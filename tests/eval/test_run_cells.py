@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests measuring cells (task, method, seed), clients of misbehaving servers, figures of logs and reports."""
+"""Tests how cells (task, method, seed) are measured, the client of misbehaving servers, and figures of logs."""
 
 import asyncio
 import dataclasses

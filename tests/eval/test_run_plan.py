@@ -142,7 +142,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> None:
-    """If the prompt opens the reasoning, a response cut off in it has no tags. A failed request is wrong."""
+    """A response cut off in reasoning that the prompt opened has no tag at all. A failed request is wrong."""
     cell = Cell(tmp_path, "aime24", "dense", 0)
     task = EvalTask("aime24", Source(file=write(tmp_path / "x.jsonl", 7, 7, 7, 7)))
     rows = [response("0", text="Perhaps \\boxed{7}? No,")]

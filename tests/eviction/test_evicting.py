@@ -246,7 +246,7 @@ def several(
 
 @SETUPS
 def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
-    """A policy evicts only in a shortage: from the longest request down to its budget, then from others."""
+    """A policy evicts only in a shortage: from the longest request, down to the budget, then from others."""
     world, (short, long) = several(setup, OLDEST, 40, 80)
     for i in range(8):
         world.step(long, i)

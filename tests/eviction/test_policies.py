@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each policy with its formula in plain Python, on random keys and weights, and with cases by hand."""
+"""Compares each policy with its formula in plain Python, on random inputs, and with results found by hand."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """Pages that name the same slots are evicted together, those whose highest score is lowest first."""
+    """Pages that name the same slots are evicted together. The highest score among them decides when they go."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [
@@ -79,7 +79,7 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
     gone = np.flatnonzero(np.repeat(rng.random(pages) < 0.2, page))
     now = view(pages * page + 1, owned=2 * page, page=page, gone=gone, shared=shared)
     scores = rng.random(len(now.held))
-    # ``slot_of``: page -> number of the page of slots it names. ``names``: this number -> held pages.
+    # ``slot_of``: page -> number of the page of slots that it names. ``names``: that number -> held pages.
     slot_of = list(range(pages + 1))
     for dst, src, _ in shared:
         slot_of[dst // page] = slot_of[src // page]

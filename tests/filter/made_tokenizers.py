@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded reasoner's tokenizer, and common kinds, trained here on text with mathematics, code, Unicode."""
+"""The embedded reasoner's tokenizer, and tokenizers of common kinds, trained here on a text of many kinds."""
 
 import functools
 import json

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the filter of the ReasonCache and MemShare papers (``match=steps``), which pairs blocks of similar
-steps (texts between blank lines): formulas, all against a slow reference, alignment, bounds and presets."""
+steps (texts between blank lines): its parts, the whole against a slow reference, bounds and presets."""
 
 import dataclasses
 import math
@@ -268,7 +268,7 @@ def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
     assert align_blocks(dst, src, 4, 4) == [BlockPair(16, 8), BlockPair(20, 4)]
     assert align_blocks(step_of(list(dst.token_ids), start=17), src, 4, 4) == []
     assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
-    # A page is left out if a token of it is covered, which means paired with another earlier step already.
+    # A page is left out if one of its tokens is covered, that is, already paired with another earlier step.
     step = step_of([7] * 12, start=16)
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the default filter (``match=runs``): which equal blocks pair, which reads the other's KV, and when."""
+"""Tests the default filter (``match=runs``): which equal blocks pair, which of the two reads, and when."""
 
 import dataclasses
 import itertools
@@ -141,7 +141,7 @@ CONFIG = FilterConfig(match="runs", block=3, min_run=3, min_age=AGE, direction="
 def grouped(
     responses: list[list[int]], start: int, page: int = 1, block: int = 3
 ) -> tuple[list[RunMatcher], list[list[AcrossPair]], RunGroup]:
-    """Grows a group (responses to a prompt) by six tokens each in turn. Returns members, their pairs, group."""
+    """Grows the responses of a group in turn, by six tokens each. Returns members, each one's pairs, group."""
     config = dataclasses.replace(CONFIG, block=block, page_size=page, min_run=block)
     group = RunGroup()
     members = [RunMatcher(config, start) for _ in responses]
@@ -209,5 +209,5 @@ def test_tokens_that_take_no_part_are_equal_to_none() -> None:
         member.join(number, group)
         assert member.propose(Step.build(6, list(range(40, 52)), "")) == []
         pairs = member.across()
-    # Member 0 was alone when its tokens came, so its blocks were not entered, and member 2 reads member 1's.
+    # Member 0 was alone when its tokens came, so the group lacks its blocks: member 2 reads member 1's.
     assert pairs == [(6, 6, 1), (9, 9, 1)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that a token stream is split into steps (texts between blank lines), and the bytes of each token."""
+"""Tests how a token stream is split into steps (texts between blank lines), and which bytes a token has."""
 
 import functools
 import logging
@@ -264,7 +264,7 @@ class _Custom:
 
 
 def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens are read as bytes. If bytes are spelled in Latin-1, unknown to XGrammar, tokens are decoded."""
+    """Tokens are read as bytes. A vocabulary in Latin-1, which XGrammar does not know, is decoded instead."""
     tokenizer = _Custom(bytes)
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT
