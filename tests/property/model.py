@@ -57,7 +57,7 @@ class Track:
     #: Evicted positions -> the contents that they would show if they had not been evicted.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: Block pairs. ``candidates`` outlive a retraction. ``blocks`` of them share, those in ``ledger`` could.
+    #: Block pairs. ``candidates`` outlive a retraction. Those in ``blocks`` share, those in ``ledger`` could.
     candidates: list[Pair] = field(default_factory=list)
     blocks: list[Pair] = field(default_factory=list)
     ledger: list[Pair] = field(default_factory=list)

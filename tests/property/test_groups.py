@@ -234,7 +234,7 @@ class GroupMachine(RuleBasedStateMachine):
         return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
 
     def _check_tree(self, stored: np.ndarray) -> list[int]:
-        """The pages that the tree's nodes name, once for each node. Checks contents in the Python core."""
+        """The pages that the tree's nodes name, once for each node. Checks contents if the core is Python."""
         found: list[int] = []
         if self.world.setup.core != "python":
             slots = self.world.tree.all_values_flatten().numpy()

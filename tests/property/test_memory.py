@@ -151,7 +151,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.published(track, up_to)
 
     def _evict_in_prefill(self, track: Track, is_last: bool) -> None:
-        """Run policies after a chunk, as SGLang does if policies may evict from the prompt."""
+        """Run policies after a chunk, as the controller does if policies may evict from the prompt."""
         self._count()
         length = len(track.shows)
         self._script_evictions(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
