@@ -267,7 +267,7 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     selected = measured.caches["samkv-select:2"].visible[0, :44]
     ends = [at for a, b in ((6, 18), (18, 30), (30, 44)) for at in (a, a + 1, *range(b - 4, b))]
     assert selected[:6].all() and selected[ends].all()
-    # Between the ends lie 3 + 3 + 4 blocks. At most 4 of them are selected: 10 / 3 documents, rounded up.
+    # Between the ends lie 3 + 3 + 4 blocks. At most 4 of them are selected: the mean of a document, rounded up.
     assert len(ends) <= int(selected[6:].sum()) <= len(ends) + 2 * 4
     for name in names[2:]:
         assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests how cells (task, method, seed) are measured, the client of misbehaving servers, and figures of logs."""
+"""Tests how cells (task, method, seed) are measured, clients of faulty servers, figures of logs and reports."""
 
 import asyncio
 import dataclasses

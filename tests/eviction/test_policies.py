@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each policy with its formula in plain Python, on random inputs, and with results found by hand."""
+"""Compares each policy with its formula in plain Python, on random inputs, and with results worked by hand."""
 
 import dataclasses
 import math
@@ -69,7 +69,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """Pages that name the same slots are evicted together. The highest score among them decides when."""
+    """Pages that name the same slots are evicted together, and their highest score decides when."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded reasoner's tokenizer, and tokenizers of common kinds, trained here on a text of many kinds."""
+"""The embedded reasoner's tokenizer, and others of common kinds, trained here on mathematics, code, Unicode."""
 
 import functools
 import json

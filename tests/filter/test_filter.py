@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the filter of the ReasonCache and MemShare papers (``match=steps``), which pairs blocks of similar
-steps (texts between blank lines): its parts, the whole against a slow reference, bounds and presets."""
+steps (texts between blank lines): formulas, the whole against a slow reference, alignment, bounds, presets."""
 
 import dataclasses
 import math

@@ -141,7 +141,7 @@ CONFIG = FilterConfig(match="runs", block=3, min_run=3, min_age=AGE, direction="
 def grouped(
     responses: list[list[int]], start: int, page: int = 1, block: int = 3
 ) -> tuple[list[RunMatcher], list[list[AcrossPair]], RunGroup]:
-    """Grows the responses of a group in turn, by six tokens each. Returns members, each one's pairs, group."""
+    """Grows the responses of a group in turn, by six tokens each. Returns members, their pairs, the group."""
     config = dataclasses.replace(CONFIG, block=block, page_size=page, min_run=block)
     group = RunGroup()
     members = [RunMatcher(config, start) for _ in responses]

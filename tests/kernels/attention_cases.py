@@ -92,7 +92,7 @@ CASES = [
       rotary_dim=24) for dtype in (torch.float32, torch.float16, *_FP8)),
 ]  # fmt: skip
 
-#: Cases for interpreted Triton, which is slow, and for older CPUs: all dtypes, most layouts, few positions.
+#: Cases for interpreted Triton and for older CPUs: fewer positions, but all dtypes and most layouts.
 FEW = [
     Case(evicted=0.4),
     Case(heads=5, kv_heads=1, k_dim=80, v_dim=80, rotary_dim=80, lengths=(1, 70)),
@@ -139,8 +139,8 @@ class Rig:
         return self.case.query_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """The expected plan: an entry for each position that has a slot. With ``merge``, a slot that the row
-        has at its cached position has an entry only there; other positions are rotations in this entry's tile."""
+        """The expected plan: an entry for each held position. With ``merge``, a slot that the row has at its
+        cached position has an entry only there; its other positions are rotations in the tile of this entry."""
         indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []

@@ -54,7 +54,7 @@ host_of_distances = _engines(*HOST)
 
 
 def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make the backend "native" use this engine's library, or lack one for "torch". Return its backend."""
+    """Make backend "native" load this engine's library, or none for "torch". Return the engine's backend."""
     if engine == "torch":
         monkeypatch.setattr(native, "library", unavailable)
     elif engine in NATIVE:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests plans (slots that a batch reads), decode, gather and extend on all backends against dense attention."""
+"""Tests plans (which slots a batch reads), decode, gather and extend on backends against dense attention."""
 
 import dataclasses
 from typing import Any
@@ -146,7 +146,7 @@ def test_every_sort_of_tile(
 
 
 def test_slots_of_many_positions(backend: str) -> None:
-    """One slot may have many positions, or many slots two each. A request alone in a call gets the same bits."""
+    """One slot may have many positions, or many slots two each. A request alone gets the same bits."""
     many = 100 if INTERPRETED else 1000
     rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
     rows = [rig.rows[request] for request in rig.requests.tolist()]
