@@ -127,7 +127,7 @@ def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> floa
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes attention ``[queries, keys]``. Returns two tensors with an entry per key: alpha
-    (``distance ** -alpha`` fits the attention that later tokens pay to the key) and the mean of that attention."""
+    (``distance ** -alpha`` fits the attention that later tokens pay to the key) and that attention's mean."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()

@@ -221,9 +221,7 @@ def test_aborting_all_ends_one_whose_documents_are_prefilled(server: ServerProce
         asked = pool.submit(_ask, server, documents, _spans(documents))
         while not asked.done():
             server.post("/abort_request", json={"abort_all": True}).raise_for_status()
-    ended = asked.result()["meta_info"]
-    assert ended["finish_reason"]["type"] == "abort"
-    assert ended.get("prompt_tokens", 0) < len(SYSTEM) + 40 * 36  # missing if aborted in a queue
+    assert asked.result()["meta_info"]["finish_reason"]["type"] == "abort"
     assert _ask(server, documents[-1:])["meta_info"]["cached_tokens"] <= len(SYSTEM)
 
 
