@@ -17,7 +17,7 @@ def read_rows(
 ) -> Iterator[tuple[int, _Row]]:
     """Yields ``(line number, made(object))`` for each line that is not blank. If a line is no JSON object, or
     ``made`` raises ValueError, calls ``complain`` with ``file:line`` and the fault. Without ``complain``,
-    raises a ValueError that names file and line. Raises OSError."""
+    raises a ValueError that names file and line. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():

@@ -37,7 +37,7 @@ class Method:
 DENSE = "dense"
 #: Every method except dense is a preset of the plugin.
 METHODS = (DENSE, *PRESETS)
-#: The form of a specification, because folders are named after it.
+#: A specification must have this form, because folders are named after it.
 _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 

@@ -36,7 +36,7 @@ could share, at the end of a response / averaged over decode steps. Distances ar
 
 class Speller:
     r"""Splits responses into tokens. ``name`` is the folder of a Hugging Face tokenizer, or :data:`WORDS` for
-    words and punctuation, numbered anew by response. Raises ValueError if the tokenizer cannot be read."""
+    words and punctuation, numbered anew in each response. Raises ValueError if the tokenizer cannot be read."""
 
     def __init__(self, name: str) -> None:
         self.name, self._tokenizer = name, None

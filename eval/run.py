@@ -12,7 +12,7 @@ from eval.serving import ServerError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line. Returns 0 if every request was answered and graded, 1 if not, 130 after Ctrl-C. A bad
     command line exits with 2. In each case the run's folder keeps the results so far."""
-    # SIGTERM raises SystemExit, so that servers are closed and records completed.
+    # SIGTERM raises SystemExit, so that servers are closed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options, out = parse(argv)
     # Imported after the flags are checked, as lm-eval takes seconds to load.

@@ -51,8 +51,8 @@ class Shape:
 def shared_blocks(
     tokens: int, fraction: float, draw: torch.Generator, run: int = RUN
 ) -> torch.Tensor:
-    """Draws blocks of ``run`` tokens, ``fraction`` of ``tokens`` in all, and for each an earlier block that is
-    not drawn. Returns both blocks' numbers, ``[2, pairs]``. The first and last block are never drawn."""
+    """Draws blocks that share, of ``run`` tokens and ``fraction`` of ``tokens`` in all, and for each an earlier
+    block that does not. Returns the numbers of both, ``[2, pairs]``. The first and last block never share."""
     others = max(0, (tokens - 1) // run - 1)
     shared = torch.zeros(1 + others, dtype=torch.bool)
     count = min(others, round(fraction * tokens / run))
@@ -88,8 +88,8 @@ def rotation(length: int, dim: int, is_neox: bool = True) -> KeyRotation:
 
 
 class Batch:
-    """Requests of one shape. ``pool`` is K and V of a layer, each ``[slots, kv_heads, head_dim]``.
-    A subclass adds the calls that are timed."""
+    """Requests of one shape. ``pool`` is K and V of a layer, each ``[slots, kv_heads, head_dim]``; with MLA, K
+    has only the rotated dims, and V the latent dims. A subclass adds the calls that are timed."""
 
     #: The largest allowed difference from fp32 attention, relative to the norm of fp32 attention.
     tolerance: ClassVar[float]
@@ -126,7 +126,7 @@ class Batch:
             raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 keys and values of whole rows, ``[rows, tokens, kv_heads, head_dim]``."""
+        """fp32 keys ``[rows, tokens, kv_heads, query_dim]`` and values ``[..., head_dim]`` of whole rows."""
         slots = rows.long()
         at = torch.arange(slots.shape[1], dtype=torch.int32, device=self.device)
         keys, values = self.pool

@@ -36,7 +36,7 @@ class CpuBatch(Batch):
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # Layers of 1 GB in all, at most 8, exceed the CPU's caches. Latent rows are slow, so 2 layers.
+        # Enough layers to exceed the CPU's caches: 1 GB, or 8 layers. Latent rows are slow, so 2 layers.
         self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
         size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
         if shape.rotated:

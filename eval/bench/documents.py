@@ -34,7 +34,7 @@ REPAIRS = ("none", "query:.15")
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
-#: The number of questions about each set of documents, of documents in a set, and of words in a document.
+#: Questions about each set of documents; documents in a set and words in a document, except in few-shot.
 _ASKED, _SET, _WORDS = 4, 5, 150
 
 _PLACES = (
@@ -210,7 +210,7 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
-    """A side's times, also divided by stock's, and the tokens that it computed, divided by the documents'."""
+    """A side's times, also divided by stock's, and the tokens that it computed per token of the documents."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",

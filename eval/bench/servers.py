@@ -159,9 +159,9 @@ _EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache
 
 
 def policies(_: Path | None) -> Runs:
-    """Compares evictors with random sharing, and with the ReasonCache paper's sharing, which saves 10% or 22%:
-    the embedded reasoner's steps do not allow more. SnapKV has one setting, because it evicts only prompts. The
-    pool has room for all requests in flight, so memory does not affect the answers."""
+    """Compares evictors with random sharing, and with the ReasonCache paper's rule. The rule saves 10% of the
+    slots at percentile 30, 22% at 80, little more at 100. SnapKV evicts only prompts, so it has one setting.
+    The pool has room for all requests in flight, so memory does not affect the answers."""
     methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
     methods += ["reasoncache:policy=snapkv:share=0.5"]
     methods += [f"random:random_ratio={ratio}" for ratio in (0.12, 0.24, 0.48, 0.72)]

@@ -52,7 +52,7 @@ def as_text(figure: Any) -> str:
 
 
 def seconds(call: Call, device: torch.device) -> float:
-    """Wall time of one call, or on a CUDA device the time between two events."""
+    """Wall time of one call, or on a CUDA device the time between two events around the call."""
     if device.type == "cuda":
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -34,7 +34,7 @@ _RUN, _LOOPS = 32, 0.1
 
 
 class Response(NamedTuple):
-    """A question and its response. The first ``prompt`` of ``tokens``, cut at ``--cap``, are the question."""
+    """A question and its response, cut at ``--cap``. The first ``prompt`` of ``tokens`` are the question."""
 
     name: str
     group: str
@@ -47,9 +47,9 @@ Job = tuple[Sequence[Response | Prompt], list[str], Begin]
 
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Yields responses of at least ``shortest`` tokens, cut to ``cap`` tokens together with their questions.
-    Rows of a JSONL file have ``question``, ``response``, perhaps ``id`` and ``correct``. A folder gives the
-    first response to each question. Raises OSError, or ValueError with the file or line that cannot be read."""
+    """Cuts question and response to ``cap`` tokens; yields responses that still have ``shortest`` tokens. Rows
+    of a JSONL file have ``question``, ``response``, perhaps ``id`` and ``correct``. A folder gives the first
+    response to each question. Raises OSError if a file cannot be read, ValueError if a line is bad."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):

@@ -13,7 +13,7 @@ from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_con
 from sglang_reasoncache.filter.settings import FilterConfig
 
 POOLS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-#: Share of the blocks that random sharing lets read an earlier block.
+#: With random sharing, this share of the blocks reads an earlier block.
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"

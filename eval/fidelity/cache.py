@@ -102,7 +102,7 @@ class Reader:
         self, cache: EditableCache, tokens: Sequence[int], first: int = 0, **options: Any
     ) -> torch.Tensor:
         """Appends ``tokens``. Returns logits ``[rows, tokens, vocabulary]``. ``first`` is the position of the
-        cache's first entry. ``options`` go to the model, and ``watch`` from there to :func:`_attention`."""
+        cache's first entry. ``options`` go to the model, which hands ``watch`` to :func:`_attention`."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]

@@ -38,9 +38,9 @@ class Prompt(NamedTuple):
 
 
 def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
-    """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``,
-    ``question``, ``answer``, perhaps ``id``, ``group`` and ``lead`` (text before the answer). Raises
-    OSError, or ValueError that names the file or line that cannot be read or has more than ``cap`` tokens."""
+    """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``, ``question``
+    and ``answer``, perhaps ``id``, ``group`` and ``lead`` (text before the answer). Raises OSError if the file
+    cannot be read. Raises ValueError if a line is bad or has over ``cap`` tokens, or if there are no rows."""
     seen, found = Counter[str](), []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
         seen[row.group] += 1
@@ -95,7 +95,7 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
 
 
 def parse(name: str) -> tuple[str, Repair | SamKV]:
-    """The kind and the amount of a repair. ``deviation`` and ``query`` take a share. Raises ValueError."""
+    """The kind of a repair, and its amount or SamKV's options. Raises ValueError if ``name`` is no repair."""
     if arm := samkv.parse(name):
         return "samkv", arm
     try:

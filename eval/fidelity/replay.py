@@ -83,7 +83,7 @@ class ArmCache:
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
         """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, maybe another response.
-        Does nothing if other responses use slots of the block at ``dst_start``, as none would be freed."""
+        Does nothing if other responses use slots of the block at ``dst_start``, as these would not be freed."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
             return

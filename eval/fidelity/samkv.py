@@ -49,7 +49,7 @@ def parse(name: str) -> SamKV | None:
 
 
 def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
-    """The offline step: prefills each document behind the system prompt; sums up its queries and attention."""
+    """The offline step: prefills documents behind the system prompt; summarises their queries and attention."""
     cache, found = reader.cache(1, prompt.ends[-1]), []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
     for begin, end in pairwise((prompt.start, *prompt.ends)):
@@ -126,8 +126,8 @@ def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> floa
 
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes attention ``[tokens, tokens]``, queries by keys. Returns for each key alpha and the mean attention
-    of later tokens. That attention falls with distance as ``distance ** -alpha``, by a fit of least squares."""
+    """Takes attention ``[queries, keys]``. Returns two tensors, an entry per key: alpha, where later tokens'
+    attention to the key falls as ``distance ** -alpha`` (least-squares fit), and the mean of that attention."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()

@@ -49,8 +49,8 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) -> Path:
     """Write model and tokenizer into a subfolder of ``folder``, unless the subfolder is there; return its path.
-    ``texts`` train the tokenizer and name the subfolder. ``shape`` is another configuration, for servers with
-    ``--load-format dummy``; then no weights are made."""
+    ``texts`` train the tokenizer. A hash of texts, seed and configuration names the subfolder. ``shape`` is
+    another configuration, for servers with ``--load-format dummy``; then no weights are made."""
     config = shape or replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables in Markdown: what methods cost and save, and how they differ from dense, stock SGLang."""
+"""Tables in Markdown: what methods cost and save, and how they differ from dense (stock SGLang)."""
 
 import re
 import statistics

@@ -28,7 +28,7 @@ def retractions(log: str) -> int:
 
 
 def cut_prompts(log: str) -> int:
-    """The number of prompts in a part of a log that SGLang cut, because model or memory cannot hold more."""
+    """Counts in a part of a log the prompts that SGLang cut, because model or memory cannot hold more."""
     return sum(not _OTHER_RANK.search(prefix) for prefix in _CUT.findall(log))
 
 
@@ -59,8 +59,8 @@ def measure(
     cell: Cell, requests: Sequence[Request], server: Server, advance: Callable[[], object], *,
     log_interval: int, timeout_s: float, in_flight: int | None = None, attempts: int = 1,
 ) -> Served:  # fmt: skip
-    """Measure a cell and write its files. ``advance`` is called after each answered request. Raises OSError,
-    ServerError if the server died, RunError if requests run on at the end or the flush is refused."""
+    """Measure a cell, write its files. Calls ``advance`` after each answered request. Raises OSError if a file
+    cannot be written, ServerError if the server died, RunError if requests do not end or the flush fails."""
     server.clear()
     offset, cpu_before = server.process.log_size(), server.cpu_seconds()
     responses: list[Response] = []

@@ -31,8 +31,8 @@ Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``) for any number of requests. ``timeout_s`` of silence
-    is the only limit, because a request may wait for memory for hours before its first byte."""
+    """A client of the server at ``url`` (without ``/v1``) for any number of requests. A connection must be
+    made in 60 s; then only ``timeout_s`` of silence is too long, as a request may wait for memory for hours."""
     # Each connection is an open file, and many systems allow 1,024 unless a process asks for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -38,7 +38,7 @@ def _pair(text: str) -> tuple[str, str]:
 @dataclass(frozen=True)
 class RunOptions:
     """The options of a run, a part of ``config.json``. None means all problems, all requests at once, or the
-    default of SGLang or the model. Raises RunError that names flag and value."""
+    default of this project, SGLang or the model. Raises RunError that names the flag and its values."""
 
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
     tasks: tuple[str, ...] = option((), "names of tasks", metavar="a,b")
