@@ -34,7 +34,7 @@ REPAIRS = ("none", "query:.15")
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
-#: Questions about each set of documents; except in few-shot, documents in a set and words in a document.
+#: Questions about each set of documents; documents in a set and words in a document, except in few-shot.
 _ASKED, _SET, _WORDS = 4, 5, 150
 
 _PLACES = (

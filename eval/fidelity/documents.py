@@ -39,7 +39,7 @@ class Prompt(NamedTuple):
 
 def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
     """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``, ``question``
-    and ``answer``, perhaps ``id``, ``group`` and ``lead``, text before the answer. Raises OSError if the file
+    and ``answer``, perhaps ``id``, ``group`` and ``lead`` (text before the answer). Raises OSError if the file
     cannot be read. Raises ValueError if a line is bad or has over ``cap`` tokens, or if there are no rows."""
     seen, found = Counter[str](), []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):

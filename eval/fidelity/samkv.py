@@ -126,8 +126,8 @@ def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> floa
 
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes attention ``[queries, keys]``. Returns two tensors with an entry per key: alpha
-    (``distance ** -alpha`` fits the attention that later tokens pay to the key) and that attention's mean."""
+    """Takes attention ``[queries, keys]``. Returns two tensors, an entry per key: alpha, where later tokens'
+    attention to the key falls as ``distance ** -alpha`` (least-squares fit), and the mean of that attention."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()

@@ -31,7 +31,7 @@ def rows(
     records: Sequence[Mapping[str, Any]], figures: Figures = RESPONSES
 ) -> list[dict[str, Any]]:
     """A row for each group and arm: means over responses, and under ``FIGURE_95`` the ends of each mean's 95%
-    bootstrap interval, None without two responses or if an end is not finite. ``RESPONSES`` omits dense."""
+    bootstrap interval, or None: fewer than two responses or not finite. With ``RESPONSES`` dense has no row."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record["arms"])

@@ -113,7 +113,7 @@ def _series(values: Mapping[Key, float]) -> pd.Series:
 
 
 def _effective(series: pd.Series) -> float:
-    """The number of independent answers whose mean varies as that of ``series`` does; one or more a problem."""
+    """The number of independent answers whose mean varies like that of ``series``; at least one a problem."""
     problems = series.groupby(level=0).mean()
     error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
     effective = float(series.var(ddof=0)) / error if error else 0.0

@@ -59,8 +59,8 @@ def measure(
     cell: Cell, requests: Sequence[Request], server: Server, advance: Callable[[], object], *,
     log_interval: int, timeout_s: float, in_flight: int | None = None, attempts: int = 1,
 ) -> Served:  # fmt: skip
-    """Measure a cell and write its files. Calls ``advance`` after each answered request. Raises OSError if
-    files cannot be written, ServerError if the server died, RunError if requests or the flush do not end."""
+    """Measure a cell, write its files. Calls ``advance`` after each answered request. Raises OSError if a file
+    cannot be written, ServerError if the server died, RunError if requests do not end or the flush fails."""
     server.clear()
     offset, cpu_before = server.process.log_size(), server.cpu_seconds()
     responses: list[Response] = []

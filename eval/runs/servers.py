@@ -53,7 +53,7 @@ class Server:
 
     def clear(self) -> int:
         """Flush the idle server, so that totals restart; return the number of slots still in use. Raises
-        RunError if requests do not end, or the flush is refused or resets no totals; ServerError if it died."""
+        RunError if requests do not end or the flush fails, ServerError if the server died."""
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
         totals = [report.get("totals", {}) for report in self.reports()]
@@ -73,7 +73,7 @@ class Server:
         return int(sum(load[name] for load in loads))
 
     def _json(self, path: str, **options: Any) -> Any:
-        """Returns a page of the server, or None if there is no such page. Raises ServerError if that fails."""
+        """Returns a page, or None if the server has no such page. Raises ServerError if the request fails."""
         try:
             response = self.process.get(path, **options)
             return None if response.status_code == 404 else response.raise_for_status().json()
