@@ -146,7 +146,7 @@ def published_config() -> Iterator[None]:
 
 @pytest.fixture
 def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes SGLang's rotary module run on our platform, because on others the module needs a CUDA kernel."""
+    """Makes SGLang's rotary module see our platform; it imports a kernel of vLLM if it sees no platform."""
     from sglang.srt.layers.rotary_embedding import base
 
     from sglang_reasoncache.cpu_platform import TorchCpuPlatform

@@ -257,8 +257,8 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
 
 class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
-    """An allocator for page size 1 with two pools: the full pool, whose slots rows name and share, and a window
-    pool for layers with sliding windows. A slot's *peer* is the window pool's slot of the same token. SGLang
+    """An allocator for page size 1 with two pools. Rows name, and may share, slots of the full pool; the window
+    pool serves layers with sliding windows. A slot's *peer* is the window pool's slot of the same token. SGLang
     frees the peer once the window has passed. Only after that may the position read another position's slot."""
 
     budget, has_window_pool = WindowSharingBudget, True

@@ -34,7 +34,7 @@ class Feed(NamedTuple):
     """New tokens, and what happened since the last feed.
 
     Attributes:
-        steps_taken: Results that the scheduler has taken so far.
+        steps_taken: How many steps' results the scheduler has taken since this process began.
         opened: New requests: id, position of the first output token, whether reasoning is open there.
         joined: Requests that joined or left a group of equal prompts: id, and the group's number or -1 (left).
         closed: Ids of requests to forget.

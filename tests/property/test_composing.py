@@ -63,7 +63,7 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
-        # A request without output scores attention. A chunk's scores from before a retraction must not count.
+        # Such a request only measures attention. What a chunk measured before a retraction must not count.
         if req.sampling_params.max_new_tokens == 0:
             repairs.prepare(SimpleNamespace(**{**vars(batch), "extend_lens": [1]}), world.ranks)
         for repaired in repairs.of([req.rid], [1]):

@@ -67,7 +67,7 @@ def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.Se
 
 @pytest.mark.parametrize("spec", [specs.UNCORRECTED])
 def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """The server ``spec`` decodes by SGLang's ``torch_native``, but the stock server by ``reasoncache_cpu``."""
+    """``spec`` decodes by ``torch_native``, stock by our CPU platform's default, ``reasoncache_cpu``."""
     _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
 
 
