@@ -154,9 +154,8 @@ class PagedAttention:
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Queue, as part of a decode graph, the work that makes its plans. Call :meth:`begin_graph` before."""
         where = batch.req_pool_indices, batch.seq_lens
-        plans = {reach: self.plan_into(side, *where, reach) for reach, side in buffers.items()}
         # Plans of a window pool are not in ``buffers``: translating slots to peers makes new tensors.
-        self._use(plans)
+        self._use({reach: self.plan_into(side, *where, reach) for reach, side in buffers.items()})
 
     def readable(self, plan: RowPlan) -> RowPlan:
         """``plan``, but without shifts if keys are read as cached: all shifts in the buffers are 0 then."""
@@ -172,9 +171,8 @@ class PagedAttention:
     ) -> RowPlan:
         """Plan the rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: row lengths, int64
         ``[batch]`` in host memory; None takes the batch's own."""
-        where = batch.req_pool_indices, batch.seq_lens
-        if lengths is not None:
-            where = batch.req_pool_indices, upload(lengths.numpy(), self.device)
+        ends = batch.seq_lens if lengths is None else upload(lengths.numpy(), self.device)
+        where = batch.req_pool_indices, ends
         own_pool, seen = self._has_window_pool(reach), self._reaches.get(reach, 0)
         merge = merge and not own_pool
         if self.backend == "triton":
@@ -206,7 +204,7 @@ class PagedAttention:
         #: The plan of a prefill for layers with a window pool.
         self._window_extend: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
-        #: The peers of the new tokens' slots; None without a window pool.
+        #: The peers of the new tokens' slots. None until :meth:`put` needs them, or without a window pool.
         self._new_peers: Tensor | None = None
         self._repairs: list[Repaired] = []
         if self.queries is not None:
@@ -233,8 +231,7 @@ class PagedAttention:
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
-        if self._of_window:
-            self._new_peers = self._peers(batch.out_cache_loc)
+        self._new_peers = None  # A graph is captured after trial runs; it must look them up itself.
         rows, positions = batch.req_pool_indices, batch.positions
         if self.queries is None:
             return
@@ -247,10 +244,8 @@ class PagedAttention:
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:
         """Plan a decode step, outside of graphs."""
-        self.rows = self._plan(batch, merge=self.merges)
-        self.windows = {
-            reach: self._plan(batch, merge=self.merges, reach=reach) for reach in self._reaches
-        }
+        reaches = (0, *self._reaches)
+        self._use({reach: self._plan(batch, merge=self.merges, reach=reach) for reach in reaches})
 
     def _use(self, plans: dict[int, RowPlan]) -> None:
         self.rows, self.windows = plans.pop(0), plans
@@ -259,8 +254,7 @@ class PagedAttention:
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Use the plans in ``buffers``. The decode graph fills these plans when it is captured or replayed."""
         size = batch.batch_size
-        plans = {reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()}
-        self._use(plans)
+        self._use({reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()})
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
@@ -304,6 +298,8 @@ class PagedAttention:
     ) -> None:
         """Put new keys and values into the pool, as SGLang's backends do."""
         if save_kv_cache and k is not None and v is not None:
+            if self._of_window and self._new_peers is None:
+                self._new_peers = self._peers(batch.out_cache_loc)
             location = compat.KVWriteLoc.for_batch(batch, swa_loc=self._new_peers)
             scales = () if self.latent else (layer.k_scale, layer.v_scale)
             self._pool.set_kv_buffer(layer, location, k, v, *scales)

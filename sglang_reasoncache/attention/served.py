@@ -91,9 +91,13 @@ ROTARY_KINDS = (
 #: Attention module -> its attribute that switches on a scaling of keys: each dim is multiplied by a learned
 #: weight after the rotation. Such a key cannot be rotated again.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention modules that cache keys without a position if they have no rotary embedding. Kimi-Linear uses
-#: DeepseekV2AttentionMLA in this way. In such models only the state layers depend on positions.
-WITHOUT_POSITIONS = ("NemotronHAttention", "GraniteMoeHybridAttention", "DeepseekV2AttentionMLA")
+#: Attention module that caches keys without a position if it has no rotary embedding -> how names of models
+#: begin that use the module in this way. In such models only the state layers depend on positions.
+WITHOUT_POSITIONS = {
+    "NemotronHAttention": "NemotronH",
+    "GraniteMoeHybridAttention": "GraniteMoeHybrid",
+    "DeepseekV2AttentionMLA": "KimiLinear",
+}
 #: Attention modules that are served in models with sliding windows, because their rotation is known: that of
 #: the module's own rotary embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
@@ -192,7 +196,7 @@ def caches_without_positions(hf_config: Any) -> bool:
     """:func:`is_without_positions`, from the configuration of a model that is not loaded yet."""
     [name, *_] = getattr(hf_config, "architectures", None) or [""]
     rotates = getattr(hf_config, "position_embedding_type", None) == "rope"
-    return name.startswith(("NemotronH", "KimiLinear", "GraniteMoeHybrid")) and not rotates
+    return name.startswith(tuple(WITHOUT_POSITIONS.values())) and not rotates
 
 
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
