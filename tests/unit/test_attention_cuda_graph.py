@@ -47,9 +47,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
     """Our backend over SGLang's Triton backend, made as when a server starts."""
-    runner = rig.runner
+    runner, rig.unread = rig.runner, 1
     runner.sliding_window_size, runner.gpu_id, runner.page_size = rig.window or None, 0, 1
-    rig.unread = 1
     runner.decode_num_tokens_per_req = lambda: 1
     runner.kv_cache_dtype = rig.dtype
     runner.kv_index_translator = KVIndexTranslator(
@@ -115,15 +114,16 @@ class Graphs:
             seq_lens_sum=size * self.fill,
             out_cache_loc=self.out_cache_loc[:size],
         )
-        self.backend.kv_index_translator.bind_runner_slots(batch)
+        backend.kv_index_translator.bind_runner_slots(batch)
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
         state = backend.paged.rows, backend.paged.windows, backend.forward_metadata
 
         def replay() -> torch.Tensor:
             backend.paged.rows, backend.paged.windows, backend.forward_metadata = state
+            backend.paged._new_peers = self.out_cache_loc[:0]  # SGLang captures after trial runs
             backend.init_forward_metadata_in_graph(batch)
-            k, v = (side[:size] for side in self.kv)
-            return backend.forward_decode(self.q[:size], k, v, self.rig.layer, batch)
+            q, k, v = (side[:size] for side in (self.q, *self.kv))
+            return backend.forward_decode(q, k, v, self.rig.layer, batch)
 
         replay()
         return replay
