@@ -13,9 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import httpx
 import psutil
@@ -42,6 +42,9 @@ class ServerProcess:
     ``flags`` win over our defaults. ``env`` sets variables; None removes a variable. Device ``"cpu"`` hides all
     GPUs and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
+    #: Starts the main process. Tests replace it, because they start many servers.
+    launch: ClassVar[Callable[..., Any]] = subprocess.Popen
+
     def __init__(
         self, model_path: str | Path, *, flags: Sequence[str] = (),
         env: Mapping[str, str | None] | None = None, log_path: str | Path | None = None,
@@ -58,7 +61,7 @@ class ServerProcess:
         # SGLang looks for SIGTERM only every 5 s, but then lets its schedulers release a GPU. CPU servers get
         # SIGINT first, which acts at once; their logs then end with tracebacks of KeyboardInterrupt.
         self._end = (signal.SIGINT, signal.SIGTERM) if device == "cpu" else (signal.SIGTERM,)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Any = None
         self._guard: subprocess.Popen[bytes] | None = None
         # Without trust_env a proxy from the environment does not see loopback traffic.
         limits = httpx.Limits(max_connections=None)
@@ -77,7 +80,7 @@ class ServerProcess:
         with self.log_path.open("wb") as log:
             pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             # Because of the new session, close() reaches every child, and Ctrl-C in a terminal reaches only us.
-            self._process = subprocess.Popen(
+            self._process = type(self).launch(
                 self.command, env=self.env, start_new_session=True, **pipes
             )
         self._guard = kill_when_we_die(self._process.pid)

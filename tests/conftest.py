@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from eval.serving import ServerProcess
+from tests import forked
+
 if TYPE_CHECKING:
-    from eval.serving import ServerProcess
     from tests.server.harness import ServerPool
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,10 +24,12 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Servers fork their
-    processes unless a ``ServerSpec`` says otherwise: with spawned ones, two thirds of a start are imports."""
+    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Servers and their
+    processes are forked unless a ``ServerSpec`` says otherwise, because most of a start is imports. PyTorch
+    compiles no function of SGLang, because compiling delays the start of two ranks by 14 seconds."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ["REASONCACHE_FORK"] = "1"
+    os.environ |= {"REASONCACHE_FORK": "1", "TORCHDYNAMO_DISABLE": "1"}
+    ServerProcess.launch = forked.launch
 
 
 @pytest.hookimpl(tryfirst=True)  # runs before pytest-xdist looks for the groups made here

@@ -5,7 +5,6 @@ Once imported, the interpreter replaces all of Triton in a process. So a process
 again, under the interpreter."""
 
 import functools
-import inspect
 import os
 import subprocess
 import sys
@@ -26,20 +25,17 @@ _SMALL = dict.fromkeys(("decode_triton.SPLITS", "plan_triton.PIECES"), 4)
 under_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs under the interpreter")
 
 if INTERPRETED:
-    from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
     @functools.cache
-    def _builtins(module: Any) -> list[str]:
-        return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
+    def _patch_lang(kernel: Any, patch: Any = interpreter._patch_lang) -> Any:
+        """Replaces Triton's functions for a kernel, for good. Triton does and undoes it at every call, which
+        takes half of a test's time."""
+        scope = patch(kernel)
+        scope.restore = lambda: None
+        return scope
 
-    def _patch_builtin(module: Any, builder: Any, scope: Any) -> None:
-        """Finds a module's builtins once. Triton does so at every call, which takes half of a test's time."""
-        for name in _builtins(module):
-            if is_builtin(member := getattr(module, name)):
-                interpreter._patch_attr(module, name, member, builder, scope)
-
-    interpreter._patch_builtin = _patch_builtin
+    interpreter._patch_lang = _patch_lang
 
 
 def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:

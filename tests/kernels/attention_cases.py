@@ -4,6 +4,7 @@ may be read at other positions than the one for which its key was cached, with t
 use none of our kernels: plain Python, complex multiplication, dense softmax, in fp64 over the stored values."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -319,6 +320,7 @@ def assert_attention(
     torch.testing.assert_close(found.cpu().double(), expected, rtol=relative, atol=absolute)
 
 
+@functools.cache
 def make_rotation(rotary_dim: int, is_neox: bool) -> KeyRotation | None:
     """Plain rotation of the first ``rotary_dim`` dims, base 10,000; None if ``rotary_dim`` is 0."""
     if not rotary_dim:

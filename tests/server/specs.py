@@ -116,7 +116,7 @@ LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 #: Two tensor-parallel ranks with a core each. They must decide alike at every step, and stop together.
 TWO_RANKS = SHARED.having(
-    *("tp2", "--max-total-tokens 1000 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
+    *("tp2", "--max-total-tokens 850 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
     "--reasoncache-percentile 90",
     PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
@@ -193,8 +193,7 @@ def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env = _beside(model) | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), **env}
-    # Without TORCHDYNAMO_DISABLE, PyTorch's compiler would look for a GPU in a forked process.
-    env |= {WAITS: "1", "SGLANG_MAMBA_CONV_DTYPE": "float32", "TORCHDYNAMO_DISABLE": "1"}
+    env |= {WAITS: "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
 
