@@ -185,7 +185,8 @@ def copying(spec: ServerSpec) -> ServerSpec:
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     """A server of a tiny model. The overlap schedule is off, because it needs copies of states that SGLang does
     not keep on a CPU. Only one of SGLang's models is imported: importing all takes many seconds."""
-    states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
+    states = "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500"
+    states = "" if model in STATELESS else states
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     if model in WINDOW_POOL:
         env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
