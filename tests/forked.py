@@ -2,19 +2,19 @@
 """Forks CPU servers from a process that has imported SGLang's libraries, because importing them takes most of a
 server's start. That process imports nothing of SGLang, which reads environment variables on import."""
 
-import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.forkserver import set_forkserver_preload
 from typing import Any, BinaryIO
 
 from eval.serving import LEAN_START
 from sglang_reasoncache.platform import PLATFORM_NAME
 
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
+set_forkserver_preload(
     [
         *("torch._inductor.compile_fx", "torch.distributed.tensor", "torchvision", "torchaudio"),
         *("transformers.generation.candidate_generator", "transformers.integrations.hub_kernels"),
@@ -24,28 +24,21 @@ _FORKS.set_forkserver_preload(
 )
 
 
-class ForkedServer:
+class ForkedServer(ForkServerProcess):
     """A forked server, with the methods and attributes of ``subprocess.Popen`` that ``ServerProcess`` uses."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: BinaryIO) -> None:
-        arguments = command[2:], dict(env), log.name
-        self._process = _FORKS.Process(target=_serve, args=arguments)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid = self._process.pid
-
     def poll(self) -> int | None:
-        return self._process.exitcode
+        return self.exitcode
 
     returncode = property(poll)
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        os.kill(self.pid, number)  # type: ignore[arg-type]
 
     def wait(self, timeout: float | None = None) -> None:
-        self._process.join(timeout)
-        if self.poll() is None:
-            raise subprocess.TimeoutExpired("a forked server", timeout or 0)
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout or 0)
 
 
 def launch(
@@ -54,17 +47,17 @@ def launch(
     """Starts a process: forks it if it is a CPU server and its variable REASONCACHE_FORK is not empty."""
     on_cpu = env.get("SGLANG_PLATFORM") == PLATFORM_NAME and "sglang.launch_server" in command
     if on_cpu and env.get("REASONCACHE_FORK"):
-        return ForkedServer(command, env, stdout)
+        server = ForkedServer(target=_serve, args=(command[2:], dict(env), stdout.name))
+        server.start()
+        return server
     return subprocess.Popen(command, env=env, stdout=stdout, **options)
 
 
 def _serve(arguments: Sequence[str], env: Mapping[str, str], log: str) -> None:
     """Runs ``python -m ARGUMENTS`` in a session of its own."""
     os.setsid()
-    for name, flags, descriptors in ((os.devnull, os.O_RDONLY, (0,)), (log, os.O_WRONLY, (1, 2))):
-        opened = os.open(name, flags | os.O_APPEND)
-        for descriptor in descriptors:
-            os.dup2(opened, descriptor)
+    for descriptor, name in enumerate((os.devnull, log, log)):
+        os.dup2(os.open(name, os.O_RDWR | os.O_APPEND), descriptor)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(env)

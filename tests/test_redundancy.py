@@ -38,12 +38,6 @@ def test_counts_by_hand(tmp_path: Path) -> None:
     assert 0 < float(found[4].partition(" / ")[2][:-1]) < 100 * 20 / 78
 
 
-def test_the_default_rule_shares_what_is_old(tmp_path: Path) -> None:
-    response = "\n\n".join([STEP] * 30)
-    found = run(tmp_path, {"dataset": "made", "response": response})["made"]
-    assert float(found[3].partition("%")[0]) > 30
-
-
 def test_groups(tmp_path: Path) -> None:
     rows = [{"dataset": "a|b $x$", "correct": right, "response": STEP} for right in (True, False)]
     found = run(tmp_path, *rows, {"dataset": "c", "response": STEP})
@@ -75,10 +69,3 @@ def test_nothing_to_measure_is_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(SystemExit, match=message):
             command.run(Options, work, [*options, "--out", str(tmp_path / "out")])
-
-
-def test_a_real_tokenizer(tmp_path: Path, model_path: Path) -> None:
-    """Uses the embedded reasoner's tokenizer, in which a blank line is one token."""
-    step = "so we know which line gives us the value of it"
-    row, options = {"response": f"{step} .\n\n{step} .\n\n"}, ("--tokenizer", str(model_path))
-    assert run(tmp_path, row, options=options)["traces"][2] == "100.0%"

@@ -308,22 +308,6 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         assert not cache.visible[0, first.middle[least]].any()
 
 
-def test_samkv_where_nothing_can_be_selected(reader: Reader) -> None:
-    same = torch.tensor([0.5, 0.5])
-    assert samkv.top_p(same, same, same) == 0
-    assert samkv.top_p(same, same + 3, same - 1) == 0.75
-    assert samkv.top_p(same, torch.tensor([3.5, 0.0]), same - 1) == 0.375
-    # One document of 38 tokens, then five of 2 to 14: all too short to leave out a block of 16 (the default).
-    for ends in ((44,), (8, 12, 19, 30, 44)):
-        prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, ends, 54)
-        repairs = {name: documents.parse(name) for name in ("none", *samkv.UPDATES, "samkv:4")}
-        found = documents.Documents(reader, repairs, [prompt]).scores(prompt)
-        assert found["samkv-select"] == found["none"]
-        assert 0 < found["samkv:4"]["read"] <= 1 and found["samkv:4"]["kl"] < 10
-    with pytest.raises(ValueError, match="got 'samkv:0'"):
-        documents.parse("samkv:0")
-
-
 def test_attention_that_falls_with_distance() -> None:
     distance = (torch.arange(60)[:, None] - torch.arange(60)).clamp(min=1)
     exponents = torch.linspace(0.2, 3, 60)

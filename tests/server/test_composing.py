@@ -42,10 +42,7 @@ def _spans(documents: Sequence[Sequence[int]], start: int = len(SYSTEM)) -> list
 
 
 def _ask(
-    server: ServerProcess,
-    documents: Sequence[list[int]],
-    marked: Any = None,
-    **options: Any,
+    server: ServerProcess, documents: Sequence[list[int]], marked: Any = None, **options: Any
 ) -> dict[str, Any]:
     """Sends system prompt, documents and question. Returns the response's body."""
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]

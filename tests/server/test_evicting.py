@@ -14,9 +14,7 @@ from tests.server.reference import assert_masked, assert_rkv_decides, difference
 
 
 @pytest.mark.parametrize(
-    ("server", "together"),
-    [(specs.EVICTING_PAGES, 1), (specs.RKV, 6)],
-    indirect=["server"],
+    ("server", "together"), [(specs.EVICTING_PAGES, 1), (specs.RKV, 6)], indirect=["server"]
 )
 def test_evicting_equals_masking(server: ServerProcess, together: int, reference: Any) -> None:
     """Log-probabilities are those of a model that masks evicted positions, although later tokens overwrite

@@ -97,11 +97,7 @@ class Loop:
 
     @torch.no_grad()
     def off(
-        self,
-        prompt: list[int],
-        found: dict[str, Any],
-        blocks: list[Any],
-        rotation: Rotations,
+        self, prompt: list[int], found: dict[str, Any], blocks: list[Any], rotation: Rotations
     ) -> float:
         """Mean distance of a server's log-probabilities from this model's.
 
