@@ -42,7 +42,7 @@ class ServerProcess:
     ``flags`` win over our defaults. ``env`` sets variables; None removes a variable. Device ``"cpu"`` hides all
     GPUs and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
 
-    #: Starts the main process. Tests replace it, because they start many servers.
+    #: Starts the main process. Tests replace this, because they start many servers.
     launch: ClassVar[Callable[..., Any]] = subprocess.Popen
 
     def __init__(
@@ -78,11 +78,9 @@ class ServerProcess:
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            pipes: dict[str, Any] = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
             # Because of the new session, close() reaches every child, and Ctrl-C in a terminal reaches only us.
-            self._process = type(self).launch(
-                self.command, env=self.env, start_new_session=True, **pipes
-            )
+            options = dict(env=self.env, start_new_session=True, stdin=subprocess.DEVNULL)
+            self._process = type(self).launch(self.command, stdout=log, stderr=log, **options)
         self._guard = kill_when_we_die(self._process.pid)
         try:
             while not self._ready():

@@ -167,19 +167,12 @@ WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 #: The window layers of this model have a pool of their own.
 WINDOW_POOL = {"mellum": "mellum"}
 STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
-#: Models of ``tiny_models.py`` whose keys are not rotated.
-WITHOUT_POSITIONS = ("nemotron_h", "granitemoehybrid", "kimi_linear")
 
 
-def _beside(model: str, *plugins: str) -> dict[str, str]:
+def _beside(model: str) -> dict[str, str]:
     states = () if model in STATELESS else ("state_layers",)
-    paths = str(LEAN_START), _beside_ours("faulty", *states, *plugins)
+    paths = str(LEAN_START), _beside_ours("faulty", *states)
     return {"PYTHONPATH": os.pathsep.join(paths)}
-
-
-def copying(spec: ServerSpec) -> ServerSpec:
-    """The spec with a plugin that copies KV into each request's own slots instead of sharing slots."""
-    return spec.having("copy", **_beside(spec.model, "copying"))
 
 
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:

@@ -202,29 +202,6 @@ def test_a_server_computes_what_a_loop_computes(
     assert_whole(server)
 
 
-@pytest.mark.parametrize("spec", [spec.for_long_runs() for spec in AT_ONCE])
-def test_a_server_that_copies_says_the_same(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Copying gives the same tokens as sharing. Keys read as cached change tokens or log-probabilities."""
-    copies = servers.get(specs.copying(spec).for_long_runs())
-    copied = _together(copies, 400)
-    assert report(copies)["totals"]["blocks_shared"] >= 200
-    shared = _together(servers.get(spec), 400)
-    assert report(servers.get(spec))["totals"]["blocks_shared"] >= 200
-    for one, other in zip(shared, copied, strict=True):
-        assert one["tokens"] == other["tokens"] and one["blocks"] == other["blocks"]
-        assert float((one["logprobs"] - other["logprobs"]).abs().max()) < ROUNDING
-    if spec.model not in specs.WITHOUT_POSITIONS:
-        flag = "--reasoncache-positions as-cached"
-        unrotated = _together(servers.get(spec.having("as-cached", flag).for_long_runs()), 400)
-        off = [
-            1.0
-            if one["tokens"] != other["tokens"]
-            else float((one["logprobs"] - other["logprobs"]).abs().max())
-            for one, other in zip(shared, unrotated, strict=True)
-        ]
-        assert max(off) > 10 * ROUNDING
-
-
 @pytest.mark.parametrize("spec", [*SHORT, ON_TWO_RANKS[1]])
 def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """While some requests share, others are retracted or aborted, or have opted out. Requests that opted out
