@@ -21,7 +21,7 @@ def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) ->
 
 def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) -> list[Any]:
     """Results of ``work(rank, group)`` on both ranks, within ``seconds``. ``work``: a module-level function."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     answers = context.Queue()
     arguments = str(folder / "meet"), answers, work
     processes = [context.Process(target=_run, args=(rank, *arguments)) for rank in range(2)]
