@@ -19,7 +19,7 @@ set_forkserver_preload(
         *("torch._inductor.compile_fx", "torch.distributed.tensor", "torchvision", "torchaudio"),
         *("transformers.generation.candidate_generator", "transformers.integrations.hub_kernels"),
         *("transformers.models.gemma.tokenization_gemma", "compressed_tensors", "scipy.stats"),
-        *("openai", "fastapi", "gguf", "xgrammar", "aiohttp", "IPython", "uvicorn", "setproctitle"),
+        *("openai", "fastapi", "gguf", "xgrammar", "aiohttp", "IPython", "uvicorn"),
     ]
 )
 
