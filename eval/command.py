@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes command lines from dataclasses. A field made by :func:`option` is a flag, or, if it has no default, a
-positional argument."""
+"""Builds command-line parsers from dataclasses. A field made by :func:`option` becomes a flag, or a positional
+argument if the field has no default."""
 
 import argparse
 import dataclasses
@@ -20,11 +20,11 @@ def option(
     metavar: str | None = None,
     in_place: bool = False,
 ) -> Any:  # fmt: skip
-    """A field of a dataclass of options. ``text`` is the flag's help. The field's annotation says how words of
-    the command line become a value. A ``bool`` is a switch. A ``tuple[X, ...]`` is written ``a,b``, or as
-    several words if positional. A ``Mapping`` may be given several times. Any other type is called with the
-    word. ``read``, if given, makes the value instead. ``least``, ``most`` and ``choices`` bound each part of a
-    value. ``in_place`` makes a positional argument that may be left out."""
+    """Returns a dataclass field for an option. ``text`` is its help. The field's type says how users give the
+    option: ``bool`` is a flag without a value; ``tuple[X, ...]`` is ``a,b``, or several words if the option is
+    positional; ``Mapping`` is a flag that may be repeated. Any other type is called with the given word.
+    ``read``, if set, converts the word instead. ``least``, ``most`` and ``choices`` restrict the value, or each
+    item of a tuple. With ``in_place`` the option is a positional argument that may be left out."""
     about: dict[str, Any] = {"help": text, "read": read, "bounds": (least, most, choices)}
     about |= {"metavar": metavar, "in_place": in_place}
     if default is dataclasses.MISSING:
@@ -33,7 +33,7 @@ def option(
 
 
 def commas(kind: _Read = str) -> Callable[[str], tuple[Any, ...]]:
-    """Returns a function that turns a text ``a,b`` into a tuple of values of one kind, none of them twice."""
+    """Returns a function that splits a text ``a,b`` and calls ``kind`` with each part; no value may repeat."""
 
     def values(text: str) -> tuple[Any, ...]:
         try:
@@ -53,8 +53,8 @@ def flags_of(text: str) -> tuple[str, ...]:
 
 
 def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
-    """Returns the options that a command line gives. If ``kind`` raises ValueError, the process ends with
-    status 2, as after a bad flag."""
+    """Parses a command line into an instance of the dataclass ``kind``. If ``kind`` raises ValueError, the
+    process ends with status 2, as after a bad flag."""
     parser = parser_of(kind)
     given = vars(parser.parse_args(argv))
     try:
@@ -64,8 +64,8 @@ def parse(kind: type[_K], argv: Sequence[str] | None = None) -> _K:
 
 
 def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None = None) -> None:
-    """Call ``work`` with the options of a command line. If it raises OSError or ValueError, end the process
-    with status 1 and a line that says why."""
+    """Call ``work`` with the options of a command line. If ``work`` raises OSError or ValueError, end the
+    process with status 1 and a line that says why."""
     options = parse(kind, argv)
     try:
         work(options)
@@ -74,8 +74,8 @@ def run(kind: type[_K], work: Callable[[_K], object], argv: Sequence[str] | None
 
 
 def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
-    """A parser with the options of some classes. The module that defines the first class gives the description
-    and, unless ``prog`` is given, the program's name."""
+    """Returns a parser for the options of all ``kinds``. The module that defines the first class gives the
+    description (the first paragraph of its docstring), and the program's name if ``prog`` is None."""
     text = (sys.modules[kinds[0].__module__].__doc__ or "").split("\n\n")[0]
     prog = prog or f"python -m {module_of(kinds[0])}"
     parser = argparse.ArgumentParser(prog=prog, description=text, allow_abbrev=False)
@@ -88,7 +88,7 @@ def parser_of(*kinds: type, prog: str | None = None) -> argparse.ArgumentParser:
 
 
 def module_of(kind: type) -> str:
-    """The name of the module that defines ``kind``, as ``python -m`` takes the name."""
+    """The name under which ``python -m`` runs the module that defines ``kind``."""
     spec = getattr(sys.modules[kind.__module__], "__spec__", None)
     return (spec.name if spec else kind.__module__).removesuffix(".__main__")
 
@@ -112,7 +112,7 @@ def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint:
         argument |= {} if is_required else {"nargs": "?", "default": field.default}
         parser.add_argument(field.name, **argument)
         return
-    # The default of a Mapping must be a list, because argparse appends to it.
+    # The default of a Mapping must be a list, because argparse appends given values to a copy of it.
     argument["default"] = [] if get_origin(kind) is Mapping else field.default
     if field.default not in (None, False, ()):
         argument["help"] += " (default %(default)s)"

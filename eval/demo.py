@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.demo`` runs stock SGLang, then SGLang with sharing, on the embedded reasoner.
+"""``python -m eval.demo`` serves a tiny model of this repository with stock SGLang, then with sharing.
 
-Prints the address of the sharing server's page, a table, and a response in which the words that have no KV
-slots of their own are marked. Writes ``demo.json`` and ``demo.png``."""
+Prints the address of the sharing server's web page, a table that compares both servers, and a response in which
+the words without KV slots of their own are marked. Writes ``demo.json`` and ``demo.png``."""
 
 import dataclasses
 import shutil
@@ -26,9 +26,9 @@ from eval.runs.session import run
 from eval.tiny_reasoner import CHECKPOINT
 
 _TASK, _SEED = "tiny_reasoner", 20_261
-#: Lets the sharing server's page show the texts of responses.
+#: Flags that let the sharing server's web page show the texts of responses.
 _SHOWS_TEXTS = ("--reasoncache-set", "keep_responses=8")
-#: Row of the table -> field of :func:`arm_of`, and its format.
+#: Maps each row of the table to a key of the result of :func:`arm_of` and the format of its value.
 _ROWS = {
     "accuracy": ("accuracy", "{:.3f}"),
     "output tokens/s": ("tokens_per_s", "{:.0f}"),
@@ -55,14 +55,14 @@ class Options:
 
     @property
     def run(self) -> RunOptions:
-        """The options of the run. Both servers log every decode step, and no request is sent twice."""
+        """The options of ``eval.run``. Servers log every decode step, and no failed request is sent again."""
         most: dict[str, Any] = dict(limit=self.problems, max_tokens=self.max_tokens, attempts=1)
         most |= dict(kv_budget=self.kv_budget, server_flags=self.both, decode_log_interval=1)
         return RunOptions(tasks=(_TASK,), seeds=(_SEED,), device="cpu", **most)
 
 
 def measure(options: Options) -> dict[str, Cell]:
-    """Run both servers; return the cell (records) of each by name. Raises RunError if one was not measured."""
+    """Measure both servers; return the records of each by name. Raises RunError if a server has no records."""
     asked, folder = options.run, options.logs / "run"
     # An earlier run is not continued, because the code or the machine may have changed since.
     shutil.rmtree(folder, ignore_errors=True)
@@ -73,7 +73,7 @@ def measure(options: Options) -> dict[str, Cell]:
 
 
 def draw(options: Options) -> Path:
-    """Draw slots and running requests over time; return the path of the picture."""
+    """Draw KV slots and running requests over the decode steps; return the path of the picture."""
     data, path = load([options.logs / "run"]), options.output.with_suffix(".png")
     names = dict(zip(options.run.methods, ("stock", "reasoncache"), strict=True))
     timeline(dataclasses.replace(data, timeline=data.timeline.replace(names)), _TASK, path)
@@ -98,8 +98,8 @@ def table_of(result: dict[str, dict[str, Any]]) -> str:
 
 
 def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> str:
-    """Takes a scheduler's report. Returns the text of the response in ``report["recent"]`` that shares most
-    positions. On a terminal, words without slots of their own are green."""
+    """Takes a scheduler's report. Returns the text of the response in ``report["recent"]`` with the most shared
+    positions. On a terminal, words without KV slots of their own are green."""
     answers = {response.request_id: response for response in responses}
     known = [entry for entry in report.get("recent", ()) if entry["rid"] in answers]
     if not known:

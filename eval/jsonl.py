@@ -45,7 +45,7 @@ def _object(line: bytes) -> dict[str, Any]:
 
 def text_of(row: Mapping[str, Any], *names: str) -> str:
     """The text of the first field of ``names`` that the row has, as valid Unicode. Raises ValueError if the row
-    has none of these fields, or if the field is no text or empty."""
+    has none of these fields, or if the field is empty or no text."""
     name = next((name for name in names if row.get(name) is not None), names[0])
     if name not in row:
         raise ValueError(f"no field {name!r}")
@@ -55,8 +55,8 @@ def text_of(row: Mapping[str, Any], *names: str) -> str:
 
 
 def texts_of(paths: Iterable[Path]) -> list[str]:
-    """The field ``response`` of all lines. Raises OSError. Raises ValueError if there is no response, or if a
-    line is bad; the message names that line."""
+    """The field ``response`` of every line of the files. Raises OSError if a file cannot be read. Raises
+    ValueError if there is no response, or if a line is bad; the message then names that line."""
     rows = (read_rows(path, lambda row: text_of(row, "response")) for path in paths)
     found = [text for texts in rows for _, text in texts]
     if not found:

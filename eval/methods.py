@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods by name. A method says how a server starts, and so how it shares. Tables have a row per method."""
+"""Methods by name. A method says with which flags a server starts, and so how the server shares KV slots."""
 
 import re
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ class Method:
     """A way to start a server."""
 
     name: str  # the specification as given; folders of results have this name
-    values: Mapping[str, Any] = field(default_factory=dict)  # settings; {} for a stock server
-    more: tuple[str, ...] = ()  # further words of the server's command line
+    values: Mapping[str, Any] = field(default_factory=dict)  # plugin settings; {} for stock SGLang
+    more: tuple[str, ...] = ()  # further arguments for the server's command line
 
     @property
     def shares(self) -> bool:
@@ -29,7 +29,7 @@ class Method:
 
     @property
     def flags(self) -> list[str]:
-        """The flags that this method adds to those of all servers of a run."""
+        """The flags that this method adds to the flags that all servers of a run get."""
         words = ["--enable-reasoncache", *arguments_of(self.values)] if self.shares else []
         return [*words, *self.more]
 
@@ -37,13 +37,13 @@ class Method:
 DENSE = "dense"
 #: Every method except dense is a preset of the plugin.
 METHODS = (DENSE, *PRESETS)
-#: A specification must have this form, because folders are named after it.
+#: A specification must match this pattern, because result folders are named after it.
 _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
-    """The method that ``NAME[:key=value,...]`` stands for. A method that shares takes from ``defaults`` the
-    settings that it does not set itself. Raises MethodError if a name, key or value is bad."""
+    """The method that ``NAME[:key=value,...]`` stands for. If it is not dense, ``defaults`` fill in settings
+    that the specification leaves out. Raises MethodError if a name, key or value is bad."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.redundancy`` measures how much responses repeat themselves, with the filter that servers run
-but without a model. Writes redundancy.md."""
+"""``python -m eval.redundancy`` measures how much recorded responses repeat themselves. No model runs, only the
+filter with which servers find repeats. Writes redundancy.md."""
 
 import re
 import sys
@@ -24,10 +24,10 @@ from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 
 WORDS = "words"
-# Pieces cover all text, also blank lines, which end reasoning steps. A space belongs to the word after it.
+# Pieces cover all text, even blank lines, which end reasoning steps. A space belongs to the next word or mark.
 _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 _MAX_NAME_CHARS = 40
-#: Block sizes at which the rule of the papers, ReasonCache and MemShare, is measured (``match=steps``).
+#: Block sizes at which the ReasonCache paper's rule for sharing (``match=steps``) is measured.
 BLOCKS = (4, 8, 16)
 _NOTE = """Candidate: the share of steps, without the first, that are similar to an earlier step by the papers'
 filter. Default and d: the share of tokens that the default rule, or the papers' rule with blocks of d tokens,
@@ -35,8 +35,8 @@ could share, at the end of a response / averaged over decode steps. Distances ar
 
 
 class Speller:
-    r"""Splits responses into tokens. ``name`` is the folder of a Hugging Face tokenizer, or :data:`WORDS` for
-    words and punctuation, numbered anew in each response. Raises ValueError if the tokenizer cannot be read."""
+    r"""Splits responses into tokens. ``name`` is the folder of a Hugging Face tokenizer, or :data:`WORDS`,
+    which makes each word and punctuation mark a token. Raises ValueError if the tokenizer cannot be read."""
 
     def __init__(self, name: str) -> None:
         self.name, self._tokenizer = name, None
@@ -56,9 +56,9 @@ class Speller:
 
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
-    """Counts of one response: ``steps``, including a last step that no blank line ends; ``candidates``, steps
-    similar to an earlier step; ``end_RULE`` and ``time_RULE``, tokens in blocks that the rule proposes, at the
-    end and summed over decode steps; ``held``, all tokens so far, summed over decode steps."""
+    """Counts of one response. ``steps``: reasoning steps, including a last step that no blank line ends.
+    ``candidates``: steps similar to an earlier step. ``end_RULE``: tokens in all blocks that a rule proposes.
+    ``held``, ``time_RULE``: tokens so far, and those in blocks proposed so far, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
     rules = {"default": filter_config(default, default.block, 1)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
@@ -70,7 +70,7 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
         left = [tokens - proposal.step.end + 1 for proposal in proposals]
         found[f"end_{name}"] = sum(sizes)
         found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
-        # The counts of the last rule stay. They are the same for every block size.
+        # Each rule overwrites these counts. The last rules, one per block size, all give the same counts.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
         found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     return found
@@ -95,8 +95,8 @@ class Options:
 
 
 def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]]:
-    """Yields for each response the dataset; ``correct``, ``wrong`` or ""; and the text. Adds to ``left_out``
-    the places of lines that cannot be read."""
+    """Yields a tuple per response: its dataset, its grade (``correct``, ``wrong`` or "" if unknown), its text.
+    Adds ``file:line`` to ``left_out`` for each line that cannot be read."""
 
     def made(row: dict[str, Any]) -> tuple[str, str, str]:
         dataset, correct = row.get("dataset"), row.get("correct")
@@ -127,7 +127,7 @@ def shares(name: str, group: pd.DataFrame) -> dict[str, Any]:
 
 
 def work(options: Options) -> None:
-    """Measure, print and write the table. Raises ValueError if there is no response."""
+    """Measure all responses, print the table and write it. Raises ValueError if there is no response."""
     speller = Speller(options.tokenizer)
     left_out: list[str] = []
     rows = [

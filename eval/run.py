@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.run`` measures tasks x methods x seeds on live servers. See docs/evaluation.md."""
+"""``python -m eval.run`` measures each method on each task and seed on live servers. See docs/evaluation.md."""
 
 import signal
 import sys
@@ -10,12 +10,12 @@ from eval.serving import ServerError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line. Returns 0 if every request was answered and graded, 1 if not, 130 after Ctrl-C. A bad
-    command line exits with 2. In each case the run's folder keeps the results so far."""
+    """Run a command line. Returns 0 if every request was answered and graded, 1 if not, 130 after Ctrl-C. Exits
+    with 2 if the command line is bad. After an error or Ctrl-C, the run's folder keeps the results so far."""
     # SIGTERM raises SystemExit, so that servers are closed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options, out = parse(argv)
-    # Imported after the flags are checked, as lm-eval takes seconds to load.
+    # This import comes after the flags are checked, because it loads lm-eval, which takes seconds.
     from eval.runs.session import run
 
     try:

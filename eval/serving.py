@@ -22,25 +22,25 @@ import psutil
 
 from sglang_reasoncache.platform import PLATFORM_NAME
 
-#: KV slots on a CPU if the flags give no number. SGLang would otherwise fill most of the RAM.
+#: The number of KV slots of a CPU server, unless its flags set it. SGLang's own default fills most of the RAM.
 DEFAULT_KV_SLOTS = 16384
 #: The name that requests give as ``model``.
 MODEL_NAME = "default"
 
 LEAN_START = Path(__file__).with_name("lean_start")
 _TAIL_LINES, _LINE_WIDTH = 60, 300
-# A server that logs this line has failed, but lives on: SGLang waits two minutes for an answer from itself.
+# A server that logs this line has failed, but does not exit at once: SGLang polls its own port for two minutes.
 _PORT_TAKEN = "error while attempting to bind on address"
 
 
 class ServerError(RuntimeError):
-    """A server did not start, or died; the message ends with the end of its log."""
+    """A server did not start, is not running, or survived SIGKILL. The message may quote the end of its log."""
 
 
 class ServerProcess:
-    """Runs ``python -m sglang.launch_server`` as a context manager, or from :meth:`start` to :meth:`close`.
-    ``flags`` win over our defaults. ``env`` sets variables; None removes a variable. Device ``"cpu"`` hides all
-    GPUs and uses this project's CPU platform; ``"cuda"`` leaves platform and backend to SGLang."""
+    """Runs ``python -m sglang.launch_server`` in a ``with`` block, or from :meth:`start` to :meth:`close`.
+    ``flags`` override our defaults. ``env`` sets variables; None removes a variable. Device ``"cpu"`` hides all
+    GPUs and uses this project's CPU platform; ``"cuda"`` lets SGLang choose platform and attention backend."""
 
     #: Starts the main process. Tests replace this, because they start many servers.
     launch: ClassVar[Callable[..., Any]] = subprocess.Popen
@@ -58,12 +58,12 @@ class ServerProcess:
         self.env = _environment(self.model_path, device, env or {})
         temporary = f"reasoncache-server-{os.getpid()}-{self.port}.log"
         self.log_path = Path(log_path or Path(tempfile.gettempdir()) / temporary)
-        # SGLang looks for SIGTERM only every 5 s, but then lets its schedulers release a GPU. CPU servers get
+        # SGLang acts on SIGTERM after up to 5 s, but then lets its schedulers release the GPU. CPU servers get
         # SIGINT first, which acts at once; their logs then end with tracebacks of KeyboardInterrupt.
         self._end = (signal.SIGINT, signal.SIGTERM) if device == "cpu" else (signal.SIGTERM,)
         self._process: Any = None
         self._guard: subprocess.Popen[bytes] | None = None
-        # Without trust_env a proxy from the environment does not see loopback traffic.
+        # With trust_env, httpx could send loopback traffic to a proxy that an environment variable names.
         limits = httpx.Limits(max_connections=None)
         self._http = httpx.Client(base_url=self.url, timeout=600.0, trust_env=False, limits=limits)
 
@@ -74,11 +74,11 @@ class ServerProcess:
         self.close()
 
     def start(self) -> Self:
-        """Start the server and wait until it is ready. Raises ServerError if it dies or takes too long."""
+        """Start the server and wait until it is ready. Raises ServerError if it fails or takes too long."""
         deadline = time.monotonic() + self.start_timeout_s
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("wb") as log:
-            # Because of the new session, close() reaches every child, and Ctrl-C in a terminal reaches only us.
+            # A new session keeps Ctrl-C in a terminal from the server, and lets close() kill all its children.
             options = dict(env=self.env, start_new_session=True, stdin=subprocess.DEVNULL)
             self._process = type(self).launch(self.command, stdout=log, stderr=log, **options)
         self._guard = kill_when_we_die(self._process.pid)
@@ -114,7 +114,7 @@ class ServerProcess:
         return self._process.pid
 
     def check_alive(self) -> None:
-        """Raise :class:`ServerError`, with the end of the log, if the server is not running."""
+        """Raise :class:`ServerError` if the server is not running, with the end of the log if it has exited."""
         if self._process is None:
             raise ServerError(f"SGLang server on port {self.port} was never started, or closed")
         if self._process.poll() is not None:
@@ -128,7 +128,7 @@ class ServerProcess:
         return f"SGLang server {what}\n  {command}\n--- end of {self.log_path} ---\n{tail}"
 
     def close(self, grace_s: float = 15.0) -> None:
-        """End the server and every child: first by a signal, then by SIGKILL."""
+        """Ask the server to exit, wait up to ``grace_s`` seconds, then kill the rest of its process group."""
         self._http.close()
         process, self._process = self._process, None
         if process is None:
@@ -140,7 +140,7 @@ class ServerProcess:
                 process.wait(grace_s)
         _kill_group(process.pid)
         if self._guard is not None:
-            # The guard is killed, so that it kills no new group that gets the number of the server's group.
+            # Otherwise the guard could later kill an unrelated process group that has got the same id.
             self._guard.kill()
             self._guard.communicate()
         process.wait()
@@ -150,7 +150,7 @@ class ServerProcess:
         return self.log_path.read_bytes()[since:].decode(errors="replace")
 
     def log_size(self) -> int:
-        """Bytes of output so far; :meth:`log_text` takes this number to read only what follows."""
+        """The size of the output in bytes. Pass it to :meth:`log_text` later to read only what came after."""
         return self.log_path.stat().st_size
 
     def get(self, path: str, **options: Any) -> httpx.Response:
@@ -228,8 +228,8 @@ def _other_architectures(model_path: str) -> str:
 
 
 def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
-    """Starts a guard: a shell that kills a process group once this process is gone. The shell waits until a
-    pipe closes. Only this process holds the pipe, so the pipe closes even if SIGKILL ends this process."""
+    """Starts a guard: a shell that kills a process group once this process is gone. The shell reads a
+    pipe until it closes. Only this process can write to the pipe, so even SIGKILL to this process closes it."""
     pipes: dict[str, Any] = dict(
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -238,7 +238,7 @@ def kill_when_we_die(group: int) -> subprocess.Popen[bytes]:
 
 
 def _kill_group(group: int, timeout_s: float = 10.0) -> None:
-    """Kill a process group and wait until all its processes are gone, except zombies that nobody collects."""
+    """Kill a process group and wait until all its processes are gone or zombies."""
     deadline = time.monotonic() + timeout_s
     living = [group]
     while living:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Translates settings to words on a command line, and back."""
+"""Translates settings to command-line arguments, and back."""
 
 from collections.abc import Mapping
 from types import NoneType
@@ -18,17 +18,17 @@ FLAGS = (
 )
 SET = "--reasoncache-set"
 _BOOLEANS = {"true": True, "false": False}
-#: Type of a setting -> name of the type in messages.
+#: Type of a setting -> name of the type in error messages.
 CALLED = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
 
 
 def flag_of(field: str) -> str:
-    """``block`` -> ``--reasoncache-block``, ``warmup`` -> ``--reasoncache-set warmup``."""
+    """The flag of a setting: ``--reasoncache-block`` for block, ``--reasoncache-set warmup`` for warmup."""
     return "--reasoncache-" + field.replace("_", "-") if field in FLAGS else f"{SET} {field}"
 
 
 def arguments_of(values: Mapping[str, object]) -> list[str]:
-    """The words on the command line that set ``values``. A value of None is left out."""
+    """The command-line arguments that set ``values``. A setting whose value is None is left out."""
     given = {name: text_of(value) for name, value in values.items() if value is not None}
     words = [word for name in FLAGS if name in given for word in (flag_of(name), given[name])]
     others = [f"{name}={text}" for name, text in given.items() if name not in FLAGS]
@@ -46,7 +46,7 @@ def kind_of(hint: Any) -> type:
 
 
 def value_of(text: str, kind: type) -> Any:
-    """The inverse of :func:`text_of`. Raises ValueError with the name of ``kind`` if the text does not fit."""
+    """The inverse of :func:`text_of`. Raises ValueError, naming ``kind``, if ``text`` does not fit ``kind``."""
     try:
         if kind is not str and ("_" in text or not text.isascii()):
             raise ValueError("Python reads 1_0 as 10")

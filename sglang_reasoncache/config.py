@@ -31,7 +31,7 @@ def _setting(
     bounds: tuple[float, float] | None = None,
     values: str = "",
 ) -> Any:
-    """Make a field. ``values``: what help texts show as value. None is valid only if it is the default."""
+    """Make a field. ``values``: what help texts show for the value. The value None is valid only as default."""
     values = values or "|".join(choices) or {int: "N", bool: "true|false"}.get(type(default), "X")
     metadata = dict(help=text, choices=choices, bounds=bounds, values=values)
     return dataclasses.field(default=default, metadata=metadata)
@@ -50,9 +50,9 @@ class ReasonCacheConfig:
 
     policy: str = _setting(
         "reasoncache",
-        "What is done with the rows of running requests. reasoncache shares what repeats. "
-        f"{', '.join(BUILT_IN)} evict positions beyond budget=N or share=F; with when=short they do "
-        "so only when SGLang would retract a request. none leaves rows alone. Join several by +. See "
+        "What to do with the KV of running requests. reasoncache: repeated blocks share slots. "
+        f"{', '.join(BUILT_IN)}: evict positions beyond budget=N or share=F; with when=short, only "
+        "when SGLang would retract a request. none: nothing. Join several by +. See "
         "docs/eviction.md.",
         values=_POLICY_BOUND,
     )
@@ -78,13 +78,13 @@ class ReasonCacheConfig:
     match: str = _setting(
         "runs",
         "Blocks that may share. runs: equal runs of tokens anywhere in the response. steps: blocks "
-        "of similar steps; preset=reasoncache is the papers' filter in full.",
+        "of similar reasoning steps; preset=reasoncache sets the ReasonCache paper's filter except align.",
         choices=("runs", "steps"),
     )
     min_run: int = _setting(
         12,
-        "Tokens that must repeat for a block to share: the block and tokens before it (match=runs). "
-        "A lower value saves more slots and harms answers far more. The whole block always counts.",
+        "Tokens that must repeat for a block to share (match=runs): always the whole block, and tokens "
+        "before it. A lower value saves more slots, but costs much accuracy.",
         bounds=(1, 1_024),
     )
     direction: str = _setting(
@@ -111,38 +111,38 @@ class ReasonCacheConfig:
         bounds=(0, 100),
     )
     warmup: int = _setting(
-        0, "KV distances observed before the first block may be shared.", bounds=(0, 1_000_000)
+        0, "Number of KV distances to measure before any block shares.", bounds=(0, 1_000_000)
     )
-    tau_strict: float = _setting(0.9, "Upper end of the dynamic lexical threshold.", bounds=(0, 1))
-    tau_soft: float = _setting(0.7, "Lower end of the dynamic lexical threshold.", bounds=(0, 1))
-    length_factor: bool = _setting(True, "Multiply the cosine with the ratio of step lengths.")
-    use_structure: bool = _setting(True, "Require equal formal content if both steps have some.")
+    tau_strict: float = _setting(0.9, "Highest dynamic threshold for similar steps.", bounds=(0, 1))
+    tau_soft: float = _setting(0.7, "Lowest dynamic threshold for similar steps.", bounds=(0, 1))
+    length_factor: bool = _setting(True, "Multiply similarity by the ratio of step lengths.")
+    use_structure: bool = _setting(True, "Require equal formulas and code if both steps have some.")
     fixed_tau: float | None = _setting(
-        None, "Constant lexical threshold instead of the dynamic one.", bounds=(0, 1)
+        None, "Constant threshold for similar steps, instead of the dynamic one.", bounds=(0, 1)
     )
     structure_tolerance: int = _setting(
-        0, "Largest tree edit distance between the formal content of two steps.", bounds=(0, 1000)
+        0, "Largest tree edit distance at which formulas or code count as equal.", bounds=(0, 1000)
     )
     positions: str = _setting(
         "auto",
-        "corrected: rotate a shared key to where it is used. as-cached: leave it (the papers' "
-        "behaviour). auto: corrected; if model or flags do not allow that, nothing is shared.",
+        "corrected: rotate a shared key to where it is used. as-cached: do not, like the papers. "
+        "auto: corrected; if model or flags do not allow that, nothing is shared.",
         choices=("auto", "corrected", "as-cached"),
     )
     align: str = _setting(
         "tokens",
-        "tokens: pair blocks of equal tokens. index: pair blocks by index (the papers' behaviour).",
+        "tokens: pair blocks of equal tokens. index: pair the k-th blocks of two steps, like the papers.",
         choices=("tokens", "index"),
     )
     admission_credit: float = _setting(
         0.5,
-        "Largest share of future output that admission counts as shared in advance.",
+        "Largest share of future output for which admission expects sharing and reserves no slots.",
         bounds=(0, 0.9),
     )
     documents_repair: str = _setting(
         "none",
-        "Which tokens of moved documents are computed again if the request does not say: none; "
-        "first:TOKENS, the first tokens of each document; query:SHARE, the share of tokens that the query "
+        "Which tokens of documents at new positions are computed again unless the request chooses: none; "
+        "first:TOKENS, the first tokens of each document; query:SHARE, the share that the query "
         "attends to most. See docs/documents.md.",
         values="REPAIR",
     )
@@ -159,15 +159,15 @@ class ReasonCacheConfig:
     )
     max_pending: int = _setting(
         256,
-        "Finished steps that may wait for comparison. While there are more, new steps are not "
-        "compared (counted as steps_shed).",
+        "While this many results of compared steps wait for the scheduler, new steps are not compared "
+        "(counted as steps_shed).",
         bounds=(1, 1_000_000),
     )
     max_step_tokens: int = _setting(
         1024, "A reasoning step is cut after this number of tokens.", bounds=(16, 65_536)
     )
     max_history_steps: int = _setting(
-        2048, "Most earlier steps that a new step is compared with.", bounds=(1, 1_000_000)
+        2048, "A step is compared with at most this many earlier steps.", bounds=(1, 1_000_000)
     )
     keep_responses: int = _setting(
         0,
@@ -211,13 +211,13 @@ class ReasonCacheConfig:
     @property
     def shares_at_once(self) -> bool:
         """Whether blocks share as soon as they are found: with ``when=always``, or if a policy evicts at every
-        poll (every fourth decode step), because such a policy evicts less if blocks share before it runs."""
+        poll (every fourth decode step). Such a policy evicts less if blocks have shared before."""
         evicts = any(policy.when == ALWAYS for _, policy in self.policies.evictors)
         return self.when == "always" or evicts
 
     @property
     def is_active(self) -> bool:
-        """False if no row of ``req_to_token`` is ever changed."""
+        """Whether sharing or an evicting policy may change rows of ``req_to_token``."""
         return self.shares or bool(self.policies.evictors)
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,12 +225,12 @@ class ReasonCacheConfig:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "ReasonCacheConfig":
-        """The config with ``values``; the preset and defaults give the other settings. Raises ConfigError for
-        an unknown name, a bad value, and a value that ``match=runs`` would ignore."""
+        """Make a config of ``values``. Other settings come from the preset or are defaults. Raises ConfigError
+        for an unknown name, a bad value, and a value that ``match=runs`` would ignore."""
         for name in sorted(values.keys() - SETTINGS.keys()):
             raise ConfigError(name, "a known option", values[name])
         preset = values.get("preset", cls.preset)
-        # sglang.Engine passes values of any type, even unhashable. The constructor refuses what is not text.
+        # sglang.Engine passes a preset of any type, even unhashable. The constructor refuses unknown presets.
         row = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
         config = cls(**{**row, **values})  # type: ignore[arg-type]
         for name in sorted(_OF_STEPS & values.keys()) if config.match == "runs" else ():
@@ -293,7 +293,7 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """Settings of the filter, which finds repeats. Raises ValueError unless ``page_size`` is 1 or ``block``."""
+    """The filter's settings. Raises ValueError if ``page_size`` is above 1 and differs from ``block``."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
     knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
     knobs |= dict(block=block, page_size=page_size)

@@ -11,7 +11,7 @@ from sglang_reasoncache.compat import ATTENTION_FIELDS
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
-    """A CPU without SGLang's CPU kernels. PyTorch runs the model; attention has a C++ kernel if it compiles."""
+    """A CPU without SGLang's CPU kernels. PyTorch runs the model; our C++ attention is used if it compiles."""
 
     _enum = PlatformEnum.OOT
     # If this platform declared Triton, the paged allocator would launch Triton kernels on CPU tensors.

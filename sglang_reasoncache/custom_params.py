@@ -16,11 +16,11 @@ _SPELLINGS = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
-#: The keys that mark documents, and choose which of their tokens are computed again (a *repair*).
+#: ``KEY`` marks documents. ``REPAIR_KEY`` chooses which tokens of documents are computed again (a *repair*).
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Limit on documents in a prompt, because a waiting request looks up each document in the cache repeatedly.
+#: Limit on documents per prompt, because a waiting request looks up each document in the cache repeatedly.
 MOST = 256
-#: Limit on (tokens before the documents) x (documents): each document's look-up includes those tokens.
+#: Limit on (tokens before the documents) x (number of documents). Every look-up includes those tokens.
 _MOST_BEFORE = 1 << 19
 
 
@@ -30,7 +30,7 @@ class Repair:
 
     Attributes:
         first: How many tokens at the beginning of each document (EPIC, arXiv 2410.15332).
-        share: Share of document tokens, 0 to 1: those that the tokens behind the documents attend to most.
+        share: The share of document tokens, 0 to 1, to which the tokens behind the documents attend most.
     """
 
     first: int = 0
@@ -72,9 +72,9 @@ class Documents:
 def documents_of(custom_params: object, length: int | None = None) -> Documents | None:
     """The documents that ``custom_params`` mark; None if they mark none.
 
-    Spans are ``[start, end]`` in tokens, without gaps between them. They leave out at least the last token of
-    the prompt, because SGLang always computes that token. ``length``: number of tokens of the prompt, None if
-    unknown. Raises ValueError, whose message names the fault, for a wrong list, span, repair or base length.
+    A span is ``[start, end]`` in tokens, ``end`` excluded. Spans have no gaps between them and leave out the
+    prompt's last token, which SGLang always computes. ``length``: the prompt's number of tokens, None if
+    unknown. Raises ValueError for a wrong list, span, repair or base length; the message names the fault.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
     spans, repair = custom.get(KEY), custom.get(REPAIR_KEY, "none")
@@ -112,8 +112,8 @@ def check_before(tokens: int, documents: int) -> None:
 
 
 def asks_to_share(custom_params: object) -> bool:
-    """Whether ``custom_params`` let a request share; True if the entry :data:`OPT_OUT_KEY` is missing or None.
-    Raises ValueError if ``custom_params`` is neither a dict nor None, or the entry neither true nor false."""
+    """False if :data:`OPT_OUT_KEY` is false in ``custom_params``; True if the entry is true, None or missing.
+    Raises ValueError for any other value, and if ``custom_params`` is neither a dict nor None."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
     value = (custom_params or {}).get(OPT_OUT_KEY)
@@ -128,8 +128,8 @@ def asks_to_share(custom_params: object) -> bool:
 
 
 def allows(req: Request) -> bool:
-    """False if the request opted out. Also False if its ``custom_params`` are invalid and no frontend refused
-    them (``_after_verify`` in ``plugin/hooks.py``)."""
+    """False if the request opted out. Also False if :func:`asks_to_share` raises: some frontend processes let
+    wrong values through (see ``_after_verify`` in ``plugin/hooks.py``)."""
     try:
         return asks_to_share(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError from the repr of a deeply nested value
@@ -137,7 +137,7 @@ def allows(req: Request) -> bool:
 
 
 def takes_part(req: Request) -> bool:
-    """Whether we may change a request's block table: not after an opt-out or with beams, media, embeddings."""
+    """Whether we may change a request's block table. False after opt-out or with beams, media or embeddings."""
     return (
         allows(req)
         and req.beam_group is None

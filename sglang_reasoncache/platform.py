@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of our CPU platform for tests. Without ``SGLANG_PLATFORM``, SGLang calls the entry points of all
-platforms, and any platform that is returned replaces the machine's own. So our entry point returns its platform
-only if ``SGLANG_PLATFORM`` names it, and this module imports nothing of SGLang.
-"""
+"""Entry point of this project's SGLang platform, which runs a server without a GPU. If ``SGLANG_PLATFORM`` is
+not set, SGLang calls the entry points of all platforms, and a platform that one of them returns replaces the
+machine's own. So our entry point returns None unless ``SGLANG_PLATFORM`` names our platform, and this module
+does not import SGLang."""
 
 import os
 
@@ -14,7 +14,7 @@ def activate() -> str | None:
     """The class path of the CPU platform if ``SGLANG_PLATFORM`` names this platform, else None.
 
     Raises RuntimeError if torch sees a GPU or SGLang's own CPU engine is on, because parts of SGLang would then
-    use that GPU, or kernels of that engine.
+    use the GPU, or the kernels of the CPU engine.
     """
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
@@ -32,6 +32,6 @@ def activate() -> str | None:
             'CUDA_VISIBLE_DEVICES=""'
         )
     # Use large pages: with 4 KB pages almost every slot that is read costs a TLB miss (docs/kernels.md).
-    # PyTorch reads this variable when it first allocates. A value that the operator set stays.
+    # PyTorch reads this variable when it first allocates. A value set by the operator is kept.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Policies (sharing, and rules that evict positions) by name, and the parser of ``--reasoncache-policy``.
+"""Lists the policies, which share or evict KV of running requests, and parses ``--reasoncache-policy``.
 
-Options are separated by ``,`` or ``:``; with ``:`` the text can be an item of a comma-separated list.
-``reasoncache+keydiff:budget=512,recent=64`` means the same as ``reasoncache+keydiff:budget=512:recent=64``.
-"""
+A policy's options are separated by ``,`` or ``:``. With ``:`` only, the flag's value can also be an item of a
+comma-separated list, such as the value of ``--reasoncache-set``.
+``reasoncache+keydiff:budget=512,recent=64`` means the same as ``reasoncache+keydiff:budget=512:recent=64``."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ _LONGEST = 1000
 
 
 class PolicyError(ValueError):
-    """The text of a policy is wrong. The message continues a sentence after the words ``must be``."""
+    """The text of a policy is wrong. The message continues ``must be NAME[:key=value,...][+NAME...]``."""
 
 
 @dataclass(frozen=True)

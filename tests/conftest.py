@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for all tests. Servers are shared: see ``tests/server/harness.py``."""
+"""Fixtures for all tests. Tests share running servers: see ``tests/server/harness.py``."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Makes SIGTERM unwind like Ctrl-C, so that a terminated run still ends its servers. Servers and their
-    processes are forked unless a ``ServerSpec`` says otherwise, because most of a start is imports. PyTorch
+    """Makes SIGTERM raise an exception, as Ctrl-C does, so that fixtures still end their servers. Servers and
+    their processes are forked unless a ``ServerSpec`` forbids it, because most of a start is imports. PyTorch
     compiles no function of SGLang, because compiling delays the start of two ranks by 14 seconds."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.environ |= {"REASONCACHE_FORK": "1", "TORCHDYNAMO_DISABLE": "1"}
@@ -35,8 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # runs before pytest-xdist looks for the groups made here
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks server tests and sorts them by server (parameter ``server`` or ``spec``), so that each server
-    starts once. They run last. Under pytest-xdist they run first, each ``ServerSpec.group`` on one worker, and
-    tests marked ``slow`` follow, so that no worker has a long test left at the end."""
+    starts once. Without pytest-xdist they run last. With it they run first, each ``ServerSpec.group`` on one
+    worker, and tests marked ``slow`` come next, so that no worker has a long test left at the end."""
     parallel = hasattr(config, "workerinput")
     first_use: dict[str, int] = {}
 
@@ -124,7 +124,7 @@ def servers(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def server(servers: ServerPool, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
-    """The server of the ``ServerSpec`` that indirect parametrization gives, checked after the test."""
+    """The server for the ``ServerSpec`` in ``request.param``. After the test, the server is checked."""
     from tests.server.harness import assert_whole
 
     process = servers.get(request.param)
@@ -141,7 +141,7 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.fixture
 def published_config() -> Iterator[None]:
-    """SGLang's default configuration for the CPU, published for one test."""
+    """Makes SGLang use its default configuration for the CPU during one test."""
     from sglang.srt.runtime_context import get_context
 
     with get_context().override_server_args(device="cpu", attention_backend="torch_native"):
@@ -150,7 +150,7 @@ def published_config() -> Iterator[None]:
 
 @pytest.fixture
 def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes SGLang's rotary module see our platform; it imports a kernel of vLLM if it sees no platform."""
+    """Makes SGLang's rotary module use our platform. Otherwise it may try to import a kernel of vLLM."""
     from sglang.srt.layers.rotary_embedding import base
 
     from sglang_reasoncache.cpu_platform import TorchCpuPlatform

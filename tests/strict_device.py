@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for a CUDA device, as strict as CUDA: its tensors report ``cuda:0`` but are in host memory.
+"""A stand-in for a CUDA device. Its tensors report ``cuda:0`` but are in host memory.
 
 Operations that CUDA forbids raise RuntimeError or TypeError. Inside :func:`no_wait`, operations that wait for
-the device raise too, also some that ``torch.cuda.set_sync_debug_mode("error")`` misses on a GPU. PyTorch's own
-stand-ins cannot serve: fake tensors hold no numbers, PrivateUse1 does not report ``cuda``."""
+the device raise WouldWait, even some that ``torch.cuda.set_sync_debug_mode("error")`` misses on a GPU.
+PyTorch's own stand-ins do not suffice: fake tensors hold no values, PrivateUse1 does not report ``cuda``."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 from triton.runtime.interpreter import GridExecutor
 
 CUDA = torch.device("cuda", 0)
-#: Functions that give a device tensor's numbers to the host: _READS wait, _NUMPY fail. _MOVES move a tensor.
+#: _READS copy values to the host, which waits. _NUMPY fail for device tensors. _MOVES may change the device.
 _READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__"}
 _READS |= {"__repr__", "__format__", "__complex__"}
 _NUMPY = {"numpy", "__array__", "__array_wrap__", "__dlpack__"}
 _MOVES = {"to", "cpu", "cuda", "type_as"}
-#: Factories that read numbers of the host. For a device tensor they copy from pageable memory, which waits.
+#: Functions that make a tensor of host values. For a device tensor, they copy pageable memory, which waits.
 _FROM_HOST = {"tensor", "as_tensor", "asarray", "new_tensor", "from_numpy"}
 _INDEX = torch.ops.aten.index.Tensor
 _INDEXING = (
@@ -37,11 +37,11 @@ _INDEXING = (
 
 
 class WouldWait(RuntimeError):
-    """The host would have to wait for a tensor's content. The message names the operator."""
+    """The host would have to wait for the device. The message names the call or operator that waits."""
 
 
 class Refused(TorchDispatchMode):
-    """Raises WouldWait if the host needs to know the shape or the value of an operator's result."""
+    """Raises WouldWait for operators that make the host wait for device data, such as the size of a result."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -73,7 +73,7 @@ class DeviceTensor(Tensor):
 
 
 def on_device(value: Any) -> Any:
-    """Converts tensors, also in lists, to device tensors over the same memory; keeps the rest."""
+    """Converts tensors, even in nested lists, to device tensors in the same memory. Keeps other values."""
     return tree_map(_on_device, value)
 
 
@@ -82,7 +82,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Event:
-    """Stands in for a CUDA event. The second query after a record delivers queued copies and returns True."""
+    """Stands in for a CUDA event. The second query after a record makes the queued copies and returns True."""
 
     def __init__(self, device: "StrictDevice") -> None:
         self._device, self._asked = device, False
@@ -101,7 +101,7 @@ class _Event:
 
 
 class StrictDevice(TorchFunctionMode):
-    """Runs PyTorch's calls. A non-blocking copy to the host arrives at :meth:`finish` and is rubbish before."""
+    """Runs PyTorch's calls. Until :meth:`finish`, targets of non-blocking copies to the host hold garbage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class StrictDevice(TorchFunctionMode):
                 done()
 
     def _copied(self, host: Tensor, source: Tensor, what: str, non_blocking: bool) -> None:
-        """Copies to the host. A copy that does not block is queued; queued copies arrive in order."""
+        """Copies to the host. Non-blocking copies to pinned memory are queued and made in order later."""
         if not (non_blocking and self.is_pinned(host)):
             self.waits(what)
             host.copy_(source)
@@ -194,7 +194,7 @@ class StrictDevice(TorchFunctionMode):
         return tree_map(_on_device, found) if device else found
 
     def _check_indices(self, name: str, args: Any, tensors: list[Tensor]) -> None:
-        """Refuses host tensors among device tensors, except scalars. Host indices need a copy that waits."""
+        """Refuses to mix device tensors with host tensors, except scalars. Copying host indices waits."""
         indexing = name in ("__getitem__", "__setitem__", "index_put_", "index_put")
         here = [x for x in tensors if not isinstance(x, DeviceTensor) and x.dim()]
         if indexing and not isinstance(args[0], DeviceTensor):
@@ -294,7 +294,7 @@ def strict_device() -> Iterator[StrictDevice]:
 
 @contextlib.contextmanager
 def no_wait() -> Iterator[None]:
-    """Inside this context waiting for the device, stand-in or real, raises RuntimeError."""
+    """Inside this context, operations that wait for the device (stand-in or GPU) raise RuntimeError."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

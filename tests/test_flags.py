@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests our flags, what a server refuses, and the flag that enables the plugin. Some tests start SGLang."""
+"""Tests the plugin's flags, and the settings and flags that a server refuses. Some tests start SGLang."""
 
 import argparse
 import os
@@ -35,7 +35,7 @@ def _server_args(**fields: object) -> Any:
 
 
 def _config(*argv: str) -> ReasonCacheConfig:
-    """The configuration that the words of a command line give."""
+    """The configuration that the command line ``argv`` sets."""
     found: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flags, "attach", lambda _record, _enabled, given: found.update(given))
@@ -62,7 +62,7 @@ def _examples(name: str) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_setting_can_be_typed(name: str) -> None:
-    """Every setting can be given on a command line and as a keyword of ``sglang.Engine``."""
+    """Every setting can be given on a command line, which makes the same config as giving it in a mapping."""
     value, _ = _examples(name)
     values = {name: value, **({} if name in ("match", "scope") else {"match": "steps"})}
     typed = _config(*arguments_of(values))
@@ -109,7 +109,7 @@ def test_a_bad_list_of_settings_is_refused_by_key(text: str, message: str) -> No
 
 
 def test_messages_name_flags_that_can_be_typed() -> None:
-    """All flags that the code names exist. Settings without a flag are named as keys of :data:`SET`."""
+    """Every ``--reasoncache-`` flag in the plugin's code exists. Settings without a flag are keys for SET."""
     known = {flag_of(name) for name in FLAGS} | {SET}
     for file in Path(arguments.__file__).parent.rglob("*.py"):
         named = set(re.findall(r"--reasoncache-[a-z-]*[a-z]", file.read_text()))
@@ -160,7 +160,7 @@ def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 def _python(*argv: str, platform: str = "reasoncache_cpu") -> subprocess.CompletedProcess[str]:
-    """Runs Python on ``platform`` without a GPU, and without the variable that enables the plugin."""
+    """Runs Python without a GPU, with SGLANG_PLATFORM=``platform``, without SGLANG_REASONCACHE_ENABLED."""
     env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
     env |= {"SGLANG_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
@@ -201,8 +201,8 @@ print("attention:", *base.attention_backends_of(base.resolving_view(args)))
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
-    """Without our flag only argument parsing is hooked. With our flag alone the backend is FlashInfer, to
-    which we add kernels that rotate keys to other positions. ``test_attention_cuda.py`` has the other cases."""
+    """Without ``--enable-reasoncache``, the plugin hooks only argument parsing. With this flag and no other on
+    a Hopper GPU, it chooses FlashInfer as backend. ``test_attention_cuda.py`` tests other flags and GPUs."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: flashinfer flashinfer" in done.stdout, done.stderr
@@ -213,7 +213,7 @@ def test_hooks_of_a_real_command_line(model_path: Path) -> None:
     "field", [f"{phase}attention_backend" for phase in ("", "prefill_", "decode_")]
 )
 def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -> None:
-    """Stock backends would read an evicted position's -1 as the last slot of the pool."""
+    """SGLang's own backends would take the entry of an evicted position, -1, for the last slot of the pool."""
     config = ReasonCacheConfig(policy="reasoncache+streamingllm:budget=64")
     flag = "--" + field.replace("_", "-")
     message = f"evicts positions, which {flag} torch_native would read; use reasoncache_cpu"

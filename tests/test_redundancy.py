@@ -15,7 +15,7 @@ OTHER = "nothing here looks like that"
 
 
 def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, list[str]]:
-    """Runs the program; returns the name of each table row -> its cells."""
+    """Runs the program; returns its table, as a dict from the first cell of each row to the other cells."""
     out, traces = tmp_path / "out", write_rows(tmp_path / "traces.jsonl", *rows)
     # The last line has no newline, as in files that some programs write.
     traces.write_text(traces.read_text(encoding="utf-8").removesuffix("\n"), encoding="utf-8")
@@ -26,13 +26,13 @@ def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, 
 
 
 def test_counts_by_hand(tmp_path: Path) -> None:
-    """Five steps between blank lines: two new, a copy of the first, the first twice, a copy of the second."""
+    """Five steps, separated by blank lines: STEP, OTHER, STEP, one step that has STEP twice, and OTHER."""
     response = "\n\n".join([STEP, OTHER, STEP, f"{STEP} {STEP}", OTHER])
     found = run(tmp_path, {"dataset": "made", "response": response})["made"]
-    # 78 tokens. The two copies are similar to an earlier step. The fourth step is not: it is twice as long.
+    # 78 tokens. Steps 3 and 5 are copies of earlier steps. Step 4 is similar to no step: it is twice as long.
     assert found[:3] == ["1", "15.6", "50.0%"]
-    # The default rule finds no block that is old enough. The copy of the first step has 17 tokens with its
-    # newlines, the copy of the second 5, to cut into blocks of 4, 8 and 16.
+    # The default rule finds no block that is old enough. The other three rules cut the copies into blocks
+    # of 4, 8 or 16 tokens. Step 3 has 17 tokens, including its newlines, and step 5 has 5 tokens.
     ends = [f"{shared / 78:.1%}" for shared in (0, 4 * 4 + 4, 2 * 8, 16)]
     assert [cell.partition(" / ")[0] for cell in found[3:]] == ends
     assert 0 < float(found[4].partition(" / ")[2][:-1]) < 100 * 20 / 78

@@ -14,7 +14,7 @@ import pytest
 from eval import serving
 from eval.serving import ServerError, ServerProcess, free_port
 
-# A server: starts a child that ignores SIGTERM; prints the child's id; then answers every GET with 200.
+# A server that starts a child that ignores SIGTERM, prints the child's id, then answers every GET with 200.
 STAND_IN = """
 import http.server, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c",

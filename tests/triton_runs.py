@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Triton tests on a GPU, if there is one, and under Triton's interpreter.
 
-Once imported, the interpreter replaces all of Triton in a process. So a process of its own runs the test file
-again, under the interpreter."""
+A process runs either all Triton kernels under the interpreter (with TRITON_INTERPRET=1) or none. So the test
+file that imports this module is run a second time, in another process, under the interpreter."""
 
 import functools
 import os
@@ -39,7 +39,7 @@ if INTERPRETED:
 
 
 def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs ``python ARGUMENTS`` under the interpreter, in the project's root."""
+    """Runs ``python ARGUMENTS`` with Triton's interpreter, in the project's root."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -51,7 +51,7 @@ def interpreted(*arguments: str, timeout: float | None = None) -> subprocess.Com
     )
 
 
-#: File -> more files that run in the same process, because importing SGLang takes seconds in each process.
+#: Test file -> other test files to run in its second process: each process takes seconds to import SGLang.
 _BESIDE = {
     "test_attention": [
         f"tests/kernels/test_{name}.py" for name in ("attention_triton", "distance", "plan")
@@ -62,7 +62,7 @@ _BESIDE = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
-    """Tests of the importing file and files beside it pass under the interpreter; no file skips them all."""
+    """The importing file and its ``_BESIDE`` files pass under the interpreter. Each has a test that runs."""
     files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
     done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -79,7 +79,7 @@ def there(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shrink_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches fewer programs, each with more tiles: an idle program takes the interpreter 10 ms."""
+    """Makes kernels launch fewer programs with more tiles: an idle program takes the interpreter 10 ms."""
     for name, value in _SMALL.items():
         monkeypatch.setattr(f"sglang_reasoncache.kernels.{name}", value)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor-parallel ranks in one gloo group: processes of their own, or threads."""
+"""Runs a function on two tensor-parallel ranks of one gloo group. The ranks are processes or threads."""
 
 import multiprocessing
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) ->
 
 
 def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) -> list[Any]:
-    """Results of ``work(rank, group)`` on both ranks, within ``seconds``. ``work``: a module-level function."""
+    """Results of the module-level ``work(rank, group)`` in two processes. Each may take up to ``seconds``."""
     context = multiprocessing.get_context("forkserver")
     answers = context.Queue()
     arguments = str(folder / "meet"), answers, work
@@ -37,7 +37,7 @@ def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) 
 
 
 def in_two_threads(work: Callable[[int, Any], Any]) -> list[Any]:
-    """Results of ``work(rank, group)`` on both ranks."""
+    """Results of ``work(rank, group)`` in two threads, one for each rank."""
     store = torch.distributed.HashStore()
 
     def run(rank: int) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site's page of modules, made of their docstrings by ``make docs``."""
+"""Makes the site's page of modules from the modules' docstrings. ``make docs`` runs this hook of MkDocs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "sglang_reasoncache"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """MkDocs' event; adds ``modules.md``, which the navigation names."""
+    """MkDocs calls this once it knows the site's files. Adds ``modules.md``, which the navigation names."""
     files.append(File.generated(config, "modules.md", content=page()))
     return files
 

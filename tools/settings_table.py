@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tools.settings_table`` writes docs/settings.md to stdout."""
+"""``python -m tools.settings_table`` prints the text of docs/settings.md."""
 
 from __future__ import annotations
 

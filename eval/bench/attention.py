@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.bench.attention`` times our decode attention and SGLang's (CPU) or FlashInfer's (GPU).
 
-The calls take turns on one pool. The memory bandwidth is measured for comparison. Writes
-``build/bench/kernels.json``, with a part for each device."""
+The compared kernels run in turns on the same KV pool. The memory bandwidth is measured for comparison. Writes
+``build/bench/kernels.json``, which has one part for the CPU and one for the GPU."""
 
 import argparse
 import json
@@ -25,11 +25,11 @@ from eval.runs.config import describe_machine, describe_versions
 from eval.runs.folder import write_json
 from sglang_reasoncache.platform import PLATFORM_NAME
 
-#: Figures of one setting, as JSON; times are results of :func:`eval.bench.turns.spread`.
+#: The figures of one shape and setting. Each time is a result (median, quartiles) of :func:`spread`.
 Row = dict[str, Any]
 
 _HEADS = ((4, 2, 64), (32, 8, 128), (128, 1, 512, 64))
-#: Shapes measured on the CPU; their names begin with requests x tokens, as in 32x1000.
+#: Shapes measured on the CPU. A name begins with REQUESTSxTOKENS: 32x1000 is 32 requests of 1,000 tokens.
 SHAPES = tuple(Shape(*size, *heads) for size in ((32, 1000), (8, 16_000)) for heads in _HEADS)
 
 

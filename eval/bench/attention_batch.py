@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batch of decode requests on one layer's pool: its shape, the slots of its positions, a check of results."""
+"""A decode batch on the KV pool of one layer: its shape, the slot of each position, and a check of results."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,16 +10,16 @@ import torch.nn.functional as F
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Tokens of a shared run, unless a setting gives another number.
+#: The default length of a run: consecutive tokens that all use the slots of an earlier run.
 RUN = 48
-#: For each setting, the percentage of positions that share, and the number of tokens in each shared run.
+#: Settings: the percentage of positions that use an earlier position's slot, and the length of a run.
 SHARES = ((0, RUN), (22, RUN), (22, 16), (50, RUN))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """``requests`` of ``tokens`` tokens each on a bf16 pool. K and V are ``[slots, kv_heads, head_dim]``. If
-    ``rotated`` is not 0, KV is latent (MLA): a slot has ``head_dim`` dims, then ``rotated`` rotated dims."""
+    """``requests`` requests of ``tokens`` tokens each. K and V are ``[slots, kv_heads, head_dim]`` each. If
+    ``rotated`` is not 0, KV is latent (MLA): a slot has ``head_dim`` latent, then ``rotated`` rotary dims."""
 
     requests: int
     tokens: int
@@ -38,12 +38,12 @@ class Shape:
 
     @property
     def slots(self) -> int:
-        """Slots of the pool; slot 0 is SGLang's padding."""
+        """The number of slots in the pool, including SGLang's padding slot 0."""
         return 1 + self.requests * self.tokens
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of K and V of all positions in one layer."""
+        """The size of one layer's K and V for all positions, in bytes, if the pool is bf16."""
         dims = self.query_dim if self.rotated else 2 * self.kv_heads * self.head_dim
         return self.requests * self.tokens * dims * 2
 
@@ -51,8 +51,8 @@ class Shape:
 def shared_blocks(
     tokens: int, fraction: float, draw: torch.Generator, run: int = RUN
 ) -> torch.Tensor:
-    """Draws blocks that share, of ``run`` tokens and ``fraction`` of ``tokens`` in all, and for each an earlier
-    block that does not. Returns the numbers of both, ``[2, pairs]``. The first and last block never share."""
+    """Draws random blocks of ``run`` tokens, ``fraction`` of ``tokens`` in all, never the first or last block.
+    Pairs each with an earlier block that was not drawn. Returns the pairs' block numbers, ``[2, pairs]``."""
     others = max(0, (tokens - 1) // run - 1)
     shared = torch.zeros(1 + others, dtype=torch.bool)
     count = min(others, round(fraction * tokens / run))
@@ -65,7 +65,7 @@ def shared_blocks(
 
 def lay_rows(shape: Shape, shared_percent: int, run: int = RUN) -> torch.Tensor:
     """The slot of each position, int32 ``[requests, tokens]``. Token t of request r has slot ``1 + t * requests
-    + r``, as if the requests had decoded together; shared blocks have the slots of earlier blocks."""
+    + r``, as if all requests had decoded together. A shared block has the slots of an earlier block instead."""
     rows = torch.arange(1, shape.slots, dtype=torch.int32).view(shape.tokens, -1).T.contiguous()
     draw = torch.Generator().manual_seed(5)
     for row in rows:
@@ -88,8 +88,8 @@ def rotation(length: int, dim: int, is_neox: bool = True) -> KeyRotation:
 
 
 class Batch:
-    """Requests of one shape. ``pool`` is K and V of a layer, each ``[slots, kv_heads, head_dim]``; with MLA, K
-    has only the rotated dims, and V the latent dims. A subclass adds the calls that are timed."""
+    """Requests of one shape. ``pool`` is K and V of a layer, each ``[slots, kv_heads, head_dim]``. With MLA, K
+    has only the rotary dims, and V only the latent dims. A subclass adds the calls that are timed."""
 
     #: The largest allowed difference from fp32 attention, relative to the norm of fp32 attention.
     tolerance: ClassVar[float]
@@ -109,7 +109,7 @@ class Batch:
         self.checked = sorted({0, (shape.requests - 1) // 2, shape.requests - 1})
 
     def share(self, percent: int, run: int = RUN) -> None:
-        """Make new rows that share slots. Subclasses raise RuntimeError if a result differs from PyTorch's."""
+        """Let ``percent`` of the positions share slots. A subclass raises RuntimeError if a result is wrong."""
         self.rows = lay_rows(self.shape, percent, run).to(self.device)
         self.shares = not torch.equal(self.rows, self.own_rows)
 
@@ -126,7 +126,7 @@ class Batch:
             raise RuntimeError(f"{name}, {self.shape}: relative error {error:.3g}")
 
     def read(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32 keys ``[rows, tokens, kv_heads, query_dim]`` and values ``[..., head_dim]`` of whole rows."""
+        """fp32 keys ``[rows, tokens, kv_heads, query_dim]`` and values ``[..., head_dim]`` of ``rows``."""
         slots = rows.long()
         at = torch.arange(slots.shape[1], dtype=torch.int32, device=self.device)
         keys, values = self.pool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times decode attention on the CPU by our backend and SGLang's torch-native backend, called as in a server."""
+"""Times decode attention on the CPU: our backend and SGLang's torch-native backend, called as in a server."""
 
 import functools
 import math
@@ -30,13 +30,13 @@ def outside_a_server() -> AbstractContextManager[object]:
 
 
 class CpuBatch(Batch):
-    """Decode steps of our backend and of SGLang's. A step plans (lists what to read) and runs all layers."""
+    """Decode steps of our backend and of SGLang's. A step plans which slots to read, then runs all layers."""
 
     # Our backend rounds its result to bf16.
     tolerance = 0.02
 
     def __init__(self, shape: Shape) -> None:
-        # Enough layers to exceed the CPU's caches: 1 GB, or 8 layers. Latent rows are slow, so 2 layers.
+        # Enough layers for 1 GB of KV, to exceed the CPU's caches, but at most 8. Latent KV is slow, so only 2.
         self.num_layers = 2 if shape.rotated else min(8, math.ceil(1e9 / shape.layer_bytes))
         size: Any = dict(head_num=shape.kv_heads, head_dim=shape.head_dim)
         if shape.rotated:
@@ -49,7 +49,7 @@ class CpuBatch(Batch):
             for buffer in side[1:]:
                 buffer.copy_(side[0])
         super().__init__(shape, compat.kv_of(pool, 0))
-        # The table has the rows with shared blocks, and behind them each request's own rows.
+        # The table has two rows for each request: first all with shared blocks, then all without.
         self._table = ReqToTokenPool(2 * shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
@@ -92,7 +92,7 @@ class CpuBatch(Batch):
 
     def share(self, percent: int, run: int = RUN) -> None:
         super().share(percent, run)
-        # SGLang's row 0 is padding.
+        # Row 0 of SGLang's table is padding.
         both = torch.cat((self.rows, self.own_rows))
         self._table.req_to_token[1 : 1 + len(both), : self.shape.tokens] = both
         self._allocator.has_shifted_slots = self.shares
@@ -111,8 +111,8 @@ class CpuBatch(Batch):
         return {"ours": ours, "unshared": own, "native": native}
 
     def row(self, samples: pd.DataFrame) -> dict[str, Any]:
-        """Returns the figures of a setting. GB/s counts K and V of every position once. ``speedup`` and
-        ``of_unshared`` compare steps of one round. SGLang's side does not rotate shared keys."""
+        """Returns the figures of a setting. ``gb_per_s`` counts each position's K and V, shared or not.
+        ``speedup`` and ``of_unshared`` compare steps of one round. SGLang's side rotates no shared keys."""
         steps = samples.pivot(index="round", columns="side", values="step_ms")
         ours, native = (samples[samples["side"] == side] for side in ("ours", "native"))
         decode = spread(ours["layer_ms"])
@@ -146,7 +146,7 @@ class CpuBatch(Batch):
         return [{"plan_us": plan_us, "layer_ms": layer_ms, "step_ms": step_ms}]
 
     def _absorbed(self) -> list[dict[str, float]]:
-        """Time PyTorch's attention over latent rows, request by request. All heads read one KV head."""
+        """Time PyTorch's attention over latent KV, request by request. All query heads read the one KV head."""
         start = time.perf_counter()
         for layer in range(self.num_layers):
             rows = self._native.token_to_kv_pool.get_key_buffer(layer)
@@ -157,8 +157,8 @@ class CpuBatch(Batch):
         return [{"step_ms": (time.perf_counter() - start) * 1e3}]
 
     def _alone(self) -> list[dict[str, float]]:
-        """Time SGLang's backend, which copies every latent row for each head and is slow. So one layer of one
-        request is timed, after a warm-up. This time is multiplied by the numbers of layers and requests."""
+        """Time one layer of one request in SGLang's backend, after a warm-up; multiply the time by the numbers
+        of layers and requests. A whole step would be slow, as the backend copies latent KV for each head."""
         alone = self._batch_of(1)
         alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
         for _ in range(2):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times decode attention on a GPU, on one layer's pool: ours and, if FlashInfer is installed, FlashInfer's.
+"""Times decode attention on a GPU with the KV pool of one layer: ours, and FlashInfer's if it is installed.
 FlashInfer reads pages of one token; the time that it takes to plan is not counted.
 
     python -m eval.bench.attention_cuda
 
-prints a line of JSON for every kind (heads and dtype of the pool) and every setting of ``SHARES``. Every
-result is compared with fp32 attention. The program needs only PyTorch and Triton, and takes three minutes."""
+prints a line of JSON for every kind (heads and dtype of the pool) and every setting of ``SHARES``. Results
+are also compared with fp32 attention. The program needs only PyTorch and Triton, and takes three minutes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
 
 #: A plan serves all layers of a step, so the time to make it is compared with a step of this many layers.
 _LAYERS = 32
-#: Name -> heads and dtype of the pool.
+#: Each kind by its name: 32/8x128 means 32 query heads and 8 KV heads of 128 dims.
 KINDS = {
     "bf16 32/8x128": (Shape(64, 16_000), torch.bfloat16),
     "bf16 64/8x128": (Shape(64, 16_000, 64), torch.bfloat16),
@@ -40,7 +40,7 @@ KINDS = {
 class CudaBatch(Batch):
     """Decode attention of one layer. If ``device`` is a CPU, Triton has to run interpreted."""
 
-    # A bf16 number has 8 significant bits, and a kernel may round both weights and result.
+    # A bf16 number has 8 significant bits, and a kernel may round both attention weights and result.
     tolerance = 2 * 2.0**-8
 
     def __init__(
@@ -80,14 +80,14 @@ class CudaBatch(Batch):
         return graph.replay
 
     def calls(self) -> dict[str, Call]:
-        """The calls that are timed. FlashInfer's call is there only for 16-bit pools."""
+        """The calls to time, with FlashInfer's if FlashInfer is installed and the pool is 16-bit on a GPU."""
         found: dict[str, Call] = {"ours": self.decode, "plan": self.planning()}
         if self.device.type == "cuda" and self.pool[0].itemsize == 2 and find_spec("flashinfer"):
             found["flashinfer"] = self.flashinfer()
         return found
 
     def flashinfer(self) -> Callable[[], torch.Tensor]:
-        """FlashInfer's decode, which is planned already, over each request's own slots."""
+        """A call of FlashInfer's decode over each request's own slots. The plan is made beforehand."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         shape, rows = self.shape, self.own_rows
@@ -112,7 +112,7 @@ class CudaBatch(Batch):
 def _bench(call: Call) -> list[float]:
     from triton.testing import do_bench
 
-    # do_bench empties the L2 cache before each call. This also hides the time of the launch.
+    # do_bench empties the L2 cache before each call. Meanwhile the call is launched, so launch time is hidden.
     return list(do_bench(call, rep=100.0, return_mode="all"))
 
 
@@ -122,10 +122,10 @@ def measured(
     rounds: int,
     bench: Callable[[Call], list[float]] = _bench,
 ) -> Iterator[dict[str, Any]]:
-    """Yields a row for each of :data:`SHARES`: ``ms``, times of calls that take turns (FlashInfer reads each
-    request's own slots); ``of_copy``, the rate at which our kernel reads K and V of all positions, divided by
-    the copy rate; and ``plan_of_step``, the share of a step of 32 layers that planning takes. Raises
-    RuntimeError if a result is wrong."""
+    """Yields a row for each setting of :data:`SHARES`. ``ms``: times of the calls, which take turns; FlashInfer
+    reads each request's own slots. ``of_copy``: the rate at which our kernel reads K and V of all positions,
+    divided by the copy rate. ``plan_of_step``: the fraction of a step's time that goes into the plan, for
+    ``_LAYERS`` layers. Raises RuntimeError if a result is wrong."""
     size = batch.shape.layer_bytes * batch.pool[0].element_size() / 2 / 1e6
     for percent, run in SHARES:
         batch.share(percent, run)
@@ -142,7 +142,7 @@ def measured(
 
 
 def main() -> int:
-    """Returns the exit status: 1 if one of :data:`KINDS` failed, else 0. The line of that kind says why."""
+    """Returns exit status 1 if one of :data:`KINDS` failed, else 0. The line printed for that kind says why."""
     if not torch.cuda.is_available():
         sys.exit("eval.bench.attention_cuda: needs an NVIDIA GPU, PyTorch sees none")
     torch.manual_seed(5)

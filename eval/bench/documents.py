@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``make bench-documents`` compares full prefill with prompts made of cached documents, on SmolLM2.
 
-First ``eval.fidelity --documents`` measures generated tasks. Then live servers, stock and ours, take turns.
-Both have prefilled 50 documents; a prompt has 8 of these in random order. Writes ``documents.json``."""
+First ``eval.fidelity --documents`` scores answers to generated questions. Then a stock server and ours are
+timed in turns. Both have prefilled 50 documents; each prompt has 8 random ones. Writes ``documents.json``."""
 
 import itertools
 import json
@@ -28,13 +28,13 @@ from eval.serving import ServerProcess
 from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
-#: The number of documents that the servers have prefilled, of tokens in each, and of documents in a prompt.
+#: Documents that the servers have prefilled, tokens in each of these documents, and documents in a prompt.
 DOCUMENTS, TOKENS, IN_PROMPT = 50, 400, 8
 REPAIRS = ("none", "query:.15")
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
-#: Questions about each set of documents; documents in a set and words in a document, except in few-shot.
+#: Questions asked about a set, documents in a set, words in a document. Few-shot sets have other sizes.
 _ASKED, _SET, _WORDS = 4, 5, 150
 
 _PLACES = (
@@ -76,7 +76,7 @@ def _is_prose(text: str) -> bool:
     return len(text) > 120 and text[-1] == "." and text.isascii() and letters > 0.9 * len(text)
 
 
-#: Documents, and questions about them: ``(question, lead, answer)``. The answer continues the lead.
+#: Documents, and questions: ``(question, lead, answer)``. The lead begins the response; the answer follows.
 Drawn = tuple[list[str], list[tuple[str, str, str]]]
 
 
@@ -144,7 +144,7 @@ class Tasks:
         return documents, asked
 
     def _section(self) -> list[str]:
-        """Sentences of consecutive paragraphs, about ``_WORDS`` words in all."""
+        """Sentences of consecutive paragraphs, at least ``_WORDS`` words in all."""
         found, at = list[str](), self._random.randrange(len(self._prose))
         while sum(text.count(" ") for text in found) < _WORDS:
             found += re.split(r"(?<=\.) (?=[A-Z])", self._prose[at % len(self._prose)])
@@ -153,7 +153,7 @@ class Tasks:
 
 
 class Live:
-    """Prompts made of a fixed set of documents. Stock and each of our repairs get the same prompts."""
+    """Prompts made of a fixed set of documents. Stock SGLang and each of our repairs get the same prompts."""
 
     def __init__(self, tokenizer: Any) -> None:
         encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
@@ -167,8 +167,8 @@ class Live:
             _ask(server, [*self._base, *document, 0])
 
     def side(self, server: ServerProcess, repair: str = "") -> Callable[[], list[dict[str, float]]]:
-        """Returns a side for :func:`take_turns`. Each of its calls asks the next question, and returns the time
-        to the first token and the number of tokens that were computed."""
+        """Returns a side for :func:`take_turns`. Each call sends the next prompt, and returns the time to
+        the first token and how many of the prompt's tokens were computed."""
         drawn, start = random.Random(1), len(self._base)
         bounds = range(start, start + IN_PROMPT * TOKENS + 1, TOKENS)
         custom = {"documents": [*itertools.pairwise(bounds)], "documents_repair": repair}
@@ -210,7 +210,7 @@ def live(options: Options) -> list[dict[str, Any]]:
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
-    """A side's times, also divided by stock's, and the tokens that it computed per token of the documents."""
+    """A side's times to the first token, also relative to stock, and its computed tokens per document token."""
     mine, stock = (found[found["side"] == name].reset_index() for name in (side, "stock"))
     return {
         "task": "server",

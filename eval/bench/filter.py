@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.filter TRACES`` measures what the filter of the papers (``match=steps``) costs.
+"""``python -m eval.bench.filter TRACES`` measures the CPU time that the filter takes with ``match=steps``.
 
-Times are CPU seconds of one thread, which other work on the machine disturbs little."""
+All times are CPU times of single threads, so other work on the machine hardly affects them."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ _REQUESTS = 32
 #: Decode steps between two polls (exchanges with the filter process), as in a server.
 _INTERVAL = 4
 _POLLS = 2000
-#: Pause between two polls, so that the filter process lags behind as in a server.
+#: Pause between two polls. The filter process works meanwhile, as it does during a server's decode steps.
 _PAUSE_SECONDS = 0.004
 
 

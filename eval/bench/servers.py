@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.bench.servers BENCH`` makes all runs of a bench with ``eval.run``, and one report of them.
+"""``python -m eval.bench.servers BENCH`` makes all runs of a bench with ``eval.run``, then a report on them.
 
-Stock SGLang and ours take turns on the same problems. After a stop, the same command on the same commit
-continues the bench."""
+Stock SGLang and SGLang with reasoncache take turns on the same problems. After an interruption, the same
+command on the same commit continues the bench."""
 
 import json
 import sys
@@ -28,24 +28,24 @@ from eval.runs.session import run
 from eval.small_reasoner import ADAPTER, MODEL
 from eval.tokenizers import load_tokenizer
 
-#: Name of a run of a bench -> its flags for ``eval.run``.
+#: Maps the name of each run in a bench to the flags that ``eval.run`` gets for this run.
 Runs = dict[str, str]
-#: Conservativeness 0.3 lets SGLang fill the pool, as its documents advise if requests wait beside free slots.
+#: SGLang's documents advise conservativeness 0.3, which fills the pool, if requests queue while slots are free.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 3 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
 AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
-#: An AIME response loops if it has more tokens than this. The longest of the others has 14,406 tokens.
+#: AIME responses with more tokens than this repeat themselves in a loop. The others have at most 14,406 tokens.
 LOOPING = 20_000
 
 
 def serve(traces: Path | None) -> Runs:
-    """Two workloads of the embedded model (``noise`` has nothing to share), and two replays of ``traces`` on a
-    model made from them. A replay has 8 responses or pieces, as stock runs only 2 at a time, ours up to 4."""
+    """Two workloads of the tiny reasoner (``noise`` is random text: nothing repeats), and replays of two files
+    of ``traces`` on a model with random weights. A replay has only 8 requests, as at most 4 run at a time."""
     runs = {
         "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
-        # Each seed is a short round, because other work on the machine changes within seconds.
+        # Many short rounds, one per seed, because the load from other programs changes within seconds.
         "noise": f"--tasks noise {_IN_TURNS} dense,newest --limit 32 "
         "--seeds 0,1,2,3,4,5,6,7,8 --kv-budget 16384",
     }
@@ -63,11 +63,11 @@ def serve(traces: Path | None) -> Runs:
 
 
 def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: int = 8000) -> Runs:
-    """Replays of ``traces`` on a model with dummy weights and the shape of Qwen3-8B. Without a GPU, it has
-    only four narrow layers, with as many heads. Weights affect only the values of K and V: memory, step times
-    and scheduling are real. ``waiting`` has enough requests to make some wait: pieces of looping responses, and
-    three copies of whole responses. ``together`` has as many pieces as both sides can run at once. Both runs
-    are made with SGLang's choice of attention, and again with FlashInfer."""
+    """Replays of ``traces`` on a model with dummy weights and the shape of Qwen3-8B. Without a GPU, the model
+    has only four narrow layers. Replays force every token, so the weights affect neither memory nor step times
+    nor scheduling. ``waiting`` replays pieces of looping responses, and three copies of each short response:
+    more requests than can run at once. ``together`` replays 11 pieces, which run all at once and fill three
+    quarters of the slots. Both use SGLang's default attention backend, and are repeated with FlashInfer."""
     if traces is None:
         raise ValueError("--traces FOLDER is needed, got none")
     sizes: dict[str, Any] = dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36)
@@ -86,11 +86,10 @@ def gpu(traces: Path | None, piece: int = 4000, longest: int = LOOPING, whole: i
         "finished": _records(model / "finished.jsonl", finished, tokenizer),
     }
     server = "--max-running-requests 96 --schedule-conservativeness 0.3 --load-format dummy"
-    # Prefill graphs are off: they take minutes to capture, and these loads hardly prefill.
+    # Prefill CUDA graphs are off, because their capture takes minutes and the prompts here are short.
     cuda = "--mem-fraction-static 0.8 --cuda-graph-max-bs-decode 96 --disable-prefill-cuda-graph"
     server += f" {cuda}" if torch.cuda.is_available() else ""
     runs = {}
-    # 11 pieces fill three quarters of the slots.
     for name, tasks, limit in (("waiting", files, 48), ("together", ["loops"], 11)):
         data = " ".join(f"--data {task}_replay={files[task]}" for task in tasks)
         asked = f"--tasks {','.join(f'{task}_replay' for task in tasks)} {data} --limit {limit}"
@@ -112,14 +111,15 @@ def _tokens(path: Path, model: Path) -> tuple[list[list[int]], Any]:
 def looping_pieces(
     responses: Sequence[list[int]], size: int, longest: int = LOOPING
 ) -> list[list[int]]:
-    """Cuts the first ``longest`` tokens of each longer response into pieces of ``size`` tokens, and leaves out
-    the first piece. Pieces are shorter than responses, but repeat themselves nearly as much."""
+    """Takes the first ``longest`` tokens of each response that has more tokens, and cuts them into pieces of
+    ``size`` tokens; leaves out the first piece. Pieces repeat themselves nearly as much as whole responses."""
     starts = range(size, longest - size + 1, size)
     return [ids[at : at + size] for ids in responses if len(ids) > longest for at in starts]
 
 
 def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path:
-    """Write a file of responses to replay. Prompts begin with numbers, so copies share no cached prefix."""
+    """Write a JSONL file of responses to replay. Each prompt begins with a different number, so copies of a
+    response share almost no cached prefix."""
     rows = [
         {"question": f"{number}. {tokenizer.decode(ids[:60])}", "response": tokenizer.decode(ids)}
         for number, ids in enumerate(responses)
@@ -129,7 +129,7 @@ def _records(path: Path, responses: Sequence[list[int]], tokenizer: Any) -> Path
 
 
 def short(_: Path | None) -> Runs:
-    """Problems that are sent all at once. The largest pool has room for all requests, the smallest for two."""
+    """Sends all problems at once. The largest KV pool has room for all requests, the smallest for two."""
     workloads = {
         "small_reasoner": (f"--model {MODEL} --limit 24", (30_000, 12_000, 6_000, 2_500)),
         "tiny_reasoner": ("--limit 48", (30_000, 12_000, 6_000, 1_500)),
@@ -143,7 +143,7 @@ def short(_: Path | None) -> Runs:
 
 
 def siblings(_: Path | None) -> Runs:
-    """1, 4 and 16 samples of each of 100 problems. Methods share within responses, or also across them."""
+    """Samples 1, 4 or 16 responses to each of 100 problems. Methods share within or also across responses."""
     sides = "--methods dense,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
     return {
         f"x{n}": f"--model {MODEL} --tasks small_reasoner_x{n} --limit {100 * n} {sides} "
@@ -152,16 +152,16 @@ def siblings(_: Path | None) -> Runs:
     }
 
 
-#: These budgets leave out 10, 20, 40 and 60% of the positions of a request that grows from 45 to 580 positions,
-#: averaged over its steps.
+#: Summed over the decode steps of a request that grows from 45 to 580 positions, these budgets leave out 10,
+#: 20, 40 and 60% of the positions.
 BUDGETS = (397, 321, 214, 132)
 _EVICTORS = "streamingllm h2o keydiff rkv triattention l2norm random reasoncache+rkv"
 
 
 def policies(_: Path | None) -> Runs:
-    """Compares evictors with random sharing, and with the ReasonCache paper's rule. The rule saves 10% of the
-    slots at percentile 30, 22% at 80, little more at 100. SnapKV evicts only prompts, so it has one setting.
-    The pool has room for all requests in flight, so memory does not affect the answers."""
+    """Compares eviction policies with random sharing and the ReasonCache paper's rule, which saves 10% of the
+    slots at percentile 30, 22% at 80, little more at 100. SnapKV evicts only from the prompt, so one setting
+    is enough. The pool holds all requests in flight, so lack of slots does not affect the answers."""
     methods = ["dense", "reasoncache:percentile=30", "reasoncache:percentile=80"]
     methods += ["reasoncache:policy=snapkv:share=0.5"]
     methods += [f"random:random_ratio={ratio}" for ratio in (0.12, 0.24, 0.48, 0.72)]
@@ -172,14 +172,14 @@ def policies(_: Path | None) -> Runs:
     ]
     return {
         "tiny_reasoner": f"--tasks tiny_reasoner --methods {','.join(methods)} --limit 60 "
-        # Evicted positions need attention that skips them. Stock SGLang gets the same backend.
+        # Eviction needs a backend that skips evicted positions. Stock SGLang runs with the same backend.
         "--server-flags '--attention-backend reasoncache_cpu' "
         "--in-flight 48 --max-tokens 1000 --kv-budget 56000"
     }
 
 
 def answers(_: Path | None) -> Runs:
-    """The small reasoner's answers under sharing and evicting."""
+    """The small reasoner answers its problems with stock SGLang, with sharing and with eviction."""
     return {"small_reasoner": f"@{quote(str(ADAPTER.with_name('answers.flags')))}"}
 
 
@@ -198,8 +198,8 @@ class Options:
 
 
 def work(options: Options) -> None:
-    """Measure the runs that are missing and report all. Raises ValueError if options are wrong or nothing could
-    be measured."""
+    """Make the runs that have no results yet, and a report on all runs. Raises ValueError if options are wrong
+    or nothing could be measured."""
     asked, commit = BENCHES[options.bench](options.traces), describe_versions()["commit"]
     if unknown := set(options.only) - asked.keys():
         raise ValueError(f"--only must be of {', '.join(asked)}, got {', '.join(unknown)}")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the sides of a comparison in turns, in many rounds, and measures memory bandwidth in between. Other work
-on the machine changes within seconds, so with turns it affects all sides alike."""
+"""Runs the sides of a comparison in turns, for many rounds; can measure memory bandwidth after each turn. Load
+from other programs changes within seconds, but affects all sides alike if they take turns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Calling a side runs it once and returns samples. Each sample is a dictionary of figures.
+#: A side of a comparison. Each call measures it once and returns samples, which are dictionaries of figures.
 Side = Callable[[], Sequence[Mapping[str, float]]]
 Call = Callable[[], object]
 
@@ -21,8 +21,8 @@ Call = Callable[[], object]
 def take_turns(
     sides: Mapping[str, Side], rounds: int, between: Callable[[], Mapping[str, float]] = dict
 ) -> pd.DataFrame:
-    """Returns a table, a row for each sample: ``side``, ``round``, its figures and those of ``between``. Every
-    second round runs in reverse order. A warm-up round comes first; its samples are not returned."""
+    """Returns a table with a row for each sample: ``side``, ``round``, the sample's figures, and the figures
+    that ``between`` gave after the side. Every second round is in reverse order. A warm-up round is omitted."""
     import pandas as pd
 
     lines = []
@@ -42,7 +42,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 def as_text(figure: Any) -> str:
-    """Formats a :func:`spread` as ``median (low to high)``, rounds a number, and keeps text; "" for None."""
+    """Formats a :func:`spread` as ``median (low to high)``; rounds a number, keeps text; None gives ""."""
     if figure is None or isinstance(figure, str):
         return figure or ""
     if not isinstance(figure, dict):
@@ -78,6 +78,6 @@ class Yardstick:
         self._read: Call = source.view(torch.float32).sum
 
     def rates(self) -> dict[str, float]:
-        """GB/s of a ``copy``, which counts bytes read and bytes written, and of a ``read``."""
+        """The bandwidths, in GB/s, of a ``copy`` (bytes read plus bytes written) and of a ``read``."""
         copy, read = (seconds(call, self._device) for call in (self._copy, self._read))
         return {"copy": 2 * self._bytes / copy / 1e9, "read": self._bytes / read / 1e9}

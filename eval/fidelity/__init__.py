@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing and eviction cost a language model on recorded responses; see docs/fidelity.md."""
+"""Measures how sharing and eviction change a model's predictions; see docs/fidelity.md."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.fidelity MODEL RESPONSES`` measures what sharing costs a model on recorded responses. With
-``--documents FILE`` instead, it measures what composing prompts of cached documents costs."""
+"""``python -m eval.fidelity MODEL RESPONSES`` measures how KV sharing changes a model's predictions of recorded
+responses. With ``--documents FILE``, it measures how composing prompts of cached documents changes answers."""
 
 import hashlib
 import json
@@ -29,12 +29,12 @@ from sglang_reasoncache.filter.vocabulary import vocabulary_of
 #: Takes a model; returns a function that scores a response or prompt under each arm (way to edit the KV).
 Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
-#: A response loops if at least a tenth of its runs of 32 tokens also occur earlier in it.
+#: A response counts as looping if at least a tenth of its sequences of 32 tokens also occur earlier in it.
 _RUN, _LOOPS = 32, 0.1
 
 
 class Response(NamedTuple):
-    """A question and its response, cut at ``--cap``. The first ``prompt`` of ``tokens`` are the question."""
+    """A question and its response, at most ``--cap`` tokens. The first ``prompt`` tokens are the question."""
 
     name: str
     group: str
@@ -47,9 +47,9 @@ Job = tuple[Sequence[Response | Prompt], list[str], Begin]
 
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Cuts question and response to ``cap`` tokens; yields responses that still have ``shortest`` tokens. Rows
-    of a JSONL file have ``question``, ``response``, perhaps ``id`` and ``correct``. A folder gives the first
-    response to each question. Raises OSError if a file cannot be read, ValueError if a line is bad."""
+    """Yields responses, cut so that question and response have at most ``cap`` tokens. Skips responses below
+    ``shortest`` tokens. Rows have ``question``, ``response``, perhaps ``id`` and ``correct``. A folder yields
+    one response to each question. Raises OSError if a file cannot be read, ValueError if a line is bad."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):
@@ -62,7 +62,7 @@ def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Respon
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether at least a tenth of the runs of 32 tokens also occur earlier in the response."""
+    """Whether at least a tenth of the sequences of 32 tokens also occur earlier in the response."""
     runs = [tuple(tokens[i : i + _RUN]) for i in range(len(tokens) - _RUN + 1)]
     return bool(runs) and 1 - len(set(runs)) / len(runs) >= _LOOPS
 
@@ -110,7 +110,7 @@ class Options:
 
 
 def load(options: Options) -> Reader:
-    """Load the model. Raises OSError or ValueError if that fails, or if the model or ``--cap`` is refused."""
+    """Load the model. Raises OSError or ValueError if that fails or ``--cap`` exceeds the model's positions."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
     )
@@ -138,8 +138,8 @@ def chosen(options: Options, tokenizer: Any) -> list[Response]:
 def measure(
     options: Options, items: Sequence[Response | Prompt], settings: Sequence[str], begin: Begin
 ) -> Iterator[Mapping[str, Any]]:
-    """Yields a record for each item, and appends the record to a JSONL file at once. Records in that file with
-    the same settings are used again, so that a run that was cut off goes on where it stopped."""
+    """Yields a record for each item, and appends each new record to a JSONL file at once. Items that
+    have a record there with the same settings are not measured again, so an interrupted run can continue."""
     path, known, scores = options.out.with_suffix(".jsonl"), {}, None
     given = options.documents or options.responses
     if given is not None and path.resolve() in (given.resolve(), given.resolve() / path.name):
@@ -179,7 +179,7 @@ def _prompts(options: Options, tokenizer: Any) -> Job:
 
 
 def work(options: Options) -> list[dict[str, Any]]:
-    """Measure, print and write the table; return its rows."""
+    """Measure all items; print a table of the figures, write it to ``--out``, and return its rows."""
     torch.set_num_threads(options.threads)
     records, summed = list[Mapping[str, Any]](), list[dict[str, Any]]()
     settings = {name: str(value) for name, value in vars(options).items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arms by name: an arm is a way to edit the KV cache while a model is fed a response; see docs/fidelity.md."""
+"""Parses names of arms. An arm is a way to edit KV while a model reads a response; see docs/fidelity.md."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_con
 from sglang_reasoncache.filter.settings import FilterConfig
 
 POOLS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-#: With random sharing, this share of the blocks reads an earlier block.
+#: With random sharing, each block reads a random earlier block with this probability.
 RANDOM_RATIO = 0.3
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
@@ -27,15 +27,15 @@ _GRAMMAR = (
 
 @dataclass(frozen=True)
 class Arm:
-    """A way to treat a KV cache. ``filter`` has settings of the plugin's filter, which finds blocks to share.
-    ``evictor`` is a policy; callers set its budget. ``pool`` is an fp8 dtype; None keeps the model's dtype."""
+    """A way to edit a KV cache. ``filter`` holds settings of the plugin's filter, which finds blocks to share.
+    ``evictor`` is an eviction policy; callers set its budget. ``pool`` is the fp8 dtype of KV, if not None."""
 
     name: str
     filter: FilterConfig | None = None
     corrected: bool = True  # keys are rotated to the positions that read them
-    percentile: float = 100.0  # of KV distances; 100 means no threshold
+    percentile: float = 100.0  # pairs up to this percentile of KV distances share; 100: all
     evictor: Any = None
-    need: float = 1.0  # the largest share of positions to save; blocks of least distance come first
+    need: float = 1.0  # pairs share, least KV distance first, until this part is saved
     pool: torch.dtype | None = None
 
 
@@ -57,7 +57,7 @@ def parse(name: str) -> Arm:
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
     if direction == "oldest":
-        knobs.setdefault("min_age", 0)  # as in the ReasonCache paper, which has no least age
+        knobs.setdefault("min_age", 0)  # as in the ReasonCache paper, which has no minimum age
     try:
         config = ReasonCacheConfig(direction=direction, percentile=percentile, **knobs)
     except ConfigError as error:
@@ -82,7 +82,7 @@ def _evictor(name: str) -> Arm:
 
 
 def default_name() -> str:
-    """The name of the arm with the plugin's default settings, which also rotate keys."""
+    """The name of the arm with the plugin's default settings; this arm rotates keys."""
     config = ReasonCacheConfig()
     name = f"{config.direction}-{config.match}-{config.block}"
     if config.direction == "oldest" and config.min_age:
@@ -98,8 +98,8 @@ def default_names() -> list[str]:
 
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
-    """Returns the arms of these names, evictors last. Raises ValueError if a name is bad or given twice, or if
-    there are evictors and ``like`` names no arm that shares."""
+    """Returns the arms with these names; arms that evict come last. Raises ValueError if a name is bad or given
+    twice, or if some arm evicts and ``like`` names none of the arms that share."""
     arms = sorted(map(parse, names), key=lambda arm: arm.evictor is not None)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV caches with editable entries, for transformers' own model code."""
+"""A KV cache whose entries can be edited, for use with transformers' own model code."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class EditableCache(Cache):
-    """KV of a batch. Its rows are fed the same tokens, but may be edited differently. ``keys``, rotated for
-    their positions, and ``values`` are ``[layers, rows, heads, capacity, head_dim]``. ``visible``, ``[rows,
-    capacity]``, is false for positions that cannot be read."""
+    """KV of a batch. All rows get the same tokens, but each row may be edited differently. ``keys`` (after
+    rotary embedding) and ``values`` have the shape ``[layers, rows, heads, capacity, head_dim]``. ``visible``
+    has the shape ``[rows, capacity]``, and is false for positions that attention must skip."""
 
     def __init__(self, layers: int, rows: int, capacity: int, device: torch.device) -> None:
         super().__init__(layers=[])
@@ -26,7 +26,7 @@ class EditableCache(Cache):
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
         self.rows, self.length = 1, 0  # rows in use, positions written
-        self.at: torch.Tensor | None = None  # where new entries go; None means behind the others
+        self.at: torch.Tensor | None = None  # positions to overwrite; None: new KV is appended
         self.rounded: dict[int, torch.dtype] = {}  # row -> fp8 dtype to which its new KV is rounded
 
     def update(
@@ -37,7 +37,7 @@ class EditableCache(Cache):
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Takes K and V of a layer, ``[rows, heads, tokens, head_dim]``; returns those of all positions."""
+        """Stores new K and V, ``[rows, heads, tokens, head_dim]``; returns the layer's K and V so far."""
         if not len(self.keys):
             layers, rows, capacity = self._shape
             self.keys, self.values = (
@@ -85,8 +85,8 @@ class EditableCache(Cache):
 
 
 class Reader:
-    """Feeds tokens to a model through an :class:`EditableCache`. Raises ValueError if the model cannot be
-    measured."""
+    """Feeds tokens to a model that uses an :class:`EditableCache`. Raises ValueError if the model's attention
+    or rotary embedding is not supported."""
 
     def __init__(self, model: Any) -> None:
         model.set_attn_implementation(_NAME)
@@ -102,7 +102,7 @@ class Reader:
         self, cache: EditableCache, tokens: Sequence[int], first: int = 0, **options: Any
     ) -> torch.Tensor:
         """Appends ``tokens``. Returns logits ``[rows, tokens, vocabulary]``. ``first`` is the position of the
-        cache's first entry. ``options`` go to the model, which hands ``watch`` to :func:`_attention`."""
+        cache's first entry. The model gets ``options``, and passes ``watch`` on to :func:`_attention`."""
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
@@ -119,7 +119,7 @@ class Reader:
 
     @torch.no_grad()
     def again(self, cache: EditableCache, tokens: Sequence[int], positions: Sequence[int]) -> None:
-        """Recompute the KV of ``tokens`` at ``positions``, which were written before."""
+        """Recompute the KV of ``tokens`` at ``positions``, where the cache already has KV."""
         at = cache.at = torch.tensor(positions, device=self.device)
         causal = torch.arange(cache.length, device=self.device) <= at[:, None]
         self.model(
@@ -133,7 +133,7 @@ class Reader:
 
     @torch.no_grad()
     def _rotation(self) -> KeyRotation:
-        """Finds the rotation that moves layer 0's keys to another position."""
+        """Finds the rotation that moves keys to other positions, by trying candidates on layer 0's keys."""
         modules = [m for m in self.model.modules() if hasattr(m, "inv_freq")]
         kinds = {getattr(module, "rope_type", "default") for module in modules}
         if len(modules) != 1 or kinds & {"dynamic", "longrope"}:
@@ -166,7 +166,7 @@ def _attention(
     watch: Watch | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes the same as transformers' sdpa, but does not copy KV heads. ``watch`` gets row 0 only."""
+    """Computes the same as ``sdpa`` of transformers, without repeating KV heads. ``watch`` gets only row 0."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {name}, not computed here")

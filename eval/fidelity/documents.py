@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares full prefill with prompts made of documents prefilled alone, for each way to repair their KV."""
+"""Compares full prefill with documents prefilled alone and then *repaired* (part of their KV is recomputed)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _CHUNK = 256  # tokens of one forward
 
 
 class Prompt(NamedTuple):
-    """A row of the file. The first document is ``tokens[start : ends[0]]``; each further document begins where
-    the previous document ends. The answer is ``tokens[answer:]``."""
+    """A prompt and its answer. The first document is ``tokens[start : ends[0]]``; each further document begins
+    where the previous document ends. The answer is ``tokens[answer:]``."""
 
     name: str
     group: str
@@ -39,8 +39,8 @@ class Prompt(NamedTuple):
 
 def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list[Prompt]:
     """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``, ``question``
-    and ``answer``, perhaps ``id``, ``group`` and ``lead`` (text before the answer). Raises OSError if the file
-    cannot be read. Raises ValueError if a line is bad or has over ``cap`` tokens, or if there are no rows."""
+    and ``answer``; ``id``, ``group`` and ``lead`` (text before the answer) are optional. Raises OSError if the
+    file cannot be read. Raises ValueError if a line is bad or over ``cap`` tokens, or if there are no rows."""
     seen, found = Counter[str](), []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
         seen[row.group] += 1
@@ -72,8 +72,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt, and the position behind each text except the last. A chat template gets one
-    system message and user messages; tokens are counted as in ``sglang_reasoncache/plugin/documents.py``."""
+    """The tokens of a prompt, and the position where each text ends, except for the last text. With a chat
+    template, the first text is the system message, and each other text is a user message."""
     if not tokenizer.chat_template:
         parts = [_ids(tokenizer, f"{text}\n\n") for text in texts]
         return [*chain(*parts)], [*accumulate(map(len, parts[:-1]))]
@@ -95,7 +95,7 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
 
 
 def parse(name: str) -> tuple[str, Repair | SamKV]:
-    """The kind of a repair, and its amount or SamKV's options. Raises ValueError if ``name`` is no repair."""
+    """The kind and the settings of the repair ``name``. Raises ValueError if there is no such repair."""
     if arm := samkv.parse(name):
         return "samkv", arm
     try:
@@ -106,8 +106,8 @@ def parse(name: str) -> tuple[str, Repair | SamKV]:
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
-    """The positions with the highest ``scores`` (fp32 ``[positions]``), ascending: as many as ``share``
-    of the tokens of all documents. The first document has not moved, so none of its positions is chosen."""
+    """The positions of the highest ``scores`` (fp32 ``[positions]``), ascending. Their number is ``share``
+    times the number of all documents' tokens. None is in the first document, whose KV needs no repair."""
     first, end = prompt.ends[0], prompt.ends[-1]
     count = round(share * (end - prompt.start))
     return (highest_of(scores[first:end].cpu(), count) + first).tolist()
@@ -131,9 +131,9 @@ class Documents:
         self._profiles: dict[int, list[samkv.Profile]] = {}  # by block size
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
-        """Figures of ``full`` and of each repair: ``accuracy``, 1 if each token of the answer is the likeliest;
-        ``nll`` and ``kl`` (full || repair), means over the answer's tokens in nats; ``recomputed`` and
-        ``read``, the shares of the documents' tokens that were recomputed and that can be read."""
+        """Figures of ``full`` and of each repair: ``accuracy``, 1 if each token of the answer is the likeliest,
+        else 0; ``nll`` and ``kl`` (full || repair), means over the answer's tokens in nats; ``recomputed``, the
+        share of the documents' tokens that were recomputed; ``read``, the share that attention can read."""
         end = prompt.ends[-1]
         documents = prompt.tokens[:end], prompt.start, prompt.ends
         if documents != self._of:
@@ -167,8 +167,8 @@ class Documents:
         }
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
-        """The positions that a repair recomputes. The caches must be those of the prompt's documents. ``samkv``
-        also hides, in its own cache, the positions that it does not select."""
+        """The positions that the repair ``name`` recomputes. :attr:`caches` must hold the prompt's documents.
+        For SamKV, the positions that it does not select are also hidden in ``caches[name]``."""
         kind, repair = self._repairs[name]
         if isinstance(repair, SamKV):
             seen = self._profiles.get(repair.block)
@@ -197,8 +197,8 @@ class Documents:
         return heads_of(prompt.ends, repair.first).tolist()
 
     def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
-        """Two caches: ``full`` has all documents computed in full context; ``none`` has each document computed
-        right behind the tokens before all documents, with its keys rotated to its place in the prompt."""
+        """Two caches. For ``full``, the documents are prefilled together. For ``none``, each is prefilled alone
+        behind the tokens before the first document; then its keys are rotated to its place in the prompt."""
         start, ends, tokens = prompt.start, prompt.ends, prompt.tokens
         full, composed = (self._read(tokens[:end], ends[-1]) for end in (ends[-1], ends[0]))
         for begin, end in pairwise(ends):
@@ -215,7 +215,7 @@ class Documents:
         return cache
 
     def _ask(self, cache: EditableCache, tokens: Sequence[int], **options: Any) -> torch.Tensor:
-        """Returns logits of tokens behind the documents. The next call overwrites the KV of these tokens."""
+        """Returns logits of ``tokens``, put behind the documents. The next call overwrites these tokens' KV."""
         length = cache.length
         logits = self._reader.forward(cache, tokens, **options)
         cache.length = length

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Feeds recorded responses to a model with the KV cache of each arm, to see how predictions change."""
+"""Feeds recorded responses to a model, editing KV in several ways (*arms*), to see how predictions change."""
 
 import dataclasses
 import heapq
@@ -27,16 +27,16 @@ from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 from sglang_reasoncache.sharing.state import Candidate, RequestState
 
-#: Tokens of one forward, and of one comparison of log-probabilities.
+#: Number of tokens in one forward, and in one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
-#: Distances that a threshold sees before it accepts a block. An arm has one threshold for all responses.
+#: Distances that a threshold must see before it accepts a pair. An arm has one threshold for all responses.
 _WARM_UP = 32
-#: Distance between the first slots of two responses: more positions than any response has.
+#: Difference between the first slot ids of two responses. No response has so many positions.
 _FAR = 1 << 32
 
 
 class ArmCache:
-    """An arm's row in a response's cache, and the slots that its positions would have in a server. Until its
+    """An arm's row in a response's cache, and the slots that a server would have put into this row. Until the
     first edit the arm uses row 0, which no arm edits. ``number`` differs between responses that share slots."""
 
     def __init__(
@@ -48,7 +48,7 @@ class ArmCache:
         self._state, self._slots = RequestState(), HostRow()
         self._rotation = reader.rotation
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
-        # A heap of accepted pairs that have not shared yet, by KV distance.
+        # A heap, ordered by KV distance, of accepted pairs that do not share yet.
         self._ledger: list[tuple[float, BlockPair]] = []
         if arm.pool is not None:
             self._edited().rounded[self.row] = arm.pool
@@ -59,10 +59,10 @@ class ArmCache:
         return self._given_up + int(np.count_nonzero(self._gone))
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
-        """Add to the ledger the block pairs that the threshold accepts. Then share the pairs of least distance
-        until the arm's ``need`` is saved. By default ``need`` is 1, so all pairs share."""
+        """Add to the ledger the block pairs that the threshold accepts. Then let pairs share, smallest distance
+        first, until the fraction ``need`` of the response is saved. By default ``need`` is 1, so all share."""
         block = self._block
-        # As in a server, no position is redirected twice.
+        # As in a server, drop a pair if its destination overlaps the destination of an earlier pair.
         pairs = [pair for pair in pairs if self._state.claim(Candidate(*pair), block)]
         accepted, distances = np.ones(len(pairs), dtype=bool), [0.0] * len(pairs)
         if pairs and (self.arm.percentile < 100 or self.arm.need < 1):
@@ -82,7 +82,7 @@ class ArmCache:
             self.read(dst_start, src_start, self)
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
-        """Let the block at ``dst_start`` read the block at ``src_start`` of ``lender``, maybe another response.
+        """Let the block at ``dst_start`` read ``lender``'s block at ``src_start``, perhaps in another response.
         Does nothing if other responses use slots of the block at ``dst_start``, as these would not be freed."""
         lender._located(src_start)
         if not self._slots.in_other_rows.isdisjoint(self._located(dst_start)):
@@ -100,7 +100,7 @@ class ArmCache:
             self._edited().redirect(self.row, reads, rotation, (lender.cache, lender.row))
 
     def _located(self, start: int) -> list[int]:
-        """The slots of a block. A position that was never redirected has a slot of its own."""
+        """The slots of the block at ``start``. A position that was never redirected has a slot of its own."""
         end = start + self._block
         self._slots.locate(start, range(self._first_slot + start, self._first_slot + end))
         found: list[int] = self._slots.between(start, end).tolist()
@@ -136,14 +136,14 @@ class ArmCache:
         return self.cache
 
     def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of every layer as in a pool, ``[positions, heads, head_dim]``."""
+        """Keys and values of every layer, shaped like SGLang's pool: ``[positions, heads, head_dim]``."""
         cache, part = self.cache, (slice(None), self.row, slice(None), slice(self.cache.length))
         both = ([*all_[part].transpose(1, 2).contiguous()] for all_ in (cache.keys, cache.values))
         return list(zip(*both, strict=True))
 
 
 class Replay:
-    """Scores responses under all arms. An arm that evicts saves as much as the arm named ``like``."""
+    """Scores responses under all arms. An arm that evicts saves as many slots as the arm named ``like``."""
 
     def __init__(
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
@@ -153,7 +153,7 @@ class Replay:
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 
     def scores(self, tokens: Sequence[int], prompt: int) -> dict[str, dict[str, float]]:
-        """Figures of ``dense`` (no edits) and each arm, over tokens after the first ``prompt``: ``saved``, the
+        """Figures of ``dense`` (no edits) and of each arm, over the tokens after the prompt: ``saved``, the
         share of positions without a slot of their own at the end; ``nll`` and ``kl`` (dense || arm), means over
         tokens in nats; ``top1``, the share of tokens where dense and the arm predict the same token."""
         cache = self._reader.cache(1 + len(self._arms), len(tokens))
@@ -183,7 +183,7 @@ class Replay:
     def _plan(
         self, tokens: Sequence[int], prompt: int
     ) -> Mapping[int, Mapping[str, list[Sequence[BlockPair]]]]:
-        """The filter's proposals, by the number of tokens that are written when it makes them, and by arm."""
+        """The pairs that each arm's filter proposes, by number of tokens written at that time and by arm."""
         found: dict[int, dict[str, list[Sequence[BlockPair]]]] = defaultdict(dict)
         for arm in self._arms:
             if arm.filter is None:
@@ -197,8 +197,8 @@ class Replay:
 
 
 def compare(logits: torch.Tensor, targets: Sequence[int]) -> torch.Tensor:
-    """Returns float64 ``[rows, 3]``: sums of NLL, KL(row 0 || row) and top-1 agreement with row 0. ``logits``
-    are ``[rows, tokens, vocabulary]``, the predictions of ``targets``."""
+    """Returns float64 ``[rows, 3]``: sums over tokens of NLL, KL(row 0 || row) and top-1 agreement with row 0.
+    ``logits``, ``[rows, tokens, vocabulary]``, are the predictions of ``targets``."""
     sums = torch.zeros(len(logits), 3, dtype=torch.float64)
     for at in range(0, len(targets), _COMPARED):
         some = torch.tensor(targets[at : at + _COMPARED], device=logits.device)

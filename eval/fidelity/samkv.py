@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SamKV (arXiv 2508.11661): documents are prefilled alone. A request reads the ends of each document, which are
-its first block and its last two blocks, and middle blocks that fit the question. KV of the ends and of some
-more tokens is recomputed. ``⚠`` marks choices made here where the paper leaves a point open."""
+"""SamKV (arXiv 2508.11661): documents are prefilled alone. A request reads the *ends* of each document (the
+first block and the last two) and the middle blocks that fit the question best. The KV of the ends, and of some
+other tokens that are read, is recomputed. ``⚠`` marks our choices where the paper leaves a point open."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from eval.fidelity.cache import EditableCache, Reader
 if TYPE_CHECKING:
     from eval.fidelity.documents import Prompt
 
-#: Arm -> how recomputed KV is used: in place of old KV, or mixed with it; "" means that nothing is recomputed.
+#: Arm -> use of recomputed KV: it overwrites old KV, or is mixed with old KV; "": nothing is recomputed.
 UPDATES = {"samkv": "overwrite", "samkv-fusion": "fusion", "samkv-select": ""}
 
 
 class SamKV(NamedTuple):
-    """An arm. With the paper's blocks of 64 tokens, documents below 193 tokens are read whole. With our blocks
-    of 16, the ends of a document of 300 tokens are about 15%, the share that the paper reads and recomputes."""
+    """An arm. With the paper's blocks of 64, documents below 193 tokens have no middle and are read whole. With
+    blocks of 16, the ends are about 15% of a 300-token document, the share the paper reads and recomputes."""
 
     update: str
     block: int = 16
 
 
 class Profile(NamedTuple):
-    """What is stored of a document besides its KV. Blocks are ranges of positions in the prompt."""
+    """What is stored about a document besides its KV. Blocks are ranges of positions in the prompt."""
 
     ends: list[int]  # positions of the first block and the last two
     middle: list[range]  # the blocks between the ends
     query: torch.Tensor  # fp32 [layers, heads, head_dim], mean query of the last two blocks
-    most: list[int]  # by layer of ``_stable``, number of the most important middle block (K_max)
-    least: list[int]  # by layer of ``_stable``, number of the least important middle block (K_min)
-    outliers: set[int]  # positions of the middle whose decay is unusual, see :func:`profiles`
+    most: list[int]  # per layer of ``_stable``: index of the most important middle block (K_max)
+    least: list[int]  # per layer of ``_stable``: index of the least important middle block (K_min)
+    outliers: set[int]  # positions of the middle whose :func:`decay` is unusual
 
 
 def parse(name: str) -> SamKV | None:
-    """Parses ``samkv``, ``samkv-fusion``, ``samkv-select``, with or without ``:BLOCK``; else returns None."""
+    """Parses ``samkv``, ``samkv-fusion`` or ``samkv-select``, perhaps with ``:BLOCK``; else returns None."""
     kind, colon, block = name.partition(":")
     if kind not in UPDATES or (colon and not (block.isascii() and block.isdigit() and int(block))):
         return None
@@ -49,7 +49,7 @@ def parse(name: str) -> SamKV | None:
 
 
 def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
-    """The offline step: prefills documents behind the system prompt; summarises their queries and attention."""
+    """The offline step: prefills each document behind the system prompt; sums up its queries and attention."""
     cache, found = reader.cache(1, prompt.ends[-1]), []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
     for begin, end in pairwise((prompt.start, *prompt.ends)):
@@ -61,12 +61,12 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
         found.append(one)
         for layer in weights[..., prompt.start :] if middle else ():
             alpha, strength = decay(layer)
-            # Each block is represented by one of its tokens: the one to which later tokens attend most.
+            # In each block, the token to which later tokens attend most represents the block.
             parts = [slice(part.start - begin, part.stop - begin) for part in middle]
             strong = [part.start + int(strength[part].argmax()) for part in parts]
             one.most.append(int(alpha[strong].argmin()))
             one.least.append(int(strength[strong].argmin()))
-            # PauTa: alpha is over 3 standard deviations off the middle's mean, ⚠ in any layer, above or below.
+            # PauTa rule: alpha is more than 3 sigma from the middle's mean, ⚠ above or below, in any layer.
             inner = alpha[parts[0].start : parts[-1].stop]
             far = (inner - inner.mean()).abs() > 3 * inner.std(correction=0)
             one.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
@@ -76,7 +76,7 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
 def select(
     reader: Reader, cache: EditableCache, prompt: Prompt, found: Sequence[Profile]
 ) -> list[int]:
-    """The online step: hides in row 0 the positions that the request does not read; returns those to recompute.
+    """The online step: hides in row 0 the positions that the request does not read; returns what to recompute.
     ⚠ Tokens keep their positions in the whole prompt. Scores use queries and keys before rotation: a profile is
     made before its document has a place in a prompt. As in a server, all layers read the same blocks."""
     end, visible = prompt.ends[-1], cache.visible[0]
@@ -84,11 +84,11 @@ def select(
     visible[[at for one in found for at in one.ends]] = True
     asked = prompt.tokens[end : prompt.answer]
     generic, _ = _look(reader, cache, asked, len(asked))
-    # Personalised queries: queries of the other documents' last blocks are added, ⚠ for each layer and head.
+    # A document's personalised query adds the other documents' queries to the question's, ⚠ by layer and head.
     local = torch.stack([one.query for one in found])
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
     personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
-    # Scores are products with mean keys. ⚠ They are summed over heads; the anchor is one mean key of both ends.
+    # A score is the query times a block's mean key, ⚠ summed over heads. ⚠ The anchor uses the ends' mean key.
     keys = _unrotated(reader, cache.keys[_stable(reader.layers).start :, 0, :, :end], 0)
     asks = personal[:, -len(keys) :].unflatten(2, (keys.shape[1], -1)).sum(3)
     scores, counts = [keys.new_empty(len(keys), 0)], list[int]()
@@ -99,8 +99,8 @@ def select(
         layers = range(len(one.most))
         extremes = (scores[-1][layers, which] for which in (one.most, one.least))
         counts.append(math.ceil(top_p(anchor, *extremes) * len(middle)) if middle else 0)
-    # Cross-context filter: the best middle blocks of all documents are read, as many as a document has on
-    # average. ⚠ For this, scores are normalised over all middle blocks, then averaged over layers.
+    # Cross-context filter: the best middle blocks of all documents are read, at most as many as a document
+    # has on average. ⚠ Scores are first normalised over all middle blocks, then averaged over layers.
     every = torch.cat(scores, dim=1)
     apart = every - every.mean(1, keepdim=True)
     normal = (apart / apart.norm(dim=1, keepdim=True).clamp(min=1e-6)).mean(0)
@@ -113,21 +113,21 @@ def select(
     best.sort(key=lambda pair: pair[0], reverse=True)
     kept = {at for _, part in best[: math.ceil(len(normal) / len(found))] for at in part}
     visible[sorted(kept)] = True
-    # ⚠ KV is recomputed in all layers, but not in the first document, which has not moved.
+    # ⚠ KV is recomputed in all layers, but not for the first document, whose KV is that of full prefill.
     again = {at for one in found for at in (*one.ends, *(one.outliers & kept))}
     return sorted(at for at in again if at >= prompt.ends[0])
 
 
 def top_p(anchor: torch.Tensor, most: torch.Tensor, least: torch.Tensor) -> float:
-    """Eq. 2: the share of a document's middle blocks to read, a mean over layers. ⚠ A layer counts as 0 also if
-    the least important block scores no lower than the anchor."""
+    """Eq. 2: the share of a document's middle blocks to read, averaged over layers. A layer counts as 0 if the
+    anchor scores above the most important block, ⚠ and also if it scores no higher than the least important."""
     inside = (least < anchor) & (anchor <= most)
     return float(torch.where(inside, (most - anchor) / (most - least), 0).mean())
 
 
 def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes attention ``[queries, keys]``. Returns two tensors, an entry per key: alpha, where later tokens'
-    attention to the key falls as ``distance ** -alpha`` (least-squares fit), and the mean of that attention."""
+    """Takes attention ``[queries, keys]``. Returns, for each key, alpha and the mean of later tokens'
+    attention to the key. This attention falls as ``distance ** -alpha`` (least-squares fit)."""
     at = torch.arange(len(weights), device=weights.device)
     distance = at[:, None] - at
     later = (distance > 0).float()
@@ -138,8 +138,8 @@ def decay(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> None:
-    """Mix new KV with old KV by their cosine theta: theta * new + (1 - theta) * old. ⚠ This is done after all
-    layers were computed, by token, layer and head, for K and V separately."""
+    """Mix new and old KV by their cosine similarity theta: theta * new + (1 - theta) * old. ⚠ KV is mixed after
+    all layers were computed. ⚠ Each token, layer and head has its own theta for K and for V."""
     for new, before in ((cache.keys, old.keys), (cache.values, old.values)):
         ours, theirs = (part[..., positions, :].float() for part in (new, before))
         theta = torch.cosine_similarity(ours, theirs, dim=-1)[..., None]
@@ -147,15 +147,15 @@ def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> 
 
 
 def _stable(layers: int) -> range:
-    """The stable layers, N*. ⚠ Not calibrated: the last eighth of all layers, as in the paper's models."""
+    """The stable layers (N*). ⚠ Not calibrated: the last eighth of all layers, as in the paper's models."""
     return range(layers - math.ceil(layers / 8), layers)
 
 
 def _look(
     reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Feeds tokens behind a cache, which does not keep them. Returns the mean unrotated query of the last
-    ``last`` tokens, fp32 ``[layers, heads, head_dim]``, and the attention averaged over heads, ``[stable
+    """Feeds ``tokens`` behind ``cache``, which does not keep them. Returns the mean unrotated query of the
+    last ``last`` tokens, fp32 ``[layers, heads, head_dim]``, and the attention averaged over heads, ``[stable
     layers, tokens, positions]``."""
     queries, given = list[torch.Tensor](), list[torch.Tensor]()
     length = cache.length
@@ -172,7 +172,7 @@ def _look(
 
 
 def _unrotated(reader: Reader, rotated: torch.Tensor, first: int) -> torch.Tensor:
-    """Unrotates queries or keys ``[..., heads, tokens, head_dim]`` of the positions from ``first`` on; fp32."""
+    """Undoes the rotation of queries or keys ``[..., heads, tokens, head_dim]`` from position ``first`` on."""
     back = -torch.arange(first, first + rotated.shape[-2], device=rotated.device)
     by_token = rotated.transpose(-3, -2)
     return reader.rotation.rotate(by_token, back.expand(by_token.shape[:-2])).transpose(-3, -2)

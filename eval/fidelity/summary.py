@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 _RESAMPLES = 2000
-#: Figure -> its format, and how it follows from the mean scores of an arm and of the first arm (dense or full).
+#: Figure -> its format, and a function of the mean scores of an arm and of the first arm (dense or full).
 Figures = Mapping[str, tuple[str, Callable[[Any, Any], Any]]]
 RESPONSES: Figures = {
     "saved": ("{:.1%}", lambda arm, _: arm["saved"]),
@@ -30,8 +30,8 @@ DOCUMENTS: Figures = {
 def rows(
     records: Sequence[Mapping[str, Any]], figures: Figures = RESPONSES
 ) -> list[dict[str, Any]]:
-    """A row for each group and arm: means over responses, and under ``FIGURE_95`` the ends of each mean's 95%
-    bootstrap interval, or None: fewer than two responses or not finite. With ``RESPONSES`` dense has no row."""
+    """A row of figures per group and arm. ``FIGURE_95`` is the figure's 95% bootstrap interval, or None if an
+    end is not finite or the group has fewer than two responses. With ``RESPONSES``, dense has no row."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         groups.setdefault(record["group"], []).append(record["arms"])

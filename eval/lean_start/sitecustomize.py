@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes CPU servers start faster; Python runs this file first in every server process. Each process imports
-SGLang, which takes 30 CPU seconds, a third of them in the garbage collector, flashinfer and scikit-learn."""
+SGLang, which takes 10 CPU seconds, two of them for flashinfer, scikit-learn and garbage collection."""
 
 import gc
 import multiprocessing
@@ -12,6 +12,6 @@ gc.set_threshold(100_000, 20, 100)
 sys.modules |= dict.fromkeys(("flashinfer", "sklearn"))  # type: ignore[arg-type]
 
 if os.environ.get("REASONCACHE_FORK"):
-    # For tests, which start many servers: a forked process has SGLang imported, a spawned one must import it.
+    # For tests, which start many servers: forked processes inherit the imported SGLang, spawned ones import it.
     _set = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda *_, **__: _set("fork", force=True)  # type: ignore

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of runs: pure functions over their records."""
+"""Computes figures of evaluation runs from the runs' records."""

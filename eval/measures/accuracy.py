@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures how many answers are right, and compares a method with dense (stock SGLang) on the same problems.
 
-A problem's seeds form a cluster. Intervals of shares are Wilson's, at the effective number of answers;
-those of other values (F1, lengths) are Student's t over problems. Intervals of differences are Newcombe's
-square-and-add (MOVER) for shares, paired t for other values. Ratios treat dense's mean as exact."""
+Answers to one problem form a cluster. Shares get Wilson intervals at the effective number of answers; means of
+other values (F1, lengths) get Student's t intervals over problems. Differences of shares get Newcombe's
+square-and-add (MOVER) intervals, other differences paired t intervals. Ratios treat dense's mean as exact."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -31,21 +31,21 @@ class Estimate:
     n: int
 
     def scaled(self, factor: float, shift: float = 0.0) -> "Estimate":
-        """The estimate of ``factor * x + shift``, where x is estimated here; ``factor`` must be positive."""
+        """The estimate of ``factor * x + shift``, where ``self`` estimates x; ``factor`` must be positive."""
         low, high = (None if e is None else factor * e + shift for e in (self.low, self.high))
         return Estimate(factor * self.value + shift, low, high, self.n)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A method against dense, over the problems and seeds that both have."""
+    """Compares a method with dense on the problems and seeds for which both have results."""
 
     pairs: int
-    difference: Estimate  # of means, method less dense
+    difference: Estimate  # the method's mean minus dense's mean
     kept: Estimate | None  # the method's mean / dense's mean; None if dense's mean is 0
     only_dense: int  # pairs that only dense has right, McNemar's b
     only_method: int  # pairs that only the method has right, McNemar's c
-    p_value: float  # McNemar's, exact and two-sided; it assumes that pairs are independent
+    p_value: float  # of McNemar's exact two-sided test, which assumes independent pairs
 
 
 def keyed(results: Mapping[int, Sequence[Result]]) -> dict[Key, Result]:
@@ -59,7 +59,7 @@ def accuracy(results: Mapping[Key, Result]) -> Estimate | None:
 
 
 def mean(values: Mapping[Key, float]) -> Estimate | None:
-    """The mean, with its interval, of values by problem and seed; None if there are no values."""
+    """The mean of ``values``, with its interval; None if there are no values."""
     if not values:
         return None
     series = _series(values)
@@ -70,7 +70,7 @@ def mean(values: Mapping[Key, float]) -> Estimate | None:
 
 
 def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Comparison | None:
-    """Compare a method with dense; None if no problem has been graded for both."""
+    """Compare a method with dense; None if no problem was graded for both with the same seed."""
     keys = [key for key in dense if key in method]
     scores = [{key: side[key].score for key in keys} for side in (method, dense)]
     difference = differ(*scores)
@@ -85,7 +85,7 @@ def compare(method: Mapping[Key, Result], dense: Mapping[Key, Result]) -> Compar
 
 
 def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | None:
-    """The difference of the means of two sides that have the same keys; None if there are no keys."""
+    """The mean of ``one`` minus the mean of ``other``, with the same keys; None if there are no keys."""
     if not one:
         return None
     x, y = _series(one), _series(other)
@@ -113,7 +113,7 @@ def _series(values: Mapping[Key, float]) -> pd.Series:
 
 
 def _effective(series: pd.Series) -> float:
-    """The number of independent answers whose mean varies like that of ``series``; at least one a problem."""
+    """The number of independent answers whose mean varies like that of ``series``; at least one per problem."""
     problems = series.groupby(level=0).mean()
     error = float(problems.var()) / len(problems) if len(problems) > 1 else 0.0
     effective = float(series.var(ddof=0)) / error if error else 0.0
@@ -126,7 +126,7 @@ def _wilson(share: float, n: float) -> tuple[float, float]:
 
 
 def _phi(x: pd.Series, y: pd.Series, weight: float) -> float:
-    """Newcombe's correlation of paired zeros and ones, corrected towards 0; a pair counts ``weight``."""
+    """Newcombe's correlation of paired zeros and ones, reduced if > 0. A pair counts as ``weight`` pairs."""
     both, neither = weight * (x * y).sum(), weight * ((1 - x) * (1 - y)).sum()
     only_x, only_y = weight * (x * (1 - y)).sum(), weight * (y * (1 - x)).sum()
     scale = (both + only_x) * (only_y + neither) * (both + only_y) * (only_x + neither)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speed and KV memory of a cell, which is a method on one task and seed."""
+"""Speed and KV memory use in a cell. A cell is one method run on one task with one seed."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import pandas as pd
 
 from eval.runs.folder import Cell, Moment, Response, Served
 
-#: Ratio in a server's totals -> the count by which a mean over schedulers is weighted.
+#: Maps each ratio in a scheduler's totals to the count that weights it in a mean over schedulers.
 _WEIGHTS = {
     "memory_saving_ratio": "polls",
     "across_ratio": "polls",
@@ -20,25 +20,25 @@ _WEIGHTS = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a cell. None means that the records do not have the figure."""
+    """Figures of a cell. A figure is None if the cell's records do not suffice to compute it."""
 
     tokens_per_s: float | None  # output tokens of complete responses
     ttft_p50: float | None  # seconds from sending a request to its first text
     ttft_p99: float | None
     tpot_p50: float | None  # seconds per output token after the first
     tpot_p99: float | None
-    cpu_per_token: float | None  # CPU seconds of schedulers and their processes per output token
+    cpu_per_token: float | None  # CPU seconds of schedulers and child processes per output token
     mean_running: float | None  # requests in the batch, averaged over logged decode steps
-    saving: float | None  # slots saved / positions of running requests, mean over decode steps
-    across: float | None  # share of the saved slots that is due to reading other responses
-    final_saving: float | None  # ``saving`` at the end of a response, mean of responses
-    affected: float | None  # redirected or evicted / all positions of finished requests
-    peak_slots: int | None  # KV slots in use, over logged decode steps
+    saving: float | None  # slots saved / positions in the batch, mean over every 4th decode step
+    across: float | None  # share of the saved slots that comes from sharing with other requests
+    final_saving: float | None  # slots saved / positions when a request ends, mean over requests
+    affected: float | None  # share of all positions that read another's slot or were evicted
+    peak_slots: int | None  # most KV slots in use at a logged decode step
     mean_slots: float | None
-    retractions: int  # requests that SGLang retracted and computed again
-    leaked_slots: int  # slots in use after the last response and a flush
-    missed: int  # blocks that repeat, but could not share in a shortage of slots
-    failed: int  # attempts that ended in an error
+    retractions: int  # times that SGLang retracted a request, to compute it again later
+    leaked_slots: int  # slots still in use after the last response and a cache flush
+    missed: int  # blocks counted as shareable that could not share when slots ran short
+    failed: int  # attempts to send a request that ended in an error
 
 
 def of_cell(cell: Cell) -> Figures:
@@ -47,7 +47,7 @@ def of_cell(cell: Cell) -> Figures:
 
 
 def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Moment]) -> Figures:
-    """Failed requests count only in ``failed``. Ratios are means over schedulers, weighted by ``_WEIGHTS``."""
+    """Latencies and tokens omit failed requests. Ratios are means over schedulers, weighted by ``_WEIGHTS``."""
     whole = [row for row in responses if row.error is None]
     told = [(row, row.first_token) for row in whole if row.first_token is not None]
     ttft = pd.Series([first - row.started for row, first in told], dtype=float)
@@ -72,7 +72,7 @@ def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Mo
 
 
 def ratio(served: Served, name: str) -> float | None:
-    """Weighted mean of the ratio ``name`` over all schedulers that share; 0 if none shares, None if unknown."""
+    """Weighted mean of the ratio ``name`` over all schedulers; 0 for a stock server, None if unknown."""
     totals = served.totals()
     if not totals:
         return 0.0

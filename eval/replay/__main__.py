@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.replay FILE...`` makes the model on which replays of these responses run."""
+"""``python -m eval.replay FILE...`` makes a model on which the responses in the files can be replayed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from eval.command import option
 from eval.jsonl import texts_of
 from eval.replay.model import build
 
-#: The default folder of such models, relative to the working directory.
+#: The default folder of models for replays, relative to the working directory.
 MODELS = Path("build/replay")
 
 

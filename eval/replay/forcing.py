@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-#: Key in ``custom_params``: the response's token ids.
+#: The key of the response's token ids in a request's ``custom_params``.
 FORCED = "forced_tokens"
 
 
 class ForcedTokens(CustomLogitProcessor):
-    """Makes every token except the recorded one impossible. The place in the record follows from the number of
-    tokens with KV, also after a retraction. Once the record has ended, logits are not changed."""
+    """Makes every token except the next recorded token impossible. The index of that token follows from the
+    request's length in the KV cache, even after a retraction. After the record's end, logits stay unchanged."""
 
     def __call__(
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> torch.Tensor:
-        """Changes ``logits`` ``[requests, vocabulary]`` in place."""
+        """Changes ``logits`` in place; their shape is ``[requests, vocabulary]``."""
         rows, tokens = [], []
         for row, params in enumerate(custom_param_list or ()):
             request = params["__req__"]
@@ -36,7 +36,7 @@ class ForcedTokens(CustomLogitProcessor):
 
 
 def forced_request(token_ids: list[int]) -> dict[str, Any]:
-    """Body of a request whose response is forced to be these tokens. Raises ValueError if there are none."""
+    """Request fields that force the response to be these tokens. Raises ValueError if there are none."""
     if not token_ids:
         raise ValueError("a response to replay needs at least one token, got none")
     return {
@@ -44,6 +44,6 @@ def forced_request(token_ids: list[int]) -> dict[str, Any]:
         "custom_params": {FORCED: list(token_ids)},
         "ignore_eos": True,
         "temperature": 0.0,
-        # Otherwise SGLang puts spaces between special tokens, which the record does not have.
+        # Otherwise SGLang leaves special tokens out of the text, but the record may have them.
         "skip_special_tokens": False,
     }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model for replays: real proportions, a real tokenizer and random weights.
+"""A small model for replaying recorded responses, with random weights and a tokenizer trained on the responses.
 
 QwQ-32B in bf16 has 65.5 GB of weights and 262 KB of KV per token, a ratio of 250,000. This model's ratio is
-130,000. So throughput on a CPU depends on the number of running requests as it does on a GPU."""
+130,000. The ratios are similar, so throughput on CPUs depends on the number of running requests as on GPUs."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
@@ -22,8 +22,8 @@ _PAD = "<|pad|>"
 
 
 def replay_config(**others: Any) -> Any:
-    """Two layers of one KV head: 256 bytes of KV per token in bf16, 17 M parameters. ``others`` are sizes of
-    another model with the same vocabulary."""
+    """A Qwen3 model with two layers, each with one KV head: 256 bytes of KV per token in bf16, 17 M parameters.
+    ``others`` override these sizes, for another model with the same vocabulary."""
     # The type is Any, because transformers' annotations are too coarse for the arguments of these classes.
     config: Any = Qwen3Config
     sizes: dict[str, Any] = dict(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
@@ -49,8 +49,8 @@ def train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
 def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) -> Path:
     """Write model and tokenizer into a subfolder of ``folder``, unless the subfolder is there; return its path.
-    ``texts`` train the tokenizer. A hash of texts, seed and configuration names the subfolder. ``shape`` is
-    another configuration, for servers with ``--load-format dummy``; then no weights are made."""
+    ``texts`` train the tokenizer. A hash of texts, seed and configuration names the subfolder. If ``shape``,
+    another configuration, is given, no weights are written; servers then need ``--load-format dummy``."""
     config = shape or replay_config()
     key = hashlib.sha256(repr((config.to_dict(), seed)).encode())
     for text in texts:
@@ -58,7 +58,7 @@ def build(folder: Path, texts: Sequence[str], seed: int = 0, shape: Any = None) 
     home = folder / f"replay-{key.hexdigest()[:12]}"
     if home.is_dir():
         return home
-    # Renamed at the end, so that a build that was cut off is done again.
+    # The folder gets its final name at the end, so that an interrupted build is repeated.
     partial = home.with_name(f"{home.name}.partial")
     train_tokenizer(texts).save_pretrained(partial)
     generation: Any = GenerationConfig(eos_token_id=0, pad_token_id=0, do_sample=False)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows run folders as tables and pictures: ``python -m eval.report RUN...``."""
+"""Shows the results of ``eval.run`` as tables and pictures: ``python -m eval.report RUN...``."""

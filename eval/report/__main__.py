@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.report RUN...`` makes tables and pictures from folders of ``python -m eval.run``."""
+"""``python -m eval.report RUN...`` makes tables and pictures from folders that ``python -m eval.run`` wrote."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def work(options: Options) -> None:
 
 
 def write(data: Data, out: Path) -> None:
-    """Write ``REPORT.md`` and its pictures, ``report.html`` with both, and ``summary.json`` with the tables."""
+    """Write ``REPORT.md`` and its pictures, the same as ``report.html``, and the data as ``summary.json``."""
     made = [table for maker in tables.ALL if (table := maker(data)) is not None]
     parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
     parts += [table.markdown() for table in made]

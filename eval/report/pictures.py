@@ -39,7 +39,7 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
         if key[1] == task and found is not None and not pd.isna(saving):
             low, high = found.low or found.value, found.high or found.value
             row = {"method": _text(key[2]), "saved": 100 * saving, "accuracy": found.value}
-            # If all or no answers are right, rounding may put a bound on the wrong side of the share.
+            # If the accuracy is 0 or 1, rounding may put a bound of its interval on the wrong side of 0 or 1.
             bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}
             rows.append({**row, **bars})
     shown = pd.DataFrame(rows, columns=["method", "saved", "accuracy", "down", "up"])
@@ -57,8 +57,8 @@ def _accuracy(data: Data, task: str, path: Path) -> bool:
 
 
 def timeline(data: Data, task: str, path: Path) -> bool:
-    """Draw the first seed of each method of the first run, as rolling means over a 300th of the cell. Returns
-    False if there is nothing to draw."""
+    """Draw KV slots and running requests over time, as rolling means, for the first run and each method's first
+    seed. A mean spans 1/300 of the decode steps. Returns False if there is nothing to draw."""
     rows = data.timeline[data.timeline["task"] == task] if len(data.timeline) else data.timeline
     if rows.empty:
         return False
@@ -97,5 +97,5 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Figure, list[Ax
 
 
 def _text(name: str) -> str:
-    """Converts any name into one short line of a figure. Matplotlib does not take this line for a formula."""
+    """Converts any name into one short line for a picture. Escapes ``$``, which would begin a formula."""
     return one_line(name, 34).replace("$", r"\$")

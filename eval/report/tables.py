@@ -23,10 +23,10 @@ Place = tuple[str, str, str]
 
 @dataclass(frozen=True)
 class Data:
-    """All data of a report. A cell is a method on a task and seed; ``results`` and ``texts`` have all seeds."""
+    """A report's data. A cell is one method on one task and seed; ``results`` and ``texts`` join all seeds."""
 
-    cells: pd.DataFrame  # for each cell: run, task, method, seed, Figures, answered, graded, cut
-    timeline: pd.DataFrame  # for each logged line: run, task, method, seed and Moment
+    cells: pd.DataFrame  # per cell: run, task, method, seed, Figures' fields, answered, graded, cut
+    timeline: pd.DataFrame  # per logged decode line: run, task, method, seed, Moment's fields
     results: Mapping[Place, Mapping[Key, Result]]
     texts: Mapping[Place, Mapping[Key, str]]  # complete responses
     configs: Mapping[str, Mapping[str, Any]]  # by run
@@ -43,7 +43,7 @@ def load(folders: Sequence[Path]) -> Data:
         for cell in cells(folder):
             graded, answered = cell.results(), cell.answered()
             where = {"run": run, "task": cell.task, "method": cell.method, "seed": cell.seed}
-            # A replay always ends by length; if it reproduces the record, it is not cut.
+            # A replay always ends with reason "length". If it reproduces the record, it does not count as cut.
             whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
             cut = [n for n, r in answered.items() if r.finish_reason == "length" and n not in whole]
             counts = dict(answered=len(answered), graded=len(graded), cut=len(cut))
@@ -55,15 +55,15 @@ def load(folders: Sequence[Path]) -> Data:
     return Data(pd.DataFrame(rows), pd.DataFrame(moments), results, texts, configs)
 
 
-# What Markdown or HTML interprets; an underscore inside a word is left out, as it marks no emphasis.
+# Characters that Markdown or HTML interprets. Underscores inside words are not included: they mark no emphasis.
 _SPECIAL = re.compile(r"[\\`*{}\[\]<>#|~$&@]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.")
 _MAX_CHARS = 160
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a report. ``rows`` (by column) and the ``note`` under the table are safe Markdown. ``name`` is
-    the table's key in ``summary.json``."""
+    """A table of a report. ``rows`` map column names to text. This text and the ``note`` under the table are
+    Markdown and need no escaping. ``name`` is the table's key in ``summary.json``."""
 
     name: str
     title: str
@@ -99,7 +99,7 @@ def spread(values: pd.Series, form: str = "{:.1f}") -> str:
 
 
 def methods(data: Data) -> Table:
-    """All figures of all methods. The method that saves least comes first."""
+    """Accuracy, savings, speed and memory of each method, in the order of :func:`groups`."""
     rows = [
         {
             **_names(key),
@@ -158,7 +158,7 @@ def against_dense(data: Data) -> Table | None:
 
 
 def samples(data: Data) -> Table | None:
-    """Tasks that ask each problem several times."""
+    """The table of the tasks that ask each problem several times."""
     rows = [
         {
             **_names(key),
@@ -173,8 +173,8 @@ def samples(data: Data) -> Table | None:
 
 
 def majority(results: Iterable[Result]) -> float:
-    """The share of problems whose most frequent answer is right, if each was asked several times. Among equally
-    frequent answers the first counts."""
+    """For problems asked several times: the share whose most frequent answer is right. Among equally frequent
+    answers the first counts."""
     answers: defaultdict[str, Counter[str | None]] = defaultdict(Counter)
     right: dict[tuple[str, str | None], bool] = {}
     for row in results:
@@ -203,7 +203,7 @@ def requests(data: Data) -> Table:
 
 
 def groups(data: Data) -> Iterator[tuple[Place, pd.DataFrame]]:
-    """Cells by run, task and method. The method that saves least comes first."""
+    """Cells by run, task and method. In each run and task, the method that saves least comes first."""
     for (run, task), rows in data.cells.groupby(["run", "task"], sort=False):
         saving = rows.groupby("method", sort=False)["saving"].median().astype(float)
         for method in saving.fillna(0.0).sort_values(kind="stable").index:
@@ -211,7 +211,7 @@ def groups(data: Data) -> Iterator[tuple[Place, pd.DataFrame]]:
 
 
 def _speedups(data: Data, key: Place) -> pd.Series:
-    """Tokens/s divided by dense's tokens/s, for each seed that both have."""
+    """The method's tokens/s divided by dense's, for each seed that was measured with both methods."""
     rows = data.cells[(data.cells["run"] == key[0]) & (data.cells["task"] == key[1])]
     by_seed = rows.pivot(index="seed", columns="method", values="tokens_per_s").astype(float)
     return by_seed[key[2]] / by_seed[DENSE]
@@ -243,5 +243,5 @@ def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
     return difference.scaled(1 / stock.value, 1.0) if difference and stock else None
 
 
-#: Tables of a report in their order; a function returns None if it has nothing to show.
+#: Functions that make the tables of a report, in order. A function returns None if it has nothing to show.
 ALL: tuple[Callable[[Data], Table | None], ...] = (methods, against_dense, samples, requests)

@@ -11,14 +11,14 @@ from eval.runs.servers import Server
 from eval.serving import MODEL_NAME, ServerError
 
 _WHERE = "the model's context or the KV slots"
-# The log is read, because SGLang's metrics show only the moment of a query. SGLang logs a decode line every
-# --decode-log-interval steps. _SAVED: shared and evicted positions, which need no slot of their own.
+# The log is read because SGLang's metrics show only current values. SGLang logs a decode line every
+# --decode-log-interval steps. _SAVED: counts of shared and evicted positions, which need no slot of their own.
 _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\d+)")
 _SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
 _RETRACT = re.compile(r"#retracted_reqs: (\d+)")
-# Every scheduler logs this line; only the first of tensor-parallel schedulers is counted.
+# Every scheduler logs this line; of tensor-parallel schedulers, only the line of rank 0 is counted.
 _CUT = re.compile(r"^(.*)Request length is longer than the KV cache pool size .*Truncated", re.M)
 _OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
@@ -28,7 +28,7 @@ def retractions(log: str) -> int:
 
 
 def cut_prompts(log: str) -> int:
-    """Counts in a part of a log the prompts that SGLang cut, because model or memory cannot hold more."""
+    """Counts the log lines that report a prompt cut by SGLang to fit the model's context or the KV slots."""
     return sum(not _OTHER_RANK.search(prefix) for prefix in _CUT.findall(log))
 
 
@@ -59,7 +59,7 @@ def measure(
     cell: Cell, requests: Sequence[Request], server: Server, advance: Callable[[], object], *,
     log_interval: int, timeout_s: float, in_flight: int | None = None, attempts: int = 1,
 ) -> Served:  # fmt: skip
-    """Measure a cell, write its files. Calls ``advance`` after each answered request. Raises OSError if a file
+    """Measure a cell and write its files. Calls ``advance`` after each answer. Raises OSError if a file
     cannot be written, ServerError if the server died, RunError if requests do not end or the flush fails."""
     server.clear()
     offset, cpu_before = server.process.log_size(), server.cpu_seconds()
@@ -91,7 +91,7 @@ def measure(
 
 
 def faults(cell: Cell, served: Served, limits: Mapping[str, int]) -> list[str]:
-    """Messages about leaked slots and cut prompts or responses. ``limits`` are ``max_tokens`` by problem."""
+    """Messages about leaked slots, cut prompts and cut responses. ``limits``: ``max_tokens`` by problem id."""
     found = []
     if served.leaked_slots:
         found.append(f"{served.leaked_slots} KV slots leaked")

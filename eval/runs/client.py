@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sends the requests of a run with the official OpenAI client, which streams and does not retry by itself."""
+"""Sends a run's requests through the official OpenAI client, streaming, with the client's own retries off."""
 
 import asyncio
 import contextlib
@@ -14,32 +14,32 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient, OpenAIError
 
 from eval.runs.folder import Response
 
-MAX_CHARACTERS = 4_000_000  # of a response; a longer stream counts as failed
+MAX_CHARACTERS = 4_000_000  # in a response; a longer response is cut off and counts as failed
 
 
 @dataclass(frozen=True)
 class Request:
-    """A problem to send. ``body`` is added to the request as it is."""
+    """A problem to send. ``body`` adds fields to the request; its ``messages``, if set, replace ``prompt``."""
 
     problem_id: str
     prompt: str
     body: Mapping[str, Any] = field(default_factory=dict)
 
 
-#: Called in the event loop's thread when a request has ended, with success or not.
+#: Called in the event loop's thread after each attempt to get a response, successful or not.
 Ended = Callable[[Response], None]
 
 
 def connect(url: str, timeout_s: float) -> AsyncOpenAI:
-    """A client of the server at ``url`` (without ``/v1``) for any number of requests. A connection must be
-    made in 60 s; then only ``timeout_s`` of silence is too long, as a request may wait for memory for hours."""
+    """A client of the server at ``url`` (without ``/v1``) for any number of requests at a time. Connecting may
+    take 60 s. Then the server may be silent for ``timeout_s``, as a request may wait hours for KV slots."""
     # Each connection is an open file, and many systems allow 1,024 unless a process asks for more.
     with contextlib.suppress(ValueError, OSError):
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     timeout = httpx.Timeout(timeout_s, connect=60.0)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    # Without trust_env a proxy from the environment does not see loopback traffic.
+    # With trust_env=False, httpx ignores proxies that the environment sets.
     http = DefaultAsyncHttpxClient(trust_env=False, limits=limits, timeout=timeout)
     how: dict[str, Any] = {"api_key": "unused", "max_retries": 0, "http_client": http}
     return AsyncOpenAI(base_url=f"{url}/v1", timeout=timeout, **how)
@@ -79,7 +79,7 @@ async def send(client: AsyncOpenAI, model: str, request: Request, began: float) 
                     error = f"the response has more than {MAX_CHARACTERS} characters"
                     break
     except (OpenAIError, httpx.HTTPError, ValueError) as problem:
-        # A stream that breaks off raises httpx.HTTPError, a chunk that is no JSON a ValueError.
+        # A stream that breaks off raises httpx.HTTPError. A chunk that is not JSON raises ValueError.
         error = f"{type(problem).__name__}: {problem}"[:2000]
     if error is None and reason in ("", "abort"):
         error = "the server aborted it" if reason else "the stream ended without a finish reason"
@@ -113,5 +113,5 @@ async def send_all(
             for request in requests:
                 group.create_task(one(client, request, began))
     except ExceptionGroup as several:
-        # ``ended`` raised, in one request or in several. Only the first exception is passed on.
+        # ``ended`` raised an exception, for one request or for several. Only the first is raised again.
         raise several.exceptions[0] from several

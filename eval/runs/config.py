@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes and checks ``config.json`` of a run: its options, its machine and its versions of packages."""
+"""Makes and checks a run's ``config.json``: options, problems, machine and package versions."""
 
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from eval.methods import Method
 from eval.runs.folder import CONFIG, RunError, read_config, write_json
 
 if TYPE_CHECKING:
-    # That module imports libraries that only tasks need.
+    # Imported only for type checks, because eval.runs.plan loads lm-eval, which takes seconds.
     from eval.runs.plan import Plan
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,7 @@ _MAY_DIFFER = ("machine", "versions", "date", "command_line")
 
 
 def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
-    """The configuration of a new run, in plain JSON values. ``methods`` are those of ``plan.options``."""
+    """The content of a run's ``config.json``. ``methods`` are the methods that ``plan.options`` names."""
     options = plan.options
     details = {method.name: method.flags for method in methods}
     data = {
@@ -50,8 +50,8 @@ def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -
 
 
 def settle_config(run: Path, config: dict[str, Any]) -> None:
-    """Write the configuration of a new run. For an old run, check that all fields are equal, except those that
-    may differ. Raises RunError that names the first wrong field."""
+    """Write ``config`` into the folder of a new run. For an old run, compare ``config`` with the old
+    ``config.json``. Raises RunError, naming the first field that differs and is not in ``_MAY_DIFFER``."""
     if not (run / CONFIG).exists():
         write_json(run / CONFIG, config)
         return
@@ -71,7 +71,7 @@ def default_folder(config: Mapping[str, Any]) -> Path:
 
 
 def digest_of(asked: Any) -> str:
-    """Eight hexadecimal digits of a hash of some JSON."""
+    """The first eight hexadecimal digits of the SHA-256 hash of ``asked``, written as JSON."""
     return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -88,11 +88,11 @@ def _circumstances() -> dict[str, Any]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """CPU model, cores, RAM in bytes, names and memory of the GPUs."""
+    """CPU model, usable cores, RAM in bytes, names and memory of the GPUs, and operating system."""
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    # torch is not asked for the GPUs, because it would take some of their memory for this process.
+    # nvidia-smi lists the GPUs, because torch would take some GPU memory for this process.
     gpus = _output("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
@@ -104,8 +104,8 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str | None]:
-    """Versions of the packages that compute the result (None if not installed), and our git commit, with ``+``
-    if tracked files differ from the commit."""
+    """Versions of Python and of ``_PACKAGES`` (None if not installed), and the git commit of this checkout,
+    followed by ``+`` if tracked files differ from the commit."""
     found: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder, which docs/evaluation.md describes: the configuration, and the records of each cell."""
+"""Reads and writes a run's folder (see docs/evaluation.md). A cell is one task, method and seed of a run."""
 
 import contextlib
 import itertools
@@ -14,7 +14,7 @@ from filelock import FileLock, Timeout
 
 @dataclass(frozen=True)
 class Response:
-    """An answered (or failed) request. Times are seconds since the cell's first request."""
+    """A response, or a failed attempt to get a response. Times are seconds since the cell's first request."""
 
     problem_id: str
     request_id: str
@@ -30,7 +30,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Result:
-    """A graded response; ``group`` is the group of its problem."""
+    """The grade of a response. ``group`` is copied from the :class:`Problem`."""
 
     problem_id: str
     correct: bool
@@ -43,9 +43,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of a server during a decode step, from a line of its log."""
+    """The state of a scheduler during a decode step, from a line of the server's log."""
 
-    step: int  # number of the logged line within the cell
+    step: int  # index of the line among the cell's logged decode lines
     running: int  # requests in the batch
     queued: int  # requests that wait
     used: int  # KV slots in use
@@ -60,10 +60,12 @@ class Served:
     seconds: float
     output_tokens: int  # of complete responses
     responses: int  # complete responses
-    decode_steps: int  # decode forwards: the log's decode lines times their interval
-    retractions: int  # requests that SGLang retracted and computed again
-    reports: list[dict[str, Any]]  # GET /reasoncache/details of each scheduler, [] if stock
-    leaked_slots: int  # slots in use after the last response and a flush
+    decode_steps: int  # forward passes: logged decode lines times --decode-log-interval
+    retractions: int  # how often SGLang retracted a request, to compute it again later
+    reports: list[
+        dict[str, Any]
+    ]  # each scheduler's part of GET /reasoncache/details; [] for a stock server
+    leaked_slots: int  # KV slots still in use after the last response and a cache flush
     command: list[str]  # the server's command line
     kv_slots: int  # KV slots of each data-parallel scheduler
     cut_prompts: int  # prompts that the server cut, because they exceeded its context or KV slots
@@ -79,7 +81,7 @@ CONFIG = "config.json"
 
 
 class RunError(ValueError):
-    """A run folder cannot be used; the message names the file and the fault."""
+    """A run cannot be carried out or read; the message names the fault and its file, flag or server."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ class Cell:
         self._write_rows("results", results)
 
     def responses(self) -> list[Response]:
-        """All attempts, also failed ones, in the order in which they ended."""
+        """All attempts of all requests, including failed attempts, in the order in which they ended."""
         return self._rows("responses", Response)
 
     def answered(self) -> dict[str, Response]:
@@ -153,14 +155,14 @@ class Cell:
 
 
 def cells(run: Path) -> list[Cell]:
-    """The measured cells of a run, in the run's order. Raises RunError if this is no run folder."""
+    """The measured cells, ordered by task, method and seed. Raises RunError if ``run`` is no run's folder."""
     config = read_config(run)
     each = itertools.product(*(config[name] for name in ("tasks", "methods", "seeds")))
     return [cell for one in each if (cell := Cell(run, *one)).measured]
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """``config.json``, with lists of tasks, methods and seeds. Raises RunError if it is missing or broken."""
+    """Returns the content of ``config.json``. Raises RunError if this file is missing or broken."""
     path = run / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -12,13 +12,15 @@ from eval import command
 from eval.command import flags_of, option
 from eval.runs.folder import RunError
 
-EMBEDDED = "tiny_reasoner"  # --model of the embedded checkpoint
+EMBEDDED = (
+    "tiny_reasoner"  # the value of --model for the embedded model, which is in eval/tiny_reasoner
+)
 #: Sampling parameters that have flags, by their names in a request's body.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def _specs(text: str) -> tuple[str, ...]:
-    """Split at commas between names: ``a:x=1,y=2,b`` gives ``a:x=1,y=2`` and ``b``."""
+    """Split only at the commas between methods: ``a:x=1,y=2,b`` gives ``a:x=1,y=2`` and ``b``."""
     specs: list[str] = []
     for part in text.split(","):
         if specs and ":" in specs[-1] and "=" in part and ":" not in part.partition("=")[0]:
@@ -37,8 +39,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of a run, a part of ``config.json``. None means all problems, all requests at once, or the
-    default of this project, SGLang or the model. Raises RunError that names the flag and its values."""
+    """The options of a run, a part of ``config.json``. None means no limit (``limit``, ``in_flight``) or a
+    default of this project, SGLang or the model. Raises RunError, which names the flag, if a value is bad."""
 
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
     tasks: tuple[str, ...] = option((), "names of tasks", metavar="a,b")
@@ -94,8 +96,8 @@ class _Folder:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[RunOptions, Path | None]:
-    """The options of ``python -m eval.run``, and the folder of ``--out``. ``@FILE`` is replaced by the words of
-    the file; if a flag is given twice, the last counts. A bad command line exits with status 2."""
+    """Returns the options of ``python -m eval.run``, and ``--out``. ``@FILE`` inserts the words of a file. If a
+    flag other than ``--data`` is repeated, the last counts. Exits with status 2 for a bad command line."""
     parser = command.parser_of(RunOptions, _Folder, prog="python -m eval.run")
     words: list[str] = []
     try:

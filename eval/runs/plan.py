@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The requests of a run, the order of its cells, and the flags of its servers."""
+"""The requests of a run, the order of its cells (task, method and seed), and the flags of its servers."""
 
 import hashlib
 import itertools
@@ -14,13 +14,17 @@ from eval.runs.options import RunOptions
 from eval.tasks.harness import EvalTask, Problem, Source
 from eval.tiny_reasoner import CHECKPOINT
 
-#: Flags for servers of the embedded model, because SGLang's default is meant for large machines.
+#: Flags for servers of the embedded model: SGLang's default limit on running requests suits large machines.
 _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
-#: Tokens of a piece of a streamed response; SGLang sends the first token at once. Pieces are not smaller,
-#: because each costs the client some 180 us on a core that a server may need.
+#: Tokens in each piece of a streamed response, except the first token, which SGLang sends at once. Pieces are
+#: not smaller, because each piece costs the client some 180 us on a core that a server may need.
 _STREAM_INTERVAL = "8"
-_LONGEST = 32_768  # tokens of response and reasoning, if neither task nor --max-tokens sets a limit
-_WARM_UP_TOKENS = 512  # of warm-up responses; longer ones of a large model would take minutes
+_LONGEST = (
+    32_768  # tokens of a response with its reasoning, if neither task nor --max-tokens sets a limit
+)
+_WARM_UP_TOKENS = (
+    512  # limit of a warm-up response; a large model would take minutes for a longer one
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Step:
 
 
 def order(tasks: Sequence[str], methods: Sequence[Method], seeds: Sequence[int]) -> list[Step]:
-    """All methods for each task and seed, in reverse order for every second seed. So a drift of the machine
+    """All methods for each task and seed, in reverse order for every second seed. So a machine that slows down
     affects all methods alike, and successive cells often need the same server."""
     return [
         Step(task, seed, method)
@@ -52,8 +56,8 @@ def model_path(options: RunOptions) -> str:
 
 
 def request_body(options: RunOptions) -> dict[str, Any]:
-    """The sampling part of each request. SGLang takes parameters that are not set here from the model's
-    ``generation_config.json``. The embedded reasoner answers greedily."""
+    """The sampling fields of each request. SGLang takes parameters that are not set here from the model's
+    ``generation_config.json``. The embedded model is greedy by default."""
     body: dict[str, Any] = {"max_tokens": options.max_tokens or _LONGEST}
     if options.embedded:
         body["temperature"] = 0.0
@@ -61,8 +65,8 @@ def request_body(options: RunOptions) -> dict[str, Any]:
 
 
 class Plan:
-    """The problems of a run. ``body`` is the sampling part of each request. Raises TaskError if a task cannot
-    be loaded, RunError if a task has no problems."""
+    """The problems of a run. ``body`` has the sampling fields of each request. Raises TaskError if a task
+    cannot be loaded, RunError if a task has no problems."""
 
     def __init__(self, options: RunOptions, body: Mapping[str, Any]) -> None:
         self.options = options
@@ -89,8 +93,8 @@ class Plan:
     def server_flags(self, step: Step) -> list[str]:
         """Flags of a cell's server. If the flags of two cells are equal, one server can serve both."""
         options, task_flags = self.options, self.tasks[step.task, step.seed].server_flags
-        # A model's recommended max_tokens is often its whole context, which leaves no room for the prompt.
-        # Without --allow-auto-truncate, SGLang would refuse such a request instead of shortening the response.
+        # A model's recommended max_tokens is often its whole context. SGLang refuses a request whose prompt and
+        # max_tokens together exceed the context. With --allow-auto-truncate, SGLang lowers max_tokens instead.
         flags = ["--decode-log-interval", str(options.decode_log_interval), "--allow-auto-truncate"]
         given = {flag.partition("=")[0] for flag in (*task_flags, *options.server_flags)}
         if "--stream-interval" not in given:
@@ -99,7 +103,7 @@ class Plan:
             flags += _EMBEDDED_SERVER_FLAGS
         if options.kv_budget is not None:
             flags += ["--max-total-tokens", str(options.kv_budget)]
-        # If tokens are drawn, the server's seed decides which, so each seed needs a server of its own.
+        # If tokens are sampled, --random-seed decides which, so each seed of the run needs its own server.
         if samples(self.body):
             flags += ["--random-seed", str(step.seed)]
         return [*flags, *task_flags, *options.server_flags, *step.method.flags]
@@ -114,11 +118,11 @@ class Plan:
 
 
 def samples(body: Mapping[str, Any]) -> bool:
-    """Whether requests may draw tokens. True without a temperature, because then the server decides."""
+    """Whether SGLang may sample tokens. True if no temperature is set: the server's default may be above 0."""
     return bool(body.get("temperature", 1.0) > 0)
 
 
 def sampling_seed(seed: int, problem_id: str) -> int:
-    """The ``seed`` of a request, the same for every method: 31 bits of a hash."""
+    """The ``seed`` field of a request: 31 bits of a hash. It is the same for every method."""
     digest = hashlib.sha256(f"{seed}/{problem_id}".encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:4], "big") & 0x7FFF_FFFF

@@ -25,7 +25,7 @@ class Server:
         self.url, self.command = process.url, process.command
 
     def reports(self) -> list[dict[str, Any]]:
-        """``GET /reasoncache/details`` of each scheduler that shares; [] for a stock server."""
+        """Each scheduler's part of ``GET /reasoncache/details``; [] for a stock server."""
         found = self._json("/reasoncache/details")
         return [one for one in found["schedulers"] if one] if found else []
 
@@ -52,8 +52,8 @@ class Server:
         _wait(self._idle, f"{self.url}: requests still run")
 
     def clear(self) -> int:
-        """Flush the idle server, so that totals restart; return the number of slots still in use. Raises
-        RunError if requests do not end or the flush fails, ServerError if the server died."""
+        """Wait until the server is idle, and flush its cache. Returns the number of slots still in use. Raises
+        RunError if requests do not end or the totals are not reset, ServerError if the server died."""
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
         totals = [report.get("totals", {}) for report in self.reports()]
@@ -73,7 +73,7 @@ class Server:
         return int(sum(load[name] for load in loads))
 
     def _json(self, path: str, **options: Any) -> Any:
-        """Returns a page, or None if the server has no such page. Raises ServerError if the request fails."""
+        """Returns the JSON at ``path``, or None for status 404. Raises ServerError if the request fails."""
         try:
             response = self.process.get(path, **options)
             return None if response.status_code == 404 else response.raise_for_status().json()
@@ -83,8 +83,8 @@ class Server:
 
 
 class Servers:
-    """Keeps servers by their flags; a context manager. At most ``keep`` servers are up: before a new server
-    starts, the least recently used is closed. Logs go into the run's folder."""
+    """Starts servers, and keeps up to ``keep`` of them running to be used again: the least recently used server
+    is closed to make room for a new server. A context manager. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs, self._keep = run / "servers", keep
@@ -113,7 +113,7 @@ class Servers:
                 flags=flags,
                 log_path=self._logs / f"{number:03d}-{name}.log",
                 device="cuda" if self._device == "cuda" else "cpu",
-                # This is long, because the weights of a large model may have to be fetched first.
+                # The timeout is long, because a large model's weights may have to be downloaded first.
                 start_timeout_s=7200.0,
             ).start()
         self._up[tuple(flags)] = process

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries out a run: measures missing cells (method, task and seed) in the plan's order, and grades all."""
+"""Carries out a run: measures the cells (task, method and seed) not yet measured, and grades all cells."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ def say(text: str) -> None:
 def run(
     options: RunOptions, out: Path | None, more: Mapping[str, tuple[str, ...]] | None = None
 ) -> bool:
-    """Begin or continue a run in ``out``, by default a folder named after the options. ``more`` has further
-    flags for the servers of some methods. Returns True if every request was answered and graded. Raises
+    """Begin or continue a run in ``out``, by default a folder named after the options. ``more`` maps
+    methods to further flags of their servers. Returns True if every request was answered and graded. Raises
     ValueError if options or folder are wrong."""
     if options.device == "auto":
         import torch
@@ -55,8 +55,8 @@ def run(
 
 @dataclass(frozen=True)
 class Session:
-    """A run to begin or to finish. The caller has locked its folder. ``opens_thinking`` is the argument of
-    :meth:`EvalTask.evaluate`."""
+    """A run to begin or to finish. The caller must hold the lock of the run's folder. ``opens_thinking`` is
+    passed to :meth:`EvalTask.evaluate`."""
 
     run: Path
     plan: Plan
@@ -65,7 +65,7 @@ class Session:
     opens_thinking: bool
 
     def work(self) -> bool:
-        """Measure and grade every cell. Returns True if all cells were measured and no request failed."""
+        """Measure missing cells, and grade all. Returns True if all were measured and no request failed."""
         options, whole = self.plan.options, True
         for step in order(options.tasks, self.methods, options.seeds):
             try:
@@ -102,7 +102,7 @@ class Session:
             say(f"{step.title}: {server.url}/reasoncache/ui shows what it shares")
         warm_up(server, plan.warm_up(), options.request_timeout)
         requests = [plan.request(problem, step.seed) for problem in problems]
-        # The bar is redrawn rarely: without a GPU, server and bar share the processors.
+        # The progress bar is redrawn rarely, because without a GPU it takes CPU time from the server.
         how: Any = dict(mininterval=0.5, leave=False, disable=None)
         with tqdm(total=len(requests), desc=step.title, **how) as bar:
             return measure(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small language model that reasons in English, to measure what sharing does to answers."""
+"""A small language model that reasons in English, to measure what sharing KV slots does to answers."""
 
 from pathlib import Path
 

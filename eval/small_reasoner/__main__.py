@@ -14,7 +14,7 @@ from eval.small_reasoner import ADAPTER, BASE, MODEL
 
 
 def write(base: Path, adapter: Path, folder: Path) -> None:
-    """Make ``folder``, completely or not at all."""
+    """Write the merged model to ``folder``, which appears only when it is complete."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     merged = PeftModel.from_pretrained(model, adapter).merge_and_unload().to(torch.bfloat16)
     partial = folder.with_name(f"{folder.name}.partial")

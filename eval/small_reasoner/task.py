@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The task of the small reasoner: word problems about who has how many items, solved once and then checked.
 
-See README.md. A problem determines the wording of its response, so greedy decoding has one right
-continuation."""
+See README.md. A problem determines every word of its reference response, so exactly one next token is right at
+each position."""
 
 import random
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ITEMS = (
 )  # fmt: skip
 HIGHEST = 99
 
-# Fact about {v} in the prompt -> step that uses it. {a}, {b} are other persons, who have {x} and {y} items.
+# Fact about person {v} in the prompt -> step of the response that computes {r}. {a} has {x} items, {b} has {y}.
 STEPS = {
     "{v} has {n} more {i} than {a}.": "{a} has {x}, so {v} has {x} + {n} = {r} {i}.",
     "{v} has {n} fewer {i} than {a}.": "Take {n} from the {x} of {a}: {x} - {n} = {r} {i} for {v}.",
@@ -48,7 +48,7 @@ class Difficulty:
     max_steps: int = 4
     min_checks: int = 2
     max_checks: int = 4
-    #: ``shuffled`` puts the facts in any order, ``fewer`` adds facts that say "fewer than". The model was
+    #: ``shuffled`` puts the facts in random order; ``fewer`` allows facts with the word "fewer". The model was
     #: trained on such problems, but is weak at them.
     shuffled: bool = False
     fewer: bool = False
@@ -56,7 +56,7 @@ class Difficulty:
 
 @dataclass(frozen=True)
 class _Fact:
-    """How many items ``owner`` has: ``kind`` says how the number follows from ``others`` and ``number``."""
+    """Says how many items ``owner`` has. ``kind`` tells how to compute this from ``others`` and ``number``."""
 
     kind: str
     owner: str
@@ -80,7 +80,7 @@ class _Fact:
 
 
 def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -> _Fact:
-    """Draws a fact about ``owner`` that uses the last of ``values``, with a result from 2 to ``HIGHEST``."""
+    """Draws a fact that gives ``owner`` 2 to ``HIGHEST`` items and uses the last person in ``values``."""
     *earlier, last = values
     while True:
         other = FEWER if fewer else MORE
@@ -93,7 +93,7 @@ def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -
 
 
 def _check(facts: Sequence[_Fact], items: str, values: dict[str, int]) -> list[str]:
-    """The steps of another pass, which recomputes, compares and corrects ``values``."""
+    """Recomputes and corrects ``values`` in another pass over ``facts``; returns the steps of this pass."""
     steps = []
     for fact in facts:
         old, result = values[fact.owner], fact.result(values)
@@ -110,14 +110,14 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     true, facts = {first: given}, []
     for owner in owners:
         if not difficulty.fewer and list(true.values())[-1] > HIGHEST - 40:
-            return make_problem(rng, difficulty)  # too close to HIGHEST for another fact
+            return make_problem(rng, difficulty)  # adding up to 40 could exceed HIGHEST
         facts.append(_fact(rng, owner, true, difficulty.fewer))
         true[owner] = facts[-1].result(true)
     last, other = owners[-1], rng.choice((first, *owners[:-1]))
     checks = rng.choices(
         tuple(HEADERS), k=rng.randint(difficulty.min_checks, difficulty.max_checks)
     )
-    checks[0] = "forwards"  # only a pass in this order corrects all that follows from a wrong note
+    checks[0] = "forwards"  # only a forward pass corrects all values that follow from a wrong note
 
     # Half of the problems have a wrong note, three in ten have a right note.
     noted, luck = rng.choice(owners), rng.random()

@@ -20,13 +20,15 @@ from eval.tiny_reasoner.task import split_of
 
 IGNORE = -100
 BATCH_TOKENS = 2400
-#: The share of training steps with short problems, and their size. Short problems teach arithmetic and format.
+#: The first SHORT_SHARE of the training steps use problems of size SHORT, which teach arithmetic and format.
 SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
-#: In the loss, digits have the weight NUMBER_WEIGHT. Of the other tokens a share of WORDS_SHARE is counted,
-#: because words are learnt soon and logits over 49,152 tokens are costly.
+#: In the loss, each digit has the weight NUMBER_WEIGHT. Only a random WORDS_SHARE of the other tokens is
+#: counted, because words are learnt soon and logits over 49,152 tokens are costly.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
-Example = tuple[list[int], list[int]]  # token ids; for each the next token, or IGNORE in the prompt
+Example = tuple[
+    list[int], list[int]
+]  # token ids and their targets: the next ids, or IGNORE in the prompt
 
 
 def examples(
@@ -46,7 +48,7 @@ def examples(
 def batch(
     source: Iterator[Example], left: list[Example], rng: random.Random
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws examples of similar length, about BATCH_TOKENS tokens in all. Unused examples stay in ``left``."""
+    """Draws similarly long examples, at most BATCH_TOKENS tokens in all. Unused examples stay in ``left``."""
     while len(left) < 24:
         left.append(next(source))
     left.sort(key=lambda one: len(one[0]))

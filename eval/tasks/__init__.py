@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lm-evaluation-harness: its own task files and ours, and a model whose answers come from a server."""
+"""Runs tasks of lm-evaluation-harness and our own tasks with a model whose answers come from a server."""

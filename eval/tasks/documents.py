@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the data sets of the task files in this folder, whose ``custom_dataset`` names these functions."""
+"""Makes the data sets of the task files in this folder, which name these functions as ``custom_dataset``."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ Split = dict[str, Dataset]
 
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
-    """Held-out problems of the tiny or the small reasoner, in groups "error" (a wrong draft or note) and
-    "clean". A name that ends in ``_xN`` asks each problem N times, ``limit`` requests in all. ``noise`` asks
-    the tiny reasoner's problems at temperature 50, which gives random text."""
+    """Held-out problems of the tiny or the small reasoner. Their ``group`` is "error" if the prompt states a
+    wrong value, else "clean". A name that ends in ``_xN`` repeats each problem N times; ``limit`` counts the
+    repetitions too. ``noise`` is the tiny reasoner's task at temperature 50, which gives random text."""
     name, several, times = name.partition("_x")
     samples = range(int(times) if several else 1)
     count = -(-(_DEFAULT_COUNT if limit is None else limit) // len(samples))
@@ -61,9 +61,9 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
 
 
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
-    """Reads rows ``{id, question, response}``. Servers are forced to repeat each response token by token. A
-    limit chooses responses spread evenly from short to long. The longest are sent first, so that a run does not
-    end with one long response alone in a batch."""
+    """Reads rows ``{id, question, response}``. The requests force a server to generate exactly these
+    responses. A ``limit`` selects responses spread evenly from short to long. The longest are sent first, so
+    that a run does not end with one long response alone in a batch."""
     # Imported here because it loads SGLang, which the other tasks do not need.
     from eval.replay.forcing import forced_request
 

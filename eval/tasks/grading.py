@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Filters and graders of the task files in this folder. All work is bounded, as responses may be hostile."""
+"""Filters and graders of the task files in this folder. They limit their work, as responses may be hostile."""
 
 import re
 from collections import deque
@@ -17,12 +17,12 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 def boxed(responses: Responses, _docs: Documents) -> list[list[str]]:
-    r"""Returns for each response the content of its last closed ``\boxed{}``, or "" if it has none."""
+    r"""Returns the content of the last ``\boxed{}`` in each response, as :func:`last_boxed` finds it."""
     return [[last_boxed(text) for text in row] for row in responses]
 
 
 def stripped(responses: Responses, _docs: Documents) -> list[list[str]]:
-    """Strips responses, because tokenizers that decode in pieces may put a space before the first word."""
+    """Strips responses, because incremental detokenizing may put a space before the first word."""
     return [[text.strip() for text in row] for row in responses]
 
 
@@ -31,14 +31,14 @@ def same(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
 
 
 def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Scores 1 if the answer is the target as text, or equals it by math-verify; else 0."""
+    """The score is 1 if answer and target are equal, as text or according to math-verify, else 0."""
     answer = results[0].removesuffix(".").rstrip()
     right = answer == doc["target"] or bool(answer and MATHEMATICS.equal(doc["target"], answer))
     return {"score": float(right)}
 
 
 def last_boxed(text: str) -> str:
-    r"""The last closed box's content, in linear time. ``\fbox{}`` counts only if there is no ``\boxed{}``."""
+    r"""Finds the last closed box's content in linear time. ``\fbox{}`` counts only without a ``\boxed{}``."""
     for box in _BOXES:
         starts = deque((match.end() for match in box.finditer(text)), maxlen=_MAX_BOXES)
         for start in reversed(starts):

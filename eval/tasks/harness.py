@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs lm-evaluation-harness with its task files and ours, and a model whose answers come from a server."""
+"""Runs lm-evaluation-harness on its tasks and on ours, with a model whose answers come from a server."""
 
 import contextlib
 import json
@@ -35,11 +35,11 @@ HUB = {
     "hotpotqa": "longbench_hotpotqa",
     "trec": "longbench_trec",
 }
-#: Tasks that our grader grades if a local JSONL has the problems -> largest integer answer; 0: any LaTeX.
+#: Our grader grades these tasks if a file has the problems. 0 allows any LaTeX, 999 only integers up to 999.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
-# 16 tokens are streamed at a time, because on a small machine parsing a token costs as much as decoding it.
+# A streamed chunk has 16 tokens, because on a small machine parsing a chunk costs as much as decoding a token.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
 _THINK, _THINK_END = "<think>", "</think>"
 _MAX_GRADED_CHARS = 100_000  # graders see only the end of a response, where answers are
@@ -53,12 +53,12 @@ class TaskError(ValueError):
 
 @dataclass(frozen=True)
 class Source:
-    """Where a task's problems (lm-eval's documents) come from, and how many."""
+    """Where a task's problems (lm-eval calls them documents) come from, and how many are used."""
 
     file: str = ""  # a local JSONL; "" for the Hugging Face hub
-    seed: int = 0  # chooses generated problems; some tasks shuffle a question's choices by it
+    seed: int = 0  # for generated problems, and for tasks that shuffle a question's choices
     limit: int | None = None
-    model: str = ""  # for replays, which need its tokenizer
+    model: str = ""  # the model whose tokenizer replays need
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Problem:
     messages: list[dict[str, str]]
     body: Mapping[str, Any]  # further fields of the request
     max_tokens: int | None = None  # None means the run's own limit
-    group: str = ""  # a class of problems, such as those with a wrong draft
+    group: str = ""  # a class of problems, such as "error" or "clean"
 
     @property
     def forced(self) -> bool:
@@ -82,7 +82,7 @@ Answer = Callable[[Sequence[Problem]], Sequence[str]]
 
 
 class ServedModel(LocalChatCompletion):
-    """lm-eval's chat model without lm-eval's client, because that client drops times and token counts."""
+    """lm-eval's chat model. ``answer`` replaces lm-eval's client, which drops times and token counts."""
 
     def __init__(self, name: str, answer: Answer) -> None:
         super().__init__(model=name, base_url="", num_concurrent=2)
@@ -153,7 +153,7 @@ class EvalTask:
             text if problem.forced else _after_thinking(text, opens_thinking)
             for problem, text in zip(self.problems, texts, strict=True)
         ]
-        # Each filter gives a sample. The sample of the last filter, the most lenient, is kept.
+        # Each filter gives one sample per problem. The dict keeps the sample of the last, most lenient filter.
         samples = {sample["doc_id"]: sample for sample in self._evaluate(lambda _: answers)}
         return {problem.id: _grade(samples[number]) for number, problem in enumerate(self.problems)}
 
@@ -166,7 +166,7 @@ class EvalTask:
 
 
 def opens_thinking(model: str) -> bool:
-    """Whether a chat template's generation prompt ends in ``<think>``, as those of QwQ and R1 distills do.
+    """Whether the model's chat template begins each response with ``<think>``, as for QwQ and R1 distills.
     False also if there is no tokenizer or no template that can be used."""
     # Loading a tokenizer and applying its template can raise almost any exception.
     with contextlib.suppress(Exception):
@@ -179,7 +179,7 @@ def opens_thinking(model: str) -> bool:
 
 @cache
 def _manager(ours: bool) -> TaskManager:
-    """Manages our tasks and, unless ``ours``, lm-eval's thousands of tasks, which take seconds to find."""
+    """A manager of our tasks and, unless ``ours``, of all tasks of lm-eval, which take seconds to find."""
     return TaskManager(include_path=_OURS, include_defaults=not ours)
 
 
@@ -208,7 +208,7 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
 
 
 def _after_thinking(text: str, opened: bool) -> str:
-    """What follows the last ``</think>``; "" if the response was cut off while it was thinking."""
+    """What follows the last ``</think>``, or all of the text without one; "" if the thinking was cut off."""
     _, ended, answer = text.rpartition(_THINK_END)
     if not ended and (opened or text.lstrip().startswith(_THINK)):
         return ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares answers in LaTeX by means of math-verify, in a process that may fail.
+"""Compares LaTeX answers with math-verify, which runs in a child process because it may hang or crash.
 
-This is a separate module, because lm-eval loads the functions of task files under module names that the child
-process cannot import."""
+The code is not in ``grading.py``, because lm-eval loads that module under a name that the child process cannot
+import."""
 
 import contextlib
 import multiprocessing
@@ -14,16 +14,16 @@ _MEMORY_BYTES = 2 << 30
 
 
 class MathGrader:
-    """Runs math-verify in a child process, because hostile towers of exponents hang in C code that no signal
-    handler interrupts, or take all memory. The child starts when first needed, and again after a failure."""
+    """Runs math-verify in a child process, because an answer such as 9^9^9^9 can make it hang in C code that no
+    signal handler interrupts, or take all memory. The child starts when a comparison needs it."""
 
     def __init__(self, limit_s: float = _COMPARE_S, memory_bytes: int = _MEMORY_BYTES) -> None:
         self.limit_s, self.memory_bytes = limit_s, memory_bytes
         self._pool: Pool | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
-        """Whether the answers are equal; False also if a limit ends the comparison. Raises RuntimeError if
-        math-verify does not work on this machine."""
+        """Whether the answers are equal; False also if the comparison fails or exceeds a time or memory limit.
+        Raises RuntimeError if math-verify does not work on this machine."""
         if self._pool is None:
             spawn = multiprocessing.get_context("spawn")
             self._pool = spawn.Pool(1, _limit_memory, (self.memory_bytes,))
@@ -42,7 +42,7 @@ class MathGrader:
         assert self._pool is not None
         with contextlib.suppress(Exception):
             return self._pool.apply_async(_verify, (reference, answer)).get(limit_s)
-        # Without a reply, the child failed, hangs or has died. The next comparison starts a new child.
+        # The child raised an error, hangs or has died. The next comparison starts a new child.
         self.close()
         return False
 
@@ -56,7 +56,7 @@ def _verify(reference: str, answer: str) -> bool:
     """Whether the answers are equal. Parses only LaTeX, because math-verify evaluates other text as Python."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # If the parent dies, this limit ends the child, which would otherwise go on computing.
+    # If the parent dies, this limit of CPU time ends the child. Otherwise the child would go on computing.
     used = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = int(used.ru_utime + used.ru_stime) + _ORPHAN_CPU_S
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, resource.RLIM_INFINITY))

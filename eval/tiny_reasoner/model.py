@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes and saves the architecture, tokenizer and chat template of the tiny reasoner."""
+"""Builds the untrained model, the tokenizer and the chat template of the tiny reasoner; saves checkpoints."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ def encode(words: list[str]) -> list[int]:
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer with a token for each word. Decoding joins words with one space."""
     inner = Tokenizer(models.WordLevel(dict(TOKEN_ID), unk_token=PAD))
-    # "\n\n" is a word also if a client has stripped the spaces around it.
+    # "\n\n" becomes a word of its own even if a client has stripped the spaces around it.
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split("\n\n", "isolated"), pre_tokenizers.Split(Regex(" +"), "removed")]
     )
@@ -44,7 +44,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model() -> Qwen3ForCausalLM:
     sizes: dict[str, Any] = dict(hidden_size=192, intermediate_size=512, num_hidden_layers=4)
-    # 64 is the smallest head size that GPU attention kernels support everywhere.
+    # 64 is the smallest head size that all common GPU attention kernels support.
     sizes |= dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
     # The vocabulary is padded to a multiple of 64, which suits tensor-parallel serving.
     sizes |= dict(vocab_size=-(-len(VOCABULARY) // 64) * 64, max_position_embeddings=2048)
@@ -55,7 +55,7 @@ def build_model() -> Qwen3ForCausalLM:
     with torch.no_grad():
         for name, p in model.named_parameters():
             if p.dim() == 2:
-                # The default, 0.02, suits wide models, but makes this model learn slowly.
+                # The default standard deviation, 0.02, suits wide models, but makes this model learn slowly.
                 std = 0.05 if "embed" in name else 0.7 / math.sqrt(p.shape[1])
                 torch.nn.init.normal_(p, std=std)
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -64,7 +64,7 @@ def build_model() -> Qwen3ForCausalLM:
 
 
 def save_checkpoint(model: Qwen3ForCausalLM, folder: Path) -> None:
-    """Write model (bf16), tokenizer and generation defaults to ``folder``."""
+    """Write the model (in bf16), its tokenizer and its generation defaults to ``folder``."""
     folder.mkdir(parents=True, exist_ok=True)
     out = copy.deepcopy(model).to(torch.bfloat16)
     out.config.dtype = "bfloat16"

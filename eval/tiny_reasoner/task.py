@@ -18,9 +18,9 @@ SPECIAL = (PAD, EOS, USER, ASSISTANT, THINK, THINK_END, STEP_END, BOX, BOX_END)
 FORMAL = frozenset((*DIGITS, *LETTERS, *OPERATORS, "="))
 ORDINALS = ("one", "two", "three", "four")
 
-# The letter that a step computes determines the step's wording, so greedy decoding has one right
-# continuation. The letters of a problem have distinct styles, so steps of the first pass are not
-# similar. A step starts with a line of the problem, ``v = u o y``; x is the value of u, r the result.
+# A step computes one variable, whose letter determines the step's wording, so greedy decoding has one right
+# continuation. The variables of a problem have distinct styles, so no two steps of the first pass are worded
+# alike. ``v = u o y`` is an assignment of the problem, x is the value of u, and r is the result.
 LONG_STYLES = (
     "{v} = {u} {o} {y} . here {u} {x} , so work it out : {x} {o} {y} = {r} , now {v} {r} .",
     "{v} = {u} {o} {y} ; we know {u} {x} which then makes {x} {o} {y} = {r} "
@@ -53,7 +53,7 @@ PROMPT_WORDS = "draft find plan redo back brief"
 
 
 def _vocabulary() -> tuple[str, ...]:
-    """All words in a fixed order; letters and digits cover the fields of the templates."""
+    """All words, in a fixed order. Skips the fields of templates, such as ``{v}``: they are not words."""
     words = dict.fromkeys((*SPECIAL, *DIGITS, *LETTERS, *OPERATORS, "=", *ORDINALS))
     texts = (*LONG_STYLES, *BRIEF_STYLES, *TAILS.values(), CHANGED_TAIL, FIX_STEP)
     for text in (*texts, *HEADERS.values(), FINAL_STEP, ANSWER, PROMPT_WORDS):
@@ -77,7 +77,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Size of the generated problems. The evaluation uses the defaults."""
+    """Size of problems, and how often they have drafts and wrong drafts. The evaluation uses the defaults."""
 
     min_variables: int = 3
     max_variables: int = 5
@@ -101,14 +101,14 @@ class _Line:
         return (x + y if self.op == "+" else x - y) % 10
 
     def render(self, styles: tuple[str, ...], values: dict[str, int], result: int) -> str:
-        """The words of the step that computes this line, in the style of its letter."""
+        """The words of a step that computes the variable ``name``, in the style of this letter."""
         style = styles[LETTERS.index(self.name) % len(styles)]
         u, o, y = self.operand, self.op, self.constant
         return style.format(v=self.name, u=u, o=o, y=y, x=values[u], r=result)
 
 
 def _plan(rng: random.Random, rounds: int) -> tuple[str, ...]:
-    """Draws the kinds of the rounds. ``redo`` is first, because only a round in order corrects a draft."""
+    """Draws the kinds of the rounds. ``redo`` is first, because ``back`` would not correct all wrong values."""
     if rounds <= 1:
         return ("redo",) * rounds
     rest = ["brief"] + [rng.choice(("redo", "back")) for _ in range(rounds - 2)]
@@ -145,7 +145,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
         true[line.name] = line.result(true)
 
     drafted, draft_value = "", 0
-    # Rounds verify. Without any, a wrong draft would make the reference answer wrong.
+    # Without a round that verifies it, a wrong draft would make the reference answer wrong.
     if plan and rng.random() < difficulty.draft_rate:
         drafted = rng.choice(lines).name
         draft_value = true[drafted]
@@ -163,7 +163,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     if plan:
         parts.append("plan " + " ".join(f"{ordinal} {kind}" for ordinal, kind in rounds))
 
-    # First pass: the draft replaces the computed result and propagates.
+    # First pass: the draft replaces the computed result, and later lines use the draft.
     values, steps = {first: given}, [f"{THINK} {HEADERS['solve']}"]
     for line in lines:
         result = draft_value if line.name == drafted else line.result(values)
@@ -188,7 +188,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
 
 
 def split_of(prompt: str) -> str:
-    """``"test"`` for one prompt in 16, by its hash, else ``"train"``, so no prompt is in both."""
+    """``"test"`` for about one prompt in 16, chosen by the prompt's hash; ``"train"`` for all others."""
     return "test" if hashlib.sha256(prompt.encode()).digest()[0] < 16 else "train"
 
 

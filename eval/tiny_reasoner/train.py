@@ -19,8 +19,8 @@ from eval.tiny_reasoner import task as tiny
 from eval.tiny_reasoner.model import TOKEN_ID, build_model, encode, save_checkpoint
 
 IGNORE = -100
-# (first step, difficulty, share of drills, which are arithmetic alone). Short problems come first, because the
-# model learns look-up and arithmetic from them many times faster.
+# Stages: (first training step, difficulty, share of drills). Drills have only arithmetic. Short problems come
+# first, because the model learns look-up and arithmetic many times faster from short problems.
 CURRICULUM = (
     (0, tiny.Difficulty(2, 4, 0, 1), 0.5),
     (150, tiny.Difficulty(2, 4, 0, 2), 0.1),
@@ -50,7 +50,7 @@ class Example:
 
 
 def drill(rng: random.Random, facts: int = 24) -> Example:
-    """An example of arithmetic alone. A drill has a sum in every six tokens; a problem has one in thirty."""
+    """An example with only arithmetic. A drill has one sum per six tokens, a problem one per thirty."""
     words: list[str] = []
     for _ in range(facts):
         x, y, op = rng.randrange(10), rng.randrange(10), rng.choice(tiny.OPERATORS)
@@ -59,14 +59,14 @@ def drill(rng: random.Random, facts: int = 24) -> Example:
 
 
 def conversation(problem: tiny.Problem) -> Example:
-    """The chat as the template writes it. The model learns only the response."""
+    """The token ids of the chat, as the chat template writes it. The model learns only the response."""
     prompt = encode([tiny.USER, *problem.prompt.split(" "), tiny.ASSISTANT])
     response = encode([*problem.response.split(" "), tiny.EOS])
     return Example(prompt + response, [False] * len(prompt) + [True] * len(response))
 
 
 def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
-    """Yields a batch for each step. The problems of a batch have similar lengths, so that little is padded."""
+    """Yields a batch for each step. The examples of a batch have similar lengths and so need little padding."""
     ready: list[list[Example]] = []
     for step in range(steps):
         if not ready:
@@ -91,7 +91,7 @@ def batches(rng: random.Random, steps: int) -> Iterator[list[Example]]:
 
 
 def positions(ids: list[int], rng: random.Random) -> list[int]:
-    """Positions of tokens. Half of the sequences get gaps, so that the model does not rely on distances."""
+    """Position ids, in half of the sequences with gaps, so that the model does not rely on token distances."""
     if rng.random() < 0.5:
         return list(range(len(ids)))
     out, position = [], 0
@@ -118,7 +118,7 @@ def collate(batch: list[Example], rng: random.Random) -> tuple[torch.Tensor, ...
 
 
 def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for matrices between embedding and head, AdamW for the rest. AdamW alone needs twice the steps."""
+    """Muon for the layers' matrices, AdamW for the rest. Without Muon, training needs twice the steps."""
     inner = {n: p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n}
     tables = [p for n, p in model.named_parameters() if p.dim() == 2 and n not in inner]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -132,7 +132,7 @@ def optimisers(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def train(rank: int, args: Options, rendezvous: str) -> None:
-    """The work of one process. All processes have the same weights, but draw different problems."""
+    """What each training process does. All processes have the same weights, but draw different problems."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=args.workers
     )
@@ -141,7 +141,7 @@ def train(rank: int, args: Options, rendezvous: str) -> None:
     rng = random.Random(f"{args.seed}-{rank}")
     model = build_model().train()
     parts = optimisers(model)
-    # Filler words are learnt soon, so words that are looked up, computed or decided weigh more.
+    # Filler words are learnt soon. Words to look up, compute or decide on have more weight in the loss.
     weight = torch.ones(model.config.vocab_size)
     weight[[TOKEN_ID[w] for w in (*tiny.FORMAL, "same", "but")]] = 4.0
     for step, batch in enumerate(batches(rng, args.steps), 1):
@@ -151,7 +151,7 @@ def train(rank: int, args: Options, rendezvous: str) -> None:
         for part in parts:
             for group in part.param_groups:
                 group["lr"] = group["peak"] * scale
-        # Because of this mask, transformers does not take gaps for borders of packed sequences.
+        # Without a mask, transformers would take a gap in the position ids for the start of a packed sequence.
         given = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=where)
         states = model.model(**given, use_cache=False).last_hidden_state
         counted = targets != IGNORE

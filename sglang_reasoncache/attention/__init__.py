@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over KV slots that several positions name. A key is rotated to each position where it is used."""
+"""Attention where several positions may use one KV slot. The slot's key can be rotated to each of them."""

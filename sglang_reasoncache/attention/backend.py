@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixin from which our attention backends inherit before they inherit from one of SGLang's."""
+"""The mixin that adds our attention kernels to one of SGLang's attention backends."""
 
 from typing import Any
 
@@ -10,19 +10,18 @@ from sglang_reasoncache.attention.served import check_attention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 
-#: Base of the mixin. Typed Any, because the mixin calls methods of the SGLang backend behind it.
+#: Base of the mixin. Typed Any, because ``super()`` is one of SGLang's backends at run time.
 _Stock: Any = object
 
 
 class PagedBackend(_Stock):
-    """A mixin in front of one of SGLang's backends. Our kernels run the forwards that have a plan, a list of
-    the slots to read (see ``PagedAttention``). SGLang's backend runs the others, but none if ``always_ours``.
-
-    Our kernels skip evicted positions, whose entries in ``req_to_token`` are below 0.
-    """
+    """A mixin that a class inherits before one of SGLang's backends. Our kernels compute attention in forwards
+    with a plan, a list of the slots to read (see ``PagedAttention``). SGLang's backend does so in all other
+    forwards, unless ``always_ours`` is set: then every forward must have a plan. Our kernels skip evicted
+    positions, whose entries in ``req_to_token`` are below 0."""
 
     always_ours = False
-    #: How many of a sliding window's oldest positions SGLang's decode kernels leave out.
+    #: How many of a sliding window's oldest positions SGLang's decode kernels do not read. Ours do the same.
     unread = 0
 
     def __init__(
@@ -33,10 +32,11 @@ class PagedBackend(_Stock):
         requested_by: str,
         **stock: Any,
     ) -> None:
-        """``cached``: the position for which each slot's key was rotated. A query at another position gets the
-        key rotated on to that position; if None, the key as cached. ``requested_by``: flags that chose this
-        backend; every message begins with them. ``stock``: arguments of SGLang's backend. Raises ValueError for
-        a model that is not served, and, with ``cached``, for one whose cached keys cannot be rotated on."""
+        """``cached``: the position for which each slot's key was rotated. If a request uses a slot at another
+        position, the slot's key is rotated to that position. With None, keys are read as cached.
+        ``requested_by``: the flags that chose this backend; every error message begins with them. ``stock``:
+        arguments of SGLang's backend. Raises ValueError for a model that our kernels do not support and, with
+        ``cached``, for a model whose cached keys cannot be rotated to other positions."""
         check_attention(model_runner, requested_by)
         self.requested_by = requested_by
         # PagedAttention may raise, so it is made before SGLang's backend takes memory.
@@ -53,8 +53,8 @@ class PagedBackend(_Stock):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. In front of FlashInfer's backend
-        for latent attention, ``q`` and ``k`` lack their rotated dims, which are passed as ``q_rope`` and
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. FlashInfer's backend for
+        latent attention gets ``q`` and ``k`` without their rotated dims, and gets these as ``q_rope`` and
         ``k_rope`` ``[batch, heads, dim]``."""
         self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:

@@ -2,8 +2,8 @@
 """Attention over a paged KV pool by this project's kernels, on the pool's device.
 
 A *row* of ``req_to_token`` has the slot of each position of a request, or a number below 0 if the position was
-evicted. A *plan* lists the slots that a forward reads, and rotations of keys cached for other positions.
-On a GPU the host does not wait to plan, because it sizes the plan by row lengths in its own memory."""
+evicted. A *plan* lists the slots that a forward reads, and how far to rotate keys cached for other positions.
+On a GPU, planning need not wait for the device, because the host sizes a plan by row lengths in its memory."""
 
 from __future__ import annotations
 
@@ -51,30 +51,30 @@ def once_more(work: _Method) -> _Method:
 class PagedAttention:
     """Plans forwards and runs our kernels. Each attention backend has an object of this class.
 
-    ``rows`` is the plan of a decode step, ``extend_plan`` that of a prefill; None if SGLang's kernels run.
-    Layers with sliding windows have further plans: in a decode step one for each window size, in a prefill one
-    if SGLang keeps their KV in a pool of its own, the *window pool*."""
+    ``rows`` is the plan of a decode step, ``extend_plan`` is the plan of a prefill. Both are None in a
+    forward that SGLang's kernels run. Layers with sliding windows have further plans: a decode step has one for
+    each window size, a prefill has one if SGLang keeps the KV of these layers in a separate *window pool*."""
 
     def __init__(
         self, model_runner: ModelRunner, cached: CachedPositions | None, unread: int = 0
     ) -> None:
-        """See ``PagedBackend``. ``unread``: how many of a window's oldest positions decode steps leave out.
-        Raises ValueError if ``cached`` is given and the model has no embedding that can rotate keys."""
+        """See ``PagedBackend``. ``unread``: how many of a window's oldest positions decode steps do not read.
+        Raises ValueError if ``cached`` is given and the model's cached keys cannot be rotated."""
         self.allocator = model_runner.token_to_kv_pool_allocator
         self._rows = model_runner.req_to_token_pool
         self._pool = pool = model_runner.token_to_kv_pool
         self.dtype = model_runner.dtype
         self.cached = cached
-        #: Whether plans of decode steps are merged (:class:`RowPlan`): a row's repeated slot is read only once.
+        #: Whether decode plans are merged (:class:`RowPlan`), so that a slot that a row repeats is read once.
         self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
         self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
-        #: Layer id -> rotation of the layer's keys. None if keys are read as cached.
+        #: Layer id -> rotation of the layer's keys. The dict is None if keys are read as cached.
         self.rotations: dict[int, KeyRotation] | None = None
-        #: Whether the pool has latent rows (MLA).
+        #: Whether the pool holds latent KV (MLA).
         self.latent = bool(compat.latent_rank(pool))
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
-        #: Layers with KV in the window pool. A slot there, the *peer* of a row's slot, is never shared.
+        #: Ids of layers with KV in the window pool. A row's slot has a *peer* there, which is never shared.
         self._of_window = compat.window_layers(pool)
         self._peers: Any = getattr(pool, "translate_loc_from_full_to_swa", None)
         if cached is not None:
@@ -89,18 +89,18 @@ class PagedAttention:
         #: One of ``kernels.paged.BACKENDS``.
         self.backend, self._num_slots = first.backend, first.num_slots
         self.attention_layers = attention_layers(model_runner)
-        # Positions that a window sees -> how many of them a decode step reads.
+        # Size of a window, in positions -> how many of its positions a decode step reads.
         reaches = {reach_of(layer) for layer in self.attention_layers} - {0}
         self._reaches = {reach: reach - unread for reach in sorted(reaches)}
-        # Whether prefills attend token by token like decode: PyTorch's fused attention cannot soft-cap logits.
+        # Whether prefills handle tokens singly, like decode: PyTorch's fused attention cannot soft-cap logits.
         self._singly = any(layer.logit_cap > 0 for layer in self.attention_layers)
         self.queries: RecentQueries | None = None  # None if no policy reads queries
         self.forget()
 
-    # -- at the start ---------------------------------------------------------------
+    # -- when the server starts -----------------------------------------------------
 
     def keep_queries(self, window: int) -> RecentQueries:
-        """Keep every row's newest ``window`` queries from now on. Raises MemoryError if they do not fit."""
+        """Keep the ``window`` newest queries of each row from now on. Raises MemoryError if memory runs out."""
         layers = {
             layer.layer_id: LayerShape(
                 *(layer.tp_q_head_num, layer.qk_head_dim, self._scales(layer)[0], layer.logit_cap)
@@ -116,14 +116,14 @@ class PagedAttention:
     def buffers(
         self, batch: int, entries: int | None = None, *, merge: bool = False
     ) -> PlanBuffers:
-        """GPU memory for plans of ``batch`` requests with ``entries`` slots in total (None: whole rows)."""
+        """GPU memory for plans of ``batch`` requests with ``entries`` slots in total (None: for full rows)."""
         from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
         entries = batch * self.width if entries is None else entries
         return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
     def graph_buffers(self, batch: int) -> dict[int, PlanBuffers]:
-        """Positions that a layer sees (0: all) -> memory for plans of such layers in a decode graph."""
+        """Memory for the plans in a decode graph, by the number of positions that a layer sees (0: all)."""
         widths = {0: self.width, **self._reaches}
         return {
             reach: self.buffers(
@@ -135,8 +135,8 @@ class PagedAttention:
         }
 
     def _has_window_pool(self, reach: int) -> bool:
-        """Whether layers that see ``reach`` positions (0: all) have a window pool. Their keys are read as
-        cached, because slots in a window pool are never shared."""
+        """Whether layers that see ``reach`` positions (0: all) have a window pool. Keys in this pool are
+        read as cached, because its slots are never shared."""
         return bool(reach and self._of_window)
 
     def plan_into(
@@ -152,9 +152,9 @@ class PagedAttention:
         return self._in_window_pool(plan) if own_pool else self.readable(plan)
 
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
-        """Queue, as part of a decode graph, the work that makes its plans. Call :meth:`begin_graph` before."""
+        """Queue the planning as a part of a decode graph. Call :meth:`begin_graph` before."""
         where = batch.req_pool_indices, batch.seq_lens
-        # Plans of a window pool are not in ``buffers``: translating slots to peers makes new tensors.
+        # Use the returned plans. For a window pool these are new tensors, which ``buffers`` does not hold.
         self._use({reach: self.plan_into(side, *where, reach) for reach, side in buffers.items()})
 
     def readable(self, plan: RowPlan) -> RowPlan:
@@ -170,7 +170,7 @@ class PagedAttention:
         lengths: Tensor | None = None,
     ) -> RowPlan:
         """Plan the rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: row lengths, int64
-        ``[batch]`` in host memory; None takes the batch's own."""
+        ``[batch]`` in host memory; None uses the lengths in ``batch``."""
         ends = batch.seq_lens if lengths is None else upload(lengths.numpy(), self.device)
         where = batch.req_pool_indices, ends
         own_pool, seen = self._has_window_pool(reach), self._reaches.get(reach, 0)
@@ -182,7 +182,7 @@ class PagedAttention:
             entries = None if lengths is None else int(lengths.sum())
             buffers = self.buffers(len(batch.seq_lens), entries, merge=merge)
             return self.plan_into(buffers, *where, reach)
-        # Without --enable-reasoncache the allocator is SGLang's, which shares and evicts nothing.
+        # Without --enable-reasoncache the allocator is SGLang's, and no slot is shifted.
         shifted = getattr(self.allocator, "has_shifted_slots", False)
         cached_at = self._cached_at if shifted else None
         read = self._rows.req_to_token, *where, None if own_pool else cached_at
@@ -190,7 +190,7 @@ class PagedAttention:
         return self._in_window_pool(plan) if own_pool else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
-        """``plan`` with peers in place of slots. SGLang's padding slot replaces peers that left the window."""
+        """``plan`` with each slot replaced by its peer, or by SGLang's padding slot if the peer was freed."""
         return RowPlan(plan.kv_indptr, self._peers(plan.kv_indices).int(), None)
 
     # -- a forward ------------------------------------------------------------------
@@ -198,20 +198,20 @@ class PagedAttention:
     def forget(self) -> None:
         """Forget all plans. Nothing is planned until the next forward begins."""
         self.rows: RowPlan | None = None
-        #: Positions that a window sees -> plan of the layers with this window. Other layers read ``rows``.
+        #: Window size -> plan of the layers with a window of this size. Other layers use the plan ``rows``.
         self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
         #: The plan of a prefill for layers with a window pool.
         self._window_extend: ExtendPlan | None = None
         self._evicted: Sequence[int] | None = None
-        #: The peers of the new tokens' slots. None until :meth:`put` needs them, or without a window pool.
+        #: The peers of the new tokens' slots. None until :meth:`put` sets them, and without a window pool.
         self._new_peers: Tensor | None = None
         self._repairs: list[Repaired] = []
         if self.queries is not None:
             self.queries.forget()
 
     def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
-        """This prefill's repairs: document tokens to compute again, and requests whose attention is scored."""
+        """This prefill's requests that recompute tokens of cached documents or whose attention is scored."""
         repairs: Any = getattr(self.allocator, "repairs", None)
         if repairs is None or batch.rids is None or batch.extend_seq_lens_cpu is None:
             return []
@@ -220,7 +220,7 @@ class PagedAttention:
 
     @once_more
     def record(self, batch: ForwardBatch) -> None:
-        """Set repaired tokens' positions; record new tokens' cached positions; choose the queries to keep."""
+        """Set the positions of recomputed tokens, record the positions of new keys, choose queries to keep."""
         self._repairs = self._repairs_of(batch)
         for placed in self._repairs:
             own = upload(placed.positions, self.device, batch.positions.dtype)
@@ -231,7 +231,9 @@ class PagedAttention:
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
-        self._new_peers = None  # A graph is captured after trial runs; it must look them up itself.
+        self._new_peers = (
+            None  # Set by the trial run before a capture, but the graph must look up the peers.
+        )
         rows, positions = batch.req_pool_indices, batch.positions
         if self.queries is None:
             return
@@ -252,7 +254,7 @@ class PagedAttention:
 
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
-        """Use the plans in ``buffers``. The decode graph fills these plans when it is captured or replayed."""
+        """Use the plans in ``buffers``, which the decode graph will write when it runs."""
         size = batch.batch_size
         self._use({reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()})
 
@@ -262,7 +264,7 @@ class PagedAttention:
         self._evicted = evicted
         lengths = None
         if self._repairs and batch.seq_lens_cpu is not None:
-            # SGLang's row length may end before repaired positions, so rows are read at least up to ``least``.
+            # A row is read at least up to ``least``, because SGLang's length may exclude recomputed positions.
             lengths = batch.seq_lens_cpu.clone()
             for placed in self._repairs:
                 lengths[placed.number].clamp_(min=placed.least)
@@ -306,7 +308,7 @@ class PagedAttention:
 
     @once_more
     def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
-        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        """A layer's decode attention. ``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
         if self.rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
         rows = self.windows.get(reach_of(layer), self.rows)
@@ -314,7 +316,7 @@ class PagedAttention:
 
     @once_more
     def extend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any) -> Tensor:
-        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
+        """A layer's prefill attention. ``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
         plan = self.extend_plan
         if plan is None:
             raise RuntimeError("forward_extend without a plan of its batch")
@@ -333,7 +335,7 @@ class PagedAttention:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
                 where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
-                # If memory for attention weights is missing, scores lack this layer. They only rank tokens.
+                # If memory runs out, this layer adds nothing to the scores, which only rank tokens.
                 with contextlib.suppress(RuntimeError):
                     add_attention(query, *where, scored.received, reach)
         # Under DP attention SGLang pads ``q``, so that all groups gather the same number of tokens.
@@ -353,7 +355,7 @@ class PagedAttention:
         plan: RowPlan | ExtendPlan,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Run an attention function of ``kernels``, for decode or extend, on a layer."""
+        """Run a layer's attention. ``run``: the attention function in ``kernels`` for decode or for extend."""
         scale, v_scale = self._scales(layer)
         out = run(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
@@ -368,8 +370,8 @@ class PagedAttention:
         return out.view(out.shape[0], -1)
 
     def _scales(self, layer: AttentionLayer) -> tuple[float, float]:
-        """The factors for logits and outputs. SGLang divides keys and values by scales before it caches them.
-        The factors undo this. Latent rows, and pools of the model's dtype, hold undivided numbers."""
+        """Factors for logits (with the softmax scale) and outputs. They undo the scales by which SGLang divides
+        keys and values that it caches in another dtype than the model's. Latent rows are not divided."""
         if self.latent or self._pool.dtype == self.dtype:
             return layer.scaling, 1.0
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of the CPU platform, ``reasoncache_cpu``."""
+"""The attention backend of this project's CPU platform, ``reasoncache_cpu``."""
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
@@ -8,7 +8,7 @@ from sglang_reasoncache.compat.types import ForwardBatch, ModelRunner
 
 
 class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
-    """Attention of the CPU platform by this project's kernels; see ``PagedBackend``."""
+    """Runs attention on the CPU, always with this project's kernels; see ``PagedBackend``."""
 
     always_ours = True
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's attention backends on CUDA, with shared keys corrected and evicted positions skipped.
+"""SGLang's attention backends on CUDA, extended to read shifted slots and to skip evicted positions.
 
-A *shifted* slot is read at another position than its key was rotated for. Our kernels run forwards with shifted
-slots or evicted positions, SGLang's run all others. Decode graphs of our kernels include the planning: finding
-out which slots to read. With latent attention SGLang's kernels run every prefill, because cached prefixes have
-no shifted slots."""
+A *shifted* slot is read at a position other than the one that its key was rotated for. Our kernels run forwards
+with shifted slots or evicted positions, SGLang's kernels run all others. A decode graph with our kernels also
+contains the planning, which lists the slots to read. With latent attention SGLang's kernels run every prefill,
+because no slot in a cached prefix is shifted then."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN, SHIFTED = "plain", "shifted"
 
 
 class GraphVote(enum.IntEnum):
-    """A DP attention group's vote for a decode graph. All groups run the graph of the smallest vote.
+    """A DP attention group's vote on the next decode graph (EAGER: none). The smallest vote decides for all.
 
     A vote replaces SGLang's bool "can run a graph": EAGER is false, SHIFTED and PLAIN are true.
     """
@@ -43,8 +43,8 @@ class GraphVote(enum.IntEnum):
 class MarkedRids(list[str]):
     """The request ids of a batch, marked with what its rows hold.
 
-    SGLang passes this list, a field of ``ForwardBatch``, on to every copy of the batch. If a batch has a
-    plain list, nobody has looked at its rows: they may hold anything.
+    SGLang hands this list, ``ForwardBatch.rids``, on to every copy of the batch. If the list of a batch is
+    not marked, the batch's rows were not checked and may have shifted slots or evicted positions.
 
     Args:
         rids: The request ids.
@@ -60,7 +60,7 @@ class MarkedRids(list[str]):
 
 
 def mark_of(batch: Any) -> MarkedRids | None:
-    """The mark of a ``ForwardBatch``; None if it was not marked."""
+    """The marked request ids of a ``ForwardBatch``; None if its ids were not marked."""
     return batch.rids if isinstance(batch.rids, MarkedRids) else None
 
 
@@ -126,7 +126,7 @@ class SharedSlotReads(PagedBackend):
 
     def choose_graph(self, forward_batch: ForwardBatch) -> str:
         """Choose the graph variant for the next replay, which is prepared right after this call."""
-        # All DP groups replay the same variant, because SGLang's collectives use other memory in each variant.
+        # All DP groups must replay the same variant: SGLang's collectives use different memory in each variant.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
@@ -150,7 +150,7 @@ class SharedSlotReads(PagedBackend):
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
-        """Do the work before a graph's capture or replay that cannot be part of the graph."""
+        """Before a graph is captured or replayed, do the work that cannot be part of the graph."""
         self.paged.forget()
         if not forward_batch.forward_mode.is_decode_or_idle():
             self.paged.record(forward_batch)
@@ -170,8 +170,8 @@ class SharedSlotReads(PagedBackend):
             )
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Queue the work that becomes part of a graph: record cached positions of new slots, choose which
-        queries to keep, make our plan."""
+        """Queue the work that becomes part of a decode graph: record the positions of new keys, choose which
+        queries to keep, and plan for the kernels that this graph contains."""
         if not forward_batch.forward_mode.is_decode_or_idle():
             super().init_forward_metadata_in_graph(forward_batch)
             return
@@ -182,8 +182,8 @@ class SharedSlotReads(PagedBackend):
         self.paged.plan_graph(self._graphs[-1], forward_batch)
 
     def shared_read_ends(self, fm: ForwardMode) -> Any:
-        """The stage after which a forward reads no more rows. Planning a decode step reads rows in the graph,
-        or before a forward without a graph, so the stage is not before ``IN_REPLAY``."""
+        """The stage after which a forward reads no more rows. A decode graph with our kernels reads rows when
+        its replay begins, so the stage of a decode step is ``IN_REPLAY`` or later."""
         stock = super().shared_read_ends(fm)
         if not fm.is_decode_or_idle():
             return stock
@@ -205,7 +205,7 @@ class GraphVariants:
 
 
 def compile_attention(paged: PagedAttention) -> None:
-    """Compile Triton kernels, so that the first forwards do not wait seconds. Writes nothing to the pool."""
+    """Compile the Triton kernels, so that the first forwards need not wait. Writes nothing to the pool."""
     # The plans are for row 0, which belongs to no request.
     zero = torch.zeros(1, dtype=torch.int64, device=paged.device)
     plan, merged = (
@@ -217,7 +217,7 @@ def compile_attention(paged: PagedAttention) -> None:
     for (heads, dim, logit_cap), layer in shapes.items():
         kv = paged.pools[layer.layer_id]
         query = torch.zeros((1, heads, dim), dtype=paged.dtype, device=paged.device)
-        # Triton compiles for addresses that are multiples of 16 bytes and again for others, so both are passed.
+        # Pass both kinds of addresses: Triton compiles a kernel once for multiples of 16 and once for others.
         for some, rows in ((None, merged), (spans, plan)):
             decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, spans=some)
         for first in (0, 1):

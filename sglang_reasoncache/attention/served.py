@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides by KV pool, attention layers and rotary embedding whether a model is served, and whether shared keys
-can be rotated to the positions where they are used. ``plugin/refusals.py`` checks flags."""
+"""Decides whether a model is served, and whether its shared keys can be rotated to other positions. Both
+depend on the model's KV pool, attention layers and rotary embedding. ``plugin/refusals.py`` checks flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BESIDE_WINDOWS = (
     "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
     "into one pool, which takes more memory a token"
 )
-#: Kind of attention -> why the server refuses it, or why nothing is shared.
+#: Kind of attention -> reason why the server refuses the model or shares nothing.
 REFUSED = {
     "other windows": "nothing shared: rotations unknown",
     "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
@@ -88,24 +88,24 @@ ROTARY_KINDS = (
     "DynamicNTKAlphaRotaryEmbedding",
     "DynamicNTKScalingRotaryEmbedding",
 )
-#: Attention module -> its attribute that switches on a scaling of keys: each dim is multiplied by a learned
-#: weight after the rotation. Such a key cannot be rotated again.
+#: Attention module that may multiply each dim of a key by a learned weight after the rotation -> the attribute
+#: that switches this on. Such a key cannot be rotated again.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention module that caches keys without a position if it has no rotary embedding -> how names of models
-#: begin that use the module in this way. In such models only the state layers depend on positions.
+#: Attention module -> start of the class names of models that can use this module without a rotary embedding.
+#: Cached keys then have no positions: only the state layers of such a model depend on positions.
 WITHOUT_POSITIONS = {
     "NemotronHAttention": "NemotronH",
     "GraniteMoeHybridAttention": "GraniteMoeHybrid",
     "DeepseekV2AttentionMLA": "KimiLinear",
 }
-#: Attention modules that are served in models with sliding windows, because their rotation is known: that of
-#: the module's own rotary embedding, unless :func:`_rotation_of` says otherwise.
+#: Attention modules whose keys can be rotated to other positions in models with sliding windows. Each module
+#: rotates keys by its own rotary embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
     *("Gemma2Attention", "Gemma3Attention", "Exaone4Attention", "Olmo2Attention"),
     *("GptOssAttention", "MellumAttention"),
 )
-#: Dims that SGLang's FlashInfer backend supports: of a head, and of a latent row (latent, rotated). For other
-#: dims SGLang's Triton backend is taken.
+#: Dims that SGLang's FlashInfer backend supports: of a head; of the latent and the rotated part of a row.
+#: For other dims SGLang's Triton backend is chosen.
 FLASHINFER_DIMS, FLASHINFER_LATENT = (64, 128, 256), (512, 64)
 
 
@@ -146,8 +146,8 @@ def _sparse(requested_by: str) -> ValueError:
 
 
 def window_age(context: TreeCacheBuildContext) -> int:
-    """A position this many tokens before a row's end has no slot in the window pool any more. 0 without a
-    window pool. Raises ValueError for a flag that cannot be combined with such a pool."""
+    """Distance from a row's end, in tokens, at which SGLang has surely freed a position's slot in the window
+    pool; 0 without a window pool. Raises ValueError for a flag that cannot be combined with such a pool."""
     if not context.is_hybrid_swa:
         return 0
     if context.enable_hierarchical_cache:
@@ -176,16 +176,16 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
 
 
 def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
-    """SGLang's CUDA backend, to be extended by our mixin, for a model that is started without a choice of
-    backend. None leaves the choice to SGLang.
+    """Name of the SGLang backend that our mixin extends on CUDA if the operator has not named a backend. None
+    leaves the choice to SGLang.
 
-    ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: the model has multi-head latent
-    attention."""
+    ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: whether the model has multi-head
+    latent attention."""
     if model.is_encoder_decoder or model.is_hybrid_swa:
         return None
     even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
     if latent:
-        # SGLang's FlashInfer backend needs the model's ``scaling``, and prefills Sarvam with other dims.
+        # SGLang's FlashInfer backend needs ``model.scaling``; its prefill takes other dims than Sarvam passes.
         even = (model.kv_lora_rank, model.qk_rope_head_dim) == FLASHINFER_LATENT
         names = getattr(model.hf_config, "architectures", None) or ()
         even = even and hasattr(model, "scaling") and not any("Sarvam" in name for name in names)
@@ -193,14 +193,14 @@ def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | Non
 
 
 def caches_without_positions(hf_config: Any) -> bool:
-    """:func:`is_without_positions`, from the configuration of a model that is not loaded yet."""
+    """Like :func:`is_without_positions`, but judges a model that is not loaded yet by its configuration."""
     [name, *_] = getattr(hf_config, "architectures", None) or [""]
     rotates = getattr(hf_config, "position_embedding_type", None) == "rope"
     return name.startswith(tuple(WITHOUT_POSITIONS.values())) and not rotates
 
 
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
-    """Raises ValueError that names the first feature of a model which our attention kernels lack."""
+    """Raises ValueError if the model needs a feature that our attention kernels lack, and names the feature."""
     if model_runner.model_config.is_encoder_decoder:
         raise ValueError(f"{requested_by} does not support encoder-decoder models")
     if not model_runner.spec_algorithm.is_none():
@@ -232,8 +232,8 @@ def is_without_positions(model: torch.nn.Module) -> bool:
 
 
 def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
-    """SGLang's attention layers that read the pool. Left out: layers that stand for state layers, and, with
-    latent attention, layers that read the expanded keys and values of a prefill."""
+    """SGLang's attention layers that read the pool. Leaves out ``RadixAttention`` modules of state layers and,
+    with latent attention, those that attend to the expanded keys and values of a prefill."""
     pool = model_runner.token_to_kv_pool
     numbers, rank = set(compat.layer_ids(pool)), compat.latent_rank(pool)
     return [
@@ -254,8 +254,8 @@ def reach_of(layer: AttentionLayer) -> int:
 def key_rotations(model_runner: ModelRunner, latent_dims: int | None) -> dict[int, KeyRotation]:
     """Layer id -> rotation of the layer's keys, on the pool's device. Layers of equal rotation share an object.
 
-    Raises the errors of :func:`key_rotation`. In models with sliding windows, where rotations of layers may
-    differ, an unknown attention module, or multimodal input, raises ValueError too.
+    Raises the errors of :func:`key_rotation`. Layers of a model with sliding windows may differ in rotation.
+    For such a model, multimodal input or an attention module not in ``WINDOWED`` raises ValueError, too.
     """
     model, most = model_runner.model, model_runner.model_config.context_len
     device = model_runner.req_to_token_pool.req_to_token.device
@@ -292,7 +292,7 @@ def _rotation_of(owner: Any, model: torch.nn.Module) -> tuple[Any, bool]:
     """The rotary embedding of the attention module ``owner``, and whether the module rotates keys at all."""
     kind = type(owner).__name__
     if kind == "Gemma3Attention":
-        # SGLang does not use the module's own embedding, which lacks the scaling.
+        # SGLang does not use the module's own rotary embedding, which lacks RoPE scaling.
         [text] = (m for m in model.modules() if hasattr(m, "rotary_emb_local"))
         return (text.rotary_emb_local if owner.is_sliding else text.rotary_emb), True
     never = kind == "Exaone4Attention" and owner.sliding_window_pattern and not owner.is_sliding

@@ -13,11 +13,11 @@ _LEAST_RUNNING = 512
 class SharingBudget(compat.PrefillBudget):
     """SGLang's ``PrefillBudget`` with two additions.
 
-    Slots that running requests can free by sharing (``shareable``) count as free. Of SGLang's reservation for
-    future output (``total_offset - current_offset``) only the fraction ``1 - credit`` counts (``credit`` < 1).
+    Slots that running requests can free by sharing (``shareable``) count as free. SGLang's reservation for
+    future output (``total_offset - current_offset``) is multiplied by ``1 - credit`` (``credit`` < 1).
 
-    Reservations may rely on sharing, because decode retracts requests if slots are missing later. Slots that a
-    prompt needs now are freed before its admission, because a failed allocation would end the scheduler.
+    Slots for future output need not be free yet: if they are missing later, SGLang retracts requests. Slots for
+    a prompt must be free or evictable at its admission, because a failed allocation would end the scheduler.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class SharingBudget(compat.PrefillBudget):
         return self._there() + self._shareable
 
     def _there(self) -> int:
-        """Slots that are free or evictable and not taken by prompts of this batch; sharing is not counted."""
+        """Number of free or evictable slots, minus those that this batch takes. Ignores ``shareable``."""
         left: int = self._available_and_evictable() - self.current_offset
         return left
 
     def _reclaim(self, tokens: int) -> bool:
-        """Have requests share if slots are missing. Returns whether ``tokens`` slots are free or evictable."""
+        """If slots are missing, have running requests share. Returns whether ``tokens`` slots exist then."""
         free, short = self.allocator.free_size(), tokens - self._there()
         if short > 0 and self._shareable:
             self.allocator.reclaim_to(free + short)
@@ -67,8 +67,8 @@ class SharingBudget(compat.PrefillBudget):
     def prepare_load_back(
         self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
     ) -> bool:
-        """Whether slots exist for the tokens to load from the host and to compute now: ``full_tokens`` minus
-        ``max_new_tokens`` of output. ``credit`` does not count, because a load takes its slots at once."""
+        """Whether there are slots for the tokens to load from the host and to prefill, but not for output:
+        ``full_tokens - max_new_tokens``. ``credit`` is not applied, because a load allocates slots at once."""
         return (
             self._reclaim(self.ceil_paged_tokens(full_tokens - max_new_tokens)) or self._refuse()[0]
         )
@@ -93,12 +93,12 @@ class SharingBudget(compat.PrefillBudget):
         return min(wanted, self._there()) if self._there() > 0 else self._without_slots(chunk_limit)
 
     def _without_slots(self, chunk_limit: int) -> int | None:
-        """The answer of SGLang's budget when no slot is left."""
+        """What ``available_chunk_tokens`` of SGLang's budget returns when no slot is left."""
         return chunk_limit
 
 
 class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
-    """A :class:`SharingBudget` for two pools: the full pool, in which rows share, and the window pool."""
+    """A :class:`SharingBudget` for two pools: the full pool, whose slots can be shared, and the window pool."""
 
     def _without_slots(self, chunk_limit: int) -> None:
         return None
@@ -107,9 +107,9 @@ class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
 class SharingForecast:
     """Forecasts which fraction of output positions will need no slot.
 
-    The forecast is the higher of two fractions. The first is among finished requests; the weight of a request
-    fades exponentially over ``horizon`` later output tokens. The second is among running requests, because
-    long responses finish late. ``limit``: the highest forecast, in [0, 1).
+    The forecast is the higher of two fractions. The first is measured on finished requests; the weight of each
+    fades exponentially over ``horizon`` later output tokens. The second is measured on running requests, to
+    include long responses before they finish. ``limit``: the highest possible forecast, in [0, 1).
     """
 
     def __init__(self, limit: float, horizon: float = 20_000.0) -> None:

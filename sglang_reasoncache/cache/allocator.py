@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's slot allocators with reference counts for shared pages.
 
-SGLang's own code allocates. Our code frees: each freed entry of a row (a request's block table) or of a tree
-node takes a reference from the page that it named. A page without references returns to the free list.
-The host knows which entries of a row share (:class:`HostRow`), so freeing rows does not wait for the device.
+SGLang's own code allocates. Our code frees: when a row (a request's block table) or a tree node gives up a
+page, the page loses a reference. A page without references returns to the free list.
+The host knows which slots of a row are shared (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
 import operator
@@ -29,11 +29,11 @@ class ReferenceCountError(AssertionError):
 class PageReferences(dict[int, int]):
     """Page id -> number of references, in host memory, for pages with two or more. Other used pages have one.
 
-    A *reference* is an entry that names the page: an entry of a tree node, or an entry of a live row
-    that the request owns (from ``cache_protected_len`` on).
+    A *reference* is one use of the page by a tree node, or by a live row in the part that the request owns
+    (positions from ``cache_protected_len`` on).
 
     Attributes:
-        extra: References beyond the first one of each page.
+        extra: Total number of references beyond the first one of each page.
     """
 
     extra = 0
@@ -45,7 +45,7 @@ class PageReferences(dict[int, int]):
         ``lost`` takes one away. Nothing changes yet.
 
         Returns the new counts of these pages, and the pages that have no reference left, in the order
-        in which they lost the last one. Raises ReferenceCountError if a count falls below 0.
+        in which they lost their last reference. Raises ReferenceCountError if a count falls below 0.
         """
         counts: dict[int, int] = {}
         for page in gained:
@@ -69,8 +69,8 @@ class PageReferences(dict[int, int]):
 
 
 class Change(NamedTuple):
-    """A prepared change of references. ``counts``: page id -> new number of references; ``freed``: ids of pages
-    to free, int64 ``[pages]`` on the pool's device."""
+    """New reference counts that are not set yet. ``counts``: page id -> new number of references; ``freed``:
+    ids of pages to free, int64 ``[pages]`` on the pool's device."""
 
     counts: dict[int, int]
     freed: torch.Tensor
@@ -81,21 +81,21 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     page_size: int
     references: PageReferences
-    #: Whether a position may read a slot whose key was rotated for another position. Stays True until a flush.
+    #: Whether a slot may be read at a position other than the one its key was rotated for. Reset by a flush.
     has_shifted_slots: bool
-    #: Whether rows may have entries below 0 (evicted positions). Stays True until a flush.
+    #: Whether rows may have entries below 0 (evicted positions). Reset by a flush.
     has_evicted: bool
-    #: Row index in ``req_to_token`` -> the host's copy of that row. A row without an entry shares nothing.
+    #: Row index in ``req_to_token`` -> the host's copy of that row. A row without a copy shares no slots.
     rows: dict[int, HostRow]
-    #: Recomputes some tokens of documents in prompts that are composed of cached documents.
+    #: Has some tokens computed again in prompts that reuse cached documents at new positions.
     repairs: Repairs
     #: The prefix tree, and the ``Controller``. None until they exist.
     tree: Any = None
     controller: Any = None
     budget: type = SharingBudget
     has_window_pool = False
-    #: Calls a function that may be called twice. The plugin sets this to :meth:`Containment.once_more`,
-    #: which calls the function a second time if the first call raises.
+    #: Calls the function that it is given. The plugin sets this to :meth:`Containment.once_more`, which
+    #: calls the function a second time if the first call raises.
     once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
 
@@ -111,18 +111,18 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return self.references.extra * self.page_size
 
     def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
-        """Prepare one reference more for every page id in ``gained``, then one less for every page id
-        in ``lost``. Nothing changes yet."""
+        """Prepare a change that adds a reference to every page in ``gained``, then takes a reference from
+        every page in ``lost``. Nothing changes yet."""
         counts, freed = self.references.changed(gained, lost)
         return Change(counts, upload(freed, self.device))
 
     def prepare_known(self, slots: torch.Tensor, known: np.ndarray) -> Change:
-        """Prepare one reference less for consecutive entries of a row or node. Nothing changes yet, and
-        nothing waits for the device.
+        """Prepare a change that takes a reference from each page of consecutive entries of a row or node.
+        Nothing changes yet, and nothing waits for the device.
 
         Args:
-            slots: The entries, int ``[entries]`` on the device: whole pages, except that the last may be cut.
-            known: The host's copy of these entries, see ``SharedRadixCache.known_of``.
+            slots: The entries, int ``[entries]`` on the device. Only the last page may be incomplete.
+            known: What the host knows of these entries, see ``SharedRadixCache.known_of``.
         """
         page, first = self.page_size, known[:: self.page_size]
         pages = slots[::page] // page if page > 1 else slots
@@ -134,16 +134,16 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
 
     def row_of(self, index: int) -> HostRow:
-        """The host's copy of the live row ``index`` of ``req_to_token``. Makes a copy if there is none yet."""
+        """The host's copy of the live row ``index`` of ``req_to_token``. Starts an empty one if none exists."""
         if index not in self.rows:
             self.rows[index] = HostRow()
         return self.rows[index]
 
     def commit(self, change: Change, *, evicts: bool = False) -> int:
-        """Make a prepared change. Returns how many slots became free.
+        """Make a prepared change. Returns how many slots the change frees, now or when the free group ends.
 
         ``evicts``: whether the change evicts positions. Only two steps can fail: freeing slots, which is tried
-        twice, and setting the counts, if host memory is used up. After either failure SGLang cannot go on.
+        twice, and setting the counts, if host memory is used up. If either step fails, SGLang cannot go on.
         """
         self.has_evicted = self.has_evicted or evicts
         self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
@@ -156,8 +156,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """Free slots of a row from position ``start_pos`` on, or slots of a node: whole pages, except that the
-        last page may be cut."""
+        """Free slots of a node, or of consecutive positions of a row from ``start_pos`` on. Only the last page
+        may be incomplete."""
         if self.tree is None or not (self.references or self.has_evicted):
             super().free_segment(free_index, start_pos=start_pos)
         else:
@@ -186,25 +186,24 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return self.prepare(ids) if known else Change({}, pages)
 
     def _without_evicted(self, ids: torch.Tensor) -> torch.Tensor:
-        """``ids`` without entries below 0. On a GPU this waits for the device once any position was evicted."""
+        """``ids`` without entries below 0. On a GPU this waits for the device if ``has_evicted``."""
         return ids[ids >= 0] if self.has_evicted else ids
 
     def evict_to_free_tokens(self, tree_cache: PrefixTree, num_tokens: int) -> bool | None:
-        """SGLang needs ``num_tokens`` free slots: evict cached prefixes, then have running requests
-        share."""
+        """Evict cached prefixes until ``num_tokens`` slots are free. If that fails, call :meth:`reclaim_to`."""
         done: bool | None = super().evict_to_free_tokens(tree_cache, num_tokens)
         self.reclaim_to(num_tokens)
         return done
 
     def reclaim_to(self, num_tokens: int) -> None:
-        """Have running requests share until ``num_tokens`` slots are free, or nothing more can share."""
+        """Have running requests free slots until ``num_tokens`` slots are free or no more can be freed."""
         short = num_tokens - self.free_size()
         # Nothing is reclaimed inside a free group, because no slot becomes free before the group ends.
         if short > 0 and self.controller is not None and self.free_group is None:
             self.controller.reclaim(short)
 
     def free_size(self) -> int:
-        """Free slots of the pool in which rows share."""
+        """Number of free slots in the pool whose slots can be shared."""
         return int(self.available_size())
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
@@ -218,7 +217,7 @@ class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
     """An allocator for page size 1, where slot ids are page ids."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        # At the end of a free group SGLang calls this again with all slots of the group.
+        # At the end of a free group SGLang calls ``free`` again with all slots of the group.
         if self.free_group is None:
             self._free_unknown(free_index)
         else:
@@ -232,8 +231,8 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
     """An allocator for page sizes above 1. Only whole pages are shared."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots in any order. Rows may name a page several times, and may end inside a page. So a page
-        loses as many references as its most frequent slot has occurrences. SGLang counts a page only once."""
+        """Free slots, given in any order. A page may occur several times, wholly or in part, so the page loses
+        as many references as its most frequent slot has occurrences. SGLang's method frees each page once."""
         if self.free_group is None:
             free_index = self.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:
@@ -249,7 +248,7 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
         return self.prepare(list(named.elements()))
 
     def _release_page_ids(self, *page_ids: torch.Tensor) -> None:
-        """SGLang returns pages to the free list here, and nowhere else."""
+        """SGLang returns freed pages to the free list only by calling this method."""
         self._free_unknown(*page_ids)
 
     def _release_unreferenced(self, pages: torch.Tensor) -> None:
@@ -257,9 +256,9 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
 
 
 class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator):
-    """An allocator for page size 1 with two pools. Rows name, and may share, slots of the full pool; the window
-    pool serves layers with sliding windows. A slot's *peer* is the window pool's slot of the same token. SGLang
-    frees the peer once the window has passed. Only after that may the position read another position's slot."""
+    """An allocator for page size 1 with two pools. Rows name slots of the full pool and may share them; the
+    window pool serves sliding-window layers. A slot's *peer* is the slot of the same token in the window pool.
+    SGLang frees the peer once the window has passed. Only then may the token's row entry name another slot."""
 
     budget, has_window_pool = WindowSharingBudget, True
 
@@ -275,7 +274,8 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
         self.free_full_segment(free_index, start_pos=start_pos)
 
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
-        """SGLang's method expects slots without peers, but a shared block's source may still have its peers."""
+        """Free slots of the full pool. SGLang's method requires slots without peers. Here a slot may have one:
+        a shared slot keeps its peer until the window of the request that wrote the slot has passed."""
         if self.references:
             self._free_known(free_index, start_pos)
         else:

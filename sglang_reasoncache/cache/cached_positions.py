@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records each slot's *cached position*: the position that its key was rotated for.
 
-SGLang caches keys after rotary embedding. A reader at another position rotates the key by the difference.
+SGLang caches keys after rotary embedding. To read a key at another position, rotate the key by the difference.
 """
 
 from typing import Any
@@ -10,22 +10,22 @@ import torch
 
 
 class CachedPositions:
-    """``positions``: int32 ``[num_slots]`` on the pool's device, written when a forward or a load writes KV."""
+    """``positions``: int32 ``[num_slots]`` on the pool's device. Set by forwards and by loads from the host."""
 
     def __init__(self, num_slots: int, device: str | torch.device) -> None:
         self.positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
 
     def record(self, slots: torch.Tensor, positions: torch.Tensor) -> None:
-        """Record the positions of tokens that are about to be written. ``slots``, ``positions``: int
+        """Record the positions of tokens whose KV is about to be written. ``slots``, ``positions``: int
         ``[num_tokens]``."""
         self.positions[slots.long()] = positions.to(torch.int32)
 
     def record_path(self, slots: torch.Tensor, stream: Any = None) -> None:
-        """Record positions 0, 1, ... for ``slots``: int ``[length]``, a path of the prefix tree from its root.
-        SGLang is loading some of these slots from the host.
+        """Record positions 0, 1, ... for ``slots``, int ``[length]``: the slots of a prefix tree path, from the
+        root on. SGLang is loading the KV of some of these slots from the host.
 
-        ``stream``: the CUDA stream on which the overlap schedule runs forwards; None on a CPU. Recording is
-        queued there: the forward in flight may still read the old position of a slot that was freed meanwhile.
+        ``stream``: the CUDA stream on which the overlap schedule runs forwards; None on a CPU. Positions are
+        written on this stream, because the forward in flight may still read the old position of a reused slot.
         """
         if stream is None:
             self.record(slots, torch.arange(len(slots), device=slots.device))
@@ -39,6 +39,6 @@ class CachedPositions:
         current.wait_stream(stream)
 
     def shift(self, slots: torch.Tensor, used_at: torch.Tensor) -> torch.Tensor:
-        """Positions by which to rotate each slot's key for a reader at ``used_at``: int32, shaped as ``slots``
-        and ``used_at``."""
+        """By how many positions to rotate each slot's key to read the key at position ``used_at``: int32, in
+        the shape of ``slots`` and ``used_at``."""
         return used_at.to(torch.int32) - self.positions[slots.long()]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Composes, from several paths of the prefix tree, the prefix of a prompt with marked documents. Each path has
-the *base*, the tokens before the first document, and one document. The base is read from the first path."""
+"""Composes the prefix of a prompt with marked documents from several paths of the prefix tree. Each path holds
+the *base* (the tokens before the first document), then one document. The base is read from the first path."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Composition(int):
     Attributes:
         documents: The documents that the client marked.
         nodes: For each composed document, the id of the node where its path ends.
-        again: Positions that are computed again, int64 ``[n]`` ascending. The first document has none, because
-            it was prefilled at the position where it is used.
-        repaired: The row's entries. None if ``again`` is empty or SGLang has not asked for these entries.
+        again: Positions that are computed again, int64 ``[n]`` ascending. The first document has no such
+            positions, because it was prefilled at the position where it is used.
+        repaired: The prefix's block table entries. None if ``again`` is empty, or until SGLang asks for these.
     """
 
     documents: Documents
@@ -48,18 +48,18 @@ class Composition(int):
 
     @property
     def length(self) -> int:
-        """Positions of the base and the composed documents."""
+        """Number of tokens in the base and the composed documents."""
         return self.documents.ends[len(self.nodes) - 1]
 
     @property
     def kept(self) -> int:
-        """Number of positions that are not computed. SGLang is told that these are the first of the prompt, and
-        that the positions to compute begin behind them."""
+        """Number of tokens of the prefix that are not computed again. SGLang is told that the first ``kept``
+        tokens of the prompt are cached and all later tokens must be computed."""
         return self.length - len(self.again)
 
     def slots(self, path_slots: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """The cached slots of all positions, int64 ``[length]``. ``path_slots``: gives the slots of the path
-        that ends in a node."""
+        """The cached slots of the whole prefix, int64 ``[length]``. ``path_slots``: returns the slots of the
+        path that ends in a given node."""
         # Slices are cloned, because a slice would keep its whole path in memory.
         starts = 0, *[self.documents.start] * (len(self.nodes) - 1)
         parts = zip(self.nodes, starts, strict=True)
@@ -71,8 +71,8 @@ class CompositionLock(list[Any]):
 
 
 def marked(req: Request | None) -> Documents | None:
-    """The documents that a request marks. None if it marks none, marks them wrongly, opted out, or has KV that
-    depends on more than its tokens. The result is kept in the request: waiting requests are matched often."""
+    """The documents that a request marks. None if it marks none, marks them wrongly, or fails ``takes_part``.
+    The result is stored in the request, because a waiting request is looked up in the tree again and again."""
     if req is None:
         return None
     if not hasattr(req, _ATTRIBUTE):
@@ -86,10 +86,10 @@ def marked(req: Request | None) -> Documents | None:
 
 
 def compose(documents: Documents, key: Any, match: Callable[[Any], Any]) -> Composition | None:
-    """Compose the documents of a prompt, up to the first document that the tree lacks. Returns None for fewer
-    than two documents, because a prefix with a single document is an ordinary prefix.
+    """Compose the documents of a prompt, up to the first document that the tree lacks. Returns None if
+    fewer than two are composed, because a prefix with a single document is an ordinary prefix.
 
-    ``key``: SGLang's key of the prompt. ``match``: the tree's function that matches a key.
+    ``key``: SGLang's key of the prompt. ``match``: the tree's ``match_prefix``.
     """
     tokens, nodes = key.token_ids, list[int]()
     base = tokens[: documents.start]

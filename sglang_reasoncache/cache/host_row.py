@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy in host memory of the known entries of a request's row (block table). Sharing, freeing and publishing
-(entering the row in the prefix tree) read this copy, so none of them waits for the device."""
+"""A partial copy, in host memory, of a request's row (its block table). Code that shares or frees slots, or
+publishes a row (enters it into the prefix tree), reads this copy and so does not wait for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-#: Values of an entry that is not a slot id. 0 is SGLang's padding slot, which no request gets.
+#: Values of entries that hold no slot id. Slot 0 is SGLang's padding slot, which no request gets.
 EVICTED, UNKNOWN = -1, 0
 
 _numbers = itertools.count()
@@ -19,17 +19,17 @@ _numbers = itertools.count()
 class HostRow:
     """Holds for each position the id of its slot, ``EVICTED``, or ``UNKNOWN``.
 
-    A position is ``UNKNOWN`` until :meth:`locate` is called for it. No other position names the slot of an
-    ``UNKNOWN`` position, because a slot is located before it is shared.
+    A position is ``UNKNOWN`` until :meth:`locate` records its slot or :meth:`unset` marks it as evicted.
+    Only positions with a recorded slot may be given to :meth:`read`, so ``UNKNOWN`` positions share no slots.
 
     Attributes:
-        number: Unique in this process. After a retraction the request gets a row with a new number.
-        saved: Slots saved inside this row: positions minus distinct slots that they name.
-        borrowed: Slots of other requests that this row names.
+        number: Identifies this row in the process. A retracted request later gets a row with a new number.
+        saved: Number of slots that this row saves by naming one slot at several of its positions.
+        borrowed: Number of other requests' slots to which positions of this row were redirected.
         first_shared: The lowest position that was ever redirected; None if there is none.
         evicted: Number of evicted positions.
         in_other_rows: Slots of this row that another request's row names, or has named. Positions that name
-            such a slot are not redirected again, because redirecting them might free no slot.
+            these slots are not redirected, because redirecting them might free no slot.
     """
 
     def __init__(self) -> None:
@@ -38,8 +38,8 @@ class HostRow:
         self.first_shared: int | None = None
         self.in_other_rows: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
-        # Slot -> the positions of this row that name it. Only slots that several positions
-        # name, or that another row names or has named, have an entry.
+        # Slot -> the positions of this row that name the slot. Every slot that several positions name has an
+        # entry here, and so has every slot in ``in_other_rows``.
         self._readers: dict[int, list[int]] = {}
 
     def reserve(self, end: int) -> None:
@@ -49,14 +49,14 @@ class HostRow:
             self._slots = np.pad(self._slots, (0, max(end, 2 * size, 256) - size))
 
     def locate(self, start: int, slots: Sequence[int]) -> None:
-        """Record the slots of consecutive positions from ``start`` on, as they were read from the device. A
+        """Record ``slots``, read from the device, as the entries of consecutive positions from ``start`` on. A
         position that is not ``UNKNOWN`` keeps its entry."""
         self.reserve(start + len(slots))
         known = self._slots[start : start + len(slots)]
         known[known == UNKNOWN] = np.asarray(slots, dtype=np.int64)[known == UNKNOWN]
 
     def at(self, positions: np.ndarray) -> np.ndarray:
-        """The entries of ``positions``, int64 ``[n]``, in the same shape: slot, ``EVICTED`` or ``UNKNOWN``."""
+        """For each of ``positions``, int64 ``[n]``: slot, ``EVICTED`` or ``UNKNOWN``. Returns int64 ``[n]``."""
         found, known = np.zeros(len(positions), dtype=np.int64), positions < len(self._slots)
         found[known] = self._slots[positions[known]]
         return found
@@ -86,8 +86,8 @@ class HostRow:
         return self._readers.get(slot, [position])
 
     def first_readers(self, positions: np.ndarray) -> np.ndarray:
-        """For each of ``positions``, int64 ``[n]`` ascending: the lowest of ``positions`` that names the
-        same slot. int64 ``[n]``."""
+        """For each of ``positions`` (int64 ``[n]``, ascending), the lowest of ``positions`` that names the same
+        slot. Returns int64 ``[n]``."""
         slots = self.at(positions)
         labels = np.where(slots == UNKNOWN, -1 - positions, slots)
         _, first, label = np.unique(labels, return_index=True, return_inverse=True)
@@ -105,8 +105,8 @@ class HostRow:
         ``lender``, which is this row or another request's. If other positions of this row name the slot of a
         redirected position, they are redirected with it.
 
-        ``moves`` gets one entry per position as soon as that position has moved. If this raises, the
-        caller passes ``moves`` to :func:`undo`."""
+        One entry per position is appended to ``moves``, right after that position was redirected. If this
+        method raises, the caller must pass ``moves`` to :func:`undo`."""
         for at, source in zip(range(dst, dst + length), range(src, src + length), strict=True):
             slot = int(lender._slots[source])
             if lender is not self:
@@ -117,8 +117,8 @@ class HostRow:
                 self.in_other_rows.add(slot)
 
     def _redirect(self, position: int, slot: int, sources: list[int]) -> Moved:
-        """Move all positions that name the slot of ``position`` to ``slot``. ``sources``: positions of
-        this row that name ``slot`` and may not be in ``_readers`` yet."""
+        """Redirect ``position``, and all positions that name the same slot, to ``slot``. ``sources``
+        holds the position of this row from which ``slot`` is read, or nothing if another row is read."""
         old = int(self._slots[position])
         assert old > UNKNOWN and slot > UNKNOWN, "a slot that is shared was located"
         positions = [] if old == slot else self._readers.get(old, [position])
@@ -154,8 +154,8 @@ class HostRow:
 class Moved(NamedTuple):
     """One change by :meth:`HostRow.read`: ``positions`` named the slot ``old`` and now name ``new``.
 
-    ``positions`` is empty if ``old`` and ``new`` are the same. ``borrowed``: ``new`` belongs to another
-    request, and no position of this row named ``new`` before. ``first``: ``first_shared`` before the move."""
+    ``positions`` is empty if ``old`` and ``new`` are the same. ``borrowed``: whether ``new`` belongs to another
+    request and no position of this row named ``new`` before. ``first``: ``first_shared`` before the change."""
 
     row: HostRow
     positions: list[int]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions that let tensor-parallel ranks make the same decisions. All ranks make each call together."""
+"""Reductions that let tensor-parallel ranks make the same decisions. All ranks must make the same calls."""
 
 from typing import Any
 
@@ -8,18 +8,18 @@ import torch.distributed as dist
 
 
 class RankFailed(BaseException):
-    """A rank failed. All ranks raise this in the same call. ``BaseException`` is the base, so that no handler
-    around a policy swallows the error."""
+    """A rank failed. All ranks raise this exception at the same reduction. It derives from ``BaseException``,
+    so that no ``except Exception`` swallows it."""
 
 
 class Ranks:
-    """One rank's view of all ranks of a server.
+    """Makes one rank's reductions with the other ranks of its tensor-parallel group.
 
-    Every call first checks that no rank has failed. A rank with ``failed`` set reports this in its next call,
-    even if the other ranks call a different method.
+    Every call also checks whether a rank has failed. A rank that has ``failed`` set tells the others so in
+    its next call, whichever method they call.
 
     Args:
-        group: CPU process group of the ranks; None if this rank is alone.
+        group: CPU process group of the ranks; None if this is the only rank.
 
     Attributes:
         alone: Whether this is the only rank.
@@ -31,7 +31,7 @@ class Ranks:
         self.failed = self._ended = False
 
     def least(self, value: int) -> int:
-        """The smallest ``value`` of any rank. Raises RankFailed if a rank has failed."""
+        """The smallest ``value`` that any rank passed. Raises RankFailed if a rank has failed."""
         if self.alone:
             return value
         if not self._ended:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recomputes, in slots that the request owns, some tokens of documents that were cached at other positions.
+"""A *repair* recomputes some tokens of cached documents that a prompt uses at new positions.
 
-SGLang sees an ordinary prefill, behind a prefix that is shorter by the number of recomputed tokens. Before the
-forward, the recomputed tokens are *placed*: the first tokens of that prefill get their ids, positions and row
-entries. Each token reads the row's entries up to its own position. Before SGLang frees the row, the slots of
-the recomputed tokens go back to the entries where SGLang put them. If placing fails on any rank, SGLang
-recomputes the last tokens of the prefix instead.
-"""
+SGLang is told that the cached prefix is shorter by the number of recomputed tokens. So SGLang allocates new
+slots for that many tokens and runs an ordinary prefill. Before the forward, the recomputed tokens are *placed*:
+they become the first tokens of that prefill, and the row's entries at their positions name the new slots. Each
+token reads the row's entries up to its own position. Before SGLang frees the row, the new slots are written
+back to the entries where SGLang put them. If placing fails on any rank, SGLang recomputes the last tokens of
+the prefix instead."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from sglang_reasoncache.cache.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
 
-#: Scores (how much the query attends to each position) are kept for at most _MOST_PROMPTS prompts with at most
-#: _MOST_TOKENS tokens in all. A prompt whose scores were dropped is served without its repair.
+#: Scores (how much the text after the documents attends to each position) are kept for at most _MOST_PROMPTS
+#: prompts and _MOST_TOKENS tokens in all. A prompt whose scores were dropped is served without its repair.
 _MOST_PROMPTS, _MOST_TOKENS = 1024, 1 << 24
 
 
 class Repaired(NamedTuple):
-    """What the newest prefill recomputes and scores for one request.
+    """What the newest prefill recomputes for one request, and the request's scores.
 
     Attributes:
         number: Index of the request in the batch.
         token: Index in the batch of the request's first new token. The request has ``new`` new tokens.
-        positions: What the first ``n`` new tokens recompute, int64 ``[n]``. Other new tokens follow the prefix.
-        least: The row is read at least up to here, because SGLang's length may end before ``positions``.
-        received: Scores, fp32 ``[length]`` on the device. Attention adds here how much the new tokens attend
-            to each position. None if the request is not scored.
+        positions: Positions of the first ``n`` new tokens, int64 ``[n]``. Other new tokens follow the prefix.
+        least: At least this many entries are read, because SGLang's row length may not reach all ``positions``.
+        received: Scores, fp32 ``[length]`` on the device. Attention adds to each position's score how much
+            the new tokens attend to the position. None if the request is not scored.
     """
 
     number: int
@@ -54,8 +54,8 @@ class Repaired(NamedTuple):
 
 
 class RepairedRow:
-    """The entries of the base and the composed documents in a request's row: ``slots``, int64 ``[length]``
-    on the device."""
+    """A request's row up to the end of its composed documents. ``slots``: the entries, int64 ``[length]`` on
+    the device."""
 
     def __init__(self, slots: torch.Tensor) -> None:
         self._slots = slots
@@ -64,21 +64,21 @@ class RepairedRow:
     def placed(
         self, row: torch.Tensor, start: int, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the slots that SGLang put into ``row``, int32 ``[width]``, from ``start`` on, for ``positions``,
-        int64 ``[n]``. Returns the row's new entries and these slots. Writes nothing."""
+        """Return the new entries of ``row``, int32 ``[width]``, and the ``n`` slots that SGLang put there from
+        ``start`` on. The new entries at ``positions``, int64 ``[n]``, are these slots. Writes nothing."""
         own = row[start : start + len(positions)].to(torch.int64)
         slots = self._slots.clone()
         slots[upload(positions, row.device)] = own
         return slots, own
 
     def place(self, row: torch.Tensor, slots: torch.Tensor, own: torch.Tensor) -> None:
-        """Write the entries ``slots`` to ``row``, and remember the slots ``own``: both from :meth:`placed`."""
+        """Write ``slots`` to the start of ``row``, and remember ``own``. :meth:`placed` returned both."""
         row[: len(slots)] = slots
         self._slots = slots
         self._own.append(own)
 
     def restore(self, row: torch.Tensor, start: int) -> None:
-        """Write the slots of the recomputed tokens back to where SGLang put them: ``row`` from ``start`` on."""
+        """Write the slots of the recomputed tokens to ``row`` from ``start`` on, where SGLang had put them."""
         own = torch.cat(self._own)
         row[start : start + len(own)] = own
 
@@ -96,25 +96,25 @@ def highest_of(scores: torch.Tensor, count: int) -> np.ndarray:
 
 
 class Repairs:
-    """The repairs of a scheduler process."""
+    """The repairs of all requests in a scheduler process."""
 
     def __init__(self) -> None:
-        # Request id -> what the newest prefill recomputes and scores.
+        # Request id -> what the newest prefill recomputes and scores for that request.
         self._prepared: dict[str, Repaired] = {}
-        # Row index in ``req_to_token`` -> the row, and the first position with a slot for a recomputed token.
+        # Row index in ``req_to_token`` -> row, and first position where SGLang put a recomputed token's slot.
         self._rows: dict[int, tuple[RepairedRow, int]] = {}
-        # A request that only scores (``max_new_tokens`` is 0) -> its scores.
+        # Scoring request (it has ``max_new_tokens`` 0 and only computes scores) -> its scores.
         self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
         # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        # Request -> length of its composed prefix, and chosen positions: waiting requests are matched often.
+        # Request -> length of its composed prefix, and chosen positions. SGLang matches waiting requests often.
         self._chosen: WeakKeyDictionary[Request, tuple[int, np.ndarray]] = WeakKeyDictionary()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
-        """The positions to compute again, int64 ``[n]`` ascending. A repair by attention (``share``) chooses
-        none until this prompt has scores, from a request that only scores: one with ``max_new_tokens`` 0."""
+        """The positions to compute again, int64 ``[n]`` ascending. A repair by attention (``share``) chooses no
+        positions until a scoring request (``max_new_tokens`` 0) has computed scores for this prompt."""
         documents, end, repair = prefix.documents, prefix.length, prefix.documents.repair
         if self._failed:
             return NO_POSITIONS
@@ -128,7 +128,7 @@ class Repairs:
         scores = self._scores.get(_key(req, prefix))
         if scores is None or len(scores) < end:
             return NO_POSITIONS
-        # The scores are complete if the client has waited for the request that only scores.
+        # The scores are complete if the scoring request has ended. The server's main process waits for that.
         first = documents.ends[0]
         seen = scores[first:end].cpu()
         try:
@@ -181,7 +181,7 @@ class Repairs:
         ]
 
     def _positions(self, req: Request, prefix: Composition, count: int) -> np.ndarray:
-        """The positions that the first of a request's ``count`` new tokens recompute, int64 ``[n]``."""
+        """The positions to recompute among a request's next ``count`` new tokens, int64 ``[n]``."""
         start = req.prefix_len - prefix.kept
         return NO_POSITIONS if prefix.repaired is None else prefix.again[start : start + count]
 
@@ -193,7 +193,7 @@ class Repairs:
         token: int,
         positions: np.ndarray,
     ) -> Callable[[], None]:
-        """Do everything that may fail in placing ``positions``. The returned function then places them."""
+        """Do the part of placing ``positions`` that may fail. The returned function does the rest."""
         ids = torch.tensor([req.full_untruncated_fill_ids[at] for at in positions.tolist()])
         index, repaired = req.kv.req_pool_idx, prefix.repaired
         assert repaired is not None
@@ -209,14 +209,14 @@ class Repairs:
         return place
 
     def restore(self, index: int, rows: torch.Tensor) -> None:
-        """Restore row ``index`` before its request gives it back. ``rows``: int32 ``[num_rows, width]``."""
+        """Restore row ``index`` of ``rows``, int32 ``[num_rows, width]``, before SGLang frees the row."""
         if index in self._rows:
             repaired, start = self._rows[index]
             repaired.restore(rows[index], start)
             del self._rows[index]
 
     def _scores_of(self, req: Request, prefix: Composition, device: Any) -> torch.Tensor | None:
-        """fp32 ``[length]`` to which a request's attention is added. None if the request is not scored."""
+        """The scores of a request so far, fp32 ``[length]``. None if the request is not scored."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
         if req.prefix_len == prefix.length or req not in self._scoring:
@@ -225,7 +225,7 @@ class Repairs:
         return self._scoring[req]
 
     def _publish(self, req: Request, prefix: Composition, received: torch.Tensor) -> None:
-        """Let other requests see the scores of ``req``, at the last chunk of its prompt."""
+        """Keep the scores of ``req`` for later requests. Called for the prompt's last chunk."""
         key, kept = _key(req, prefix), self._scores
         kept[key] = received
         kept.move_to_end(key)
@@ -236,7 +236,7 @@ class Repairs:
 
 
 def missed(req: Request, prefix: Composition) -> bool:
-    """Whether ``req`` asked for a repair that ``prefix`` does not get. False if ``req`` only scores."""
+    """Whether ``req`` asked for a repair, but ``prefix`` gets none. False for a scoring request."""
     asked = prefix.documents.repair != Repair() and not _only_scores(req)
     return asked and not len(prefix.again)
 
@@ -246,6 +246,6 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """Everything that the attention to a prompt depends on. To save memory, a digest stands for the tokens."""
+    """Key of a prompt's scores: all that they depend on. To save memory, a digest stands for the tokens."""
     tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
     return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's unified prefix cache (radix tree) over rows (requests' block tables) that share slots.
+"""SGLang's unified prefix cache (radix tree), extended to rows (requests' block tables) that share slots.
 
 A row is published (entered into the tree) up to the first position that was redirected to another slot, was
-evicted, or has a slot that another row names or named. So no node names a slot twice, the tree's KV is exact,
-and a slot of an unlocked node has one reference. SGLang's tree cores (Rust, Python) then count correctly.
-"""
+evicted, or has a slot that another row names or named. So no node names a slot twice, the tree's KV is exact
+(as without this plugin), and the slots of an unlocked node are named nowhere else. SGLang's tree cores (Rust,
+Python) therefore count evictable slots correctly."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Sequence
@@ -29,11 +29,11 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def __init__(self, params: CacheInitParams) -> None:
         # The ``Controller``, set once it is made.
         self.controller: Any = None
-        #: Records that a path's slots are cached at positions 0 and on. Set with the controller.
+        #: Records that the keys in a path's slots were rotated for positions 0, 1, ... Set with the controller.
         self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
-        #: Whether prompts may be composed of documents. Set with the controller.
+        #: Whether prefixes may be composed of several cached documents. Set with the controller.
         self.composes = False
-        # _row: the row whose slots are being freed. _inserted: slots of the row that the tree is inserting.
+        # _row: the row that is being published or freed. _inserted: the slots that the tree is inserting.
         self._row: HostRow = _NOTHING_SHARED
         self._inserted: torch.Tensor | None = None
         super().__init__(params)
@@ -45,15 +45,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         super().reset()
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
-        """Publish the row of ``req`` up to ``up_to`` or less, see :meth:`_publishable`. If that method fails,
+        """Publish the row of ``req``, at most up to ``up_to`` (:meth:`_publishable`). If that method fails,
         nothing is published. All our code that may fail runs before the tree changes.
 
-        A running request publishes its prompt only: positions that the tree owns cannot be redirected.
+        A running request publishes only its prompt, because positions that the tree owns cannot be redirected.
         If a policy may evict positions of the prompt, a running request publishes nothing.
         """
         running = not req.finished()
         if running and self.controller is not None and self.controller.keeps_prompt(req):
-            # Policies do not act inside a free group. For the last chunk, ``after_prefill`` lets them act.
+            # Policies do not evict inside a free group. ``Controller.after_prefill`` handles the last chunk.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
                 self.controller.after_chunk(req, up_to)
@@ -64,14 +64,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             end = once_more(self._publishable, req, up_to, running)
         if self.is_swa_enabled and end < up_to:
             if end <= compat.freed_of_window(req.kv, self.page_size)[1]:
-                # Nothing is published: SGLang matches a prefix only if the window before its end is cached.
+                # The window before ``end`` is freed. SGLang would match no prefix that lacks its last window.
                 end = 0
         elif self.is_mamba_enabled and end < up_to:
-            # State layers have the state after all ``up_to`` positions, which does not fit a shorter prefix.
+            # State layers hold the state after all ``up_to`` positions, which does not fit a shorter prefix.
             if running:
                 return
             if not self.enable_mamba_extra_buffer:
-                # Only with the extra buffer can SGLang find a copy of the state at an earlier position.
+                # Without the extra buffer SGLang has no copy of the state at an earlier position.
                 end = 0
         if isinstance(req.last_node, Composition):
             # KV behind a document used at a new position is not exact, and the tree holds exact KV only.
@@ -82,7 +82,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         finally:
             self._row = _NOTHING_SHARED
         if self.is_swa_enabled and not self.disable and running and end < up_to:
-            # Admission counts on the slots of passed windows. SGLang frees these only up to the published end.
+            # Admission expects window slots to be free up to the window. The call above stopped at ``end``.
             self.evict_sliding_windows(req, up_to - 1)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
@@ -91,9 +91,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # After a retraction, a request that is prefilled again already has output.
             up_to = min(up_to, len(req.origin_input_ids))
         row = self._host_row(req.kv)
-        # KV after the first evicted position was computed without that position.
+        # KV behind the first evicted position may have been computed without that position.
         up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
-        # A slot that another row also names would count as evictable, but evicting it would free nothing.
+        # The tree would count a slot that another row names as evictable, but evicting it would free nothing.
         up_to = row.first_in_other_rows(up_to)
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
@@ -118,8 +118,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self._row = _NOTHING_SHARED
 
     def _apply_eviction_result(self, result: Any) -> None:
-        """Free evicted nodes. If SGLang evicts while it publishes or frees a row, that row is set aside,
-        because the nodes' slots are not in the row. No slot of these nodes is shared."""
+        """Free evicted nodes. If SGLang does so while it publishes or frees a row, ``_row`` is unset meanwhile,
+        because the nodes' slots are not in that row. No slot of these nodes is shared."""
         kept = self._row, self._inserted
         self._row, self._inserted = _NOTHING_SHARED, None
         try:
@@ -131,12 +131,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
 
     def known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
-        """For each entry of a row or node, int64 ``[entries]``: the slot if it may be shared, ``EVICTED``, or
-        0 if the entry shares nothing. ``start``: position of the first entry.
+        """For each of ``slots``, which are entries of a row or node: the slot if it may be shared, ``EVICTED``,
+        or 0 if the slot is not shared. Returns int64 ``[entries]``. ``start``: position of the first entry.
 
-        While the tree inserts a row, it frees the row's slots of tokens that the tree has already. These slots
-        are a view of the inserted tensor, whose address tells the position (``tests/contract``). With a window
-        pool the tree may put the row's slots into a node and free the node's slots, which share nothing."""
+        While the tree inserts a row, it frees the row's slots of tokens that the tree already holds. Such slots
+        are a view of the inserted tensor, and the view's address tells their position. With a window pool the
+        tree may instead put the row's slots into a node and free the node's old slots, which are not shared."""
         if self._inserted is not None:
             start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
             if not 0 <= start <= len(self._inserted) - len(slots):
@@ -151,8 +151,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self.controller.on_release(req, row)
 
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
-        """Load evicted nodes of a path from the host. Records each slot's position in the path, for which its
-        key was rotated: the tree holds exact KV only."""
+        """Load evicted nodes of a path from the host. Records each slot's position in the path as its cached
+        position: the tree holds exact KV only, so the slot's key was rotated for that position."""
         loaded: bool = super().load_back(node_id, mem_quota, req=req)
         if loaded:
             self.token_to_kv_pool_allocator.once_more(self._record_path, node_id, req)
@@ -163,8 +163,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.record_path(self.tree_core.collect_full_device_indices(node_id, root))
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
-        """Whether any of ``reqs`` may read a slot at another position than its cached position (for which its
-        key was rotated): after a redirect, or with a composed prefix. All other slots are read as cached."""
+        """Whether any of ``reqs`` has a redirected position or a composed prefix. Only such requests may read a
+        slot at a position other than the one for which the slot's key was rotated."""
         return any(
             isinstance(req.last_node, Composition)
             or self._host_row(req.kv).first_shared is not None
@@ -184,7 +184,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return found
 
     def _composed(self, documents: Documents, params: Any, found: Any) -> Any:
-        """The tree's match ``found``, or a composed prefix in its place if that is longer."""
+        """``found``, which the tree matched, or a composed prefix if that is longer."""
         prefix = compose(documents, params.key, super().match_prefix)
         if prefix is None:
             return found
@@ -220,7 +220,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             super().unlock(each)
 
     def _contained(self) -> Any:
-        """The context for our work on the tree. On a single rank, exceptions end sharing (``Containment``).
+        """Context manager for our work on the tree. On a single rank, exceptions end sharing (``Containment``).
         With several ranks they end the scheduler: after a failure one rank's tree would differ from the
         others', and ranks would admit different requests."""
         alone = self.controller is not None and self.controller.tracker.ranks.alone

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's names that the plugin uses, except those in ``cpu_platform.py``. ``compat.NAME`` is imported lazily.
 
-``tests/contract`` resolves each entry against the installed SGLang.
+The tests in ``tests/contract`` resolve each of these names against the installed SGLang.
 """
 
 import pkgutil
@@ -78,7 +78,7 @@ NAMES: dict[str, str] = {
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
 
-#: Our name of a hook -> the function of SGLang that we hook.
+#: Our name for a hook -> dotted path of the hooked SGLang function.
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
@@ -105,10 +105,10 @@ FRONTEND_HOOK_TARGETS: dict[str, str] = {
     "._convert_to_internal_request",
 }
 
-#: The hook of our attention on the CPU, with or without ``--enable-reasoncache``.
+#: The hook that our CPU attention backend installs, with or without ``--enable-reasoncache``.
 CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation.get_last_loc"}
 
-#: The hooks of our attention on CUDA, installed only if our CUDA backend runs.
+#: The hooks that our CUDA attention backends install when they are made.
 CUDA_HOOK_TARGETS: dict[str, str] = {
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
@@ -120,10 +120,10 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
 #: The step of SGLang's flag resolution that chooses a default attention backend.
 ATTENTION_STEP = "handle_attention_backend_compatibility"
 
-#: ``--radix-cache-backend`` name of our tree.
+#: The value of ``--radix-cache-backend`` that selects our prefix tree.
 TREE_BACKEND = "reasoncache"
 
-#: ``--attention-backend`` name of our own backend on our CPU platform.
+#: The value of ``--attention-backend`` that selects our own backend on our CPU platform.
 CPU_BACKEND = "reasoncache_cpu"
 
 #: Fields of SGLang's ``ServerArgs`` that name an attention backend.
@@ -137,33 +137,33 @@ OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)
 
 
 def resolve(name: str) -> Any:
-    """SGLang's object ``name``. KeyError: not in ``NAMES``; ImportError, AttributeError: not in this SGLang."""
+    """SGLang's object ``name``. Raises KeyError if ``NAMES`` does not list the object, and ImportError or
+    AttributeError if the installed SGLang does not have the object."""
     return pkgutil.resolve_name(NAMES[name])
 
 
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Kept, because a name resolves to the same object throughout a process.
     value = globals()[name] = resolve(name)
     return value
 
 
 def layer_ids(pool: Any) -> Iterable[int]:
-    """Ids of the attention layers with KV in ``pool``. A hybrid model also has layers of other kinds."""
+    """Ids of the attention layers with KV in ``pool``. A hybrid model also has layers without KV."""
     of_hybrid = getattr(pool, "full_attention_layer_id_mapping", None)
     return of_hybrid or range(pool.start_layer, pool.start_layer + pool.layer_num)
 
 
 def window_layers(pool: Any) -> set[int]:
-    """Ids of the layers of ``pool`` with KV in a window pool, where SGLang frees KV as the window moves on."""
+    """Ids of the sliding-window layers of ``pool``, whose KV SGLang frees as the window moves on."""
     if type(pool) is not resolve("SWAKVPool"):
         return set()
     return {layer for layer, (_, windowed) in pool.layers_mapping.items() if windowed}
 
 
 def shared_layers(pool: Any) -> list[int]:
-    """Ids of the layers of ``pool`` in which blocks share slots."""
+    """Ids of the layers in which blocks share slots: all KV layers of ``pool`` without a sliding window."""
     return sorted(set(layer_ids(pool)) - window_layers(pool))
 
 
@@ -173,8 +173,8 @@ def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
 
 
 def latent_rank(pool: Any) -> int:
-    """Number of latent dims at the start of a slot of MLA; the rotated dims follow. 0 if ``pool`` has keys
-    and values instead."""
+    """Number of latent dims in an MLA slot, in which the rotated dims follow the latent dims. 0 if ``pool`` has
+    keys and values instead."""
     return int(getattr(getattr(pool, "full_kv_pool", pool), "kv_lora_rank", 0))
 
 
@@ -206,7 +206,7 @@ def apply_hooks(hooks: Mapping[str, tuple[Callable[..., Any], Any]]) -> None:
 
 
 def check_applied(targets: Iterable[str]) -> None:
-    """Raises RuntimeError if SGLang could not apply a hook, because SGLang only logs this."""
+    """Raises RuntimeError if SGLang could not apply a hook. SGLang itself only logs such a failure."""
     patched = resolve("HookRegistry")._patched
     missing = [target for target in targets if target not in patched]
     if missing:

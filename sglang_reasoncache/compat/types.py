@@ -2,7 +2,7 @@
 """Types of SGLang's objects, with only the attributes that this project reads or writes.
 
 The types are static: nothing is checked at run time. ``tests/contract/test_compat.py`` looks up every
-attribute in the class of the installed SGLang.
+attribute in the matching class of the installed SGLang.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ import torch
 class RequestKV(Protocol):
     req_pool_idx: int
     kv_allocated_len: int
-    #: The prefix tree owns the slots of all positions below this position.
+    #: The prefix tree owns the slots of the first ``cache_protected_len`` positions.
     cache_protected_len: int
     holds_kv: bool
 
@@ -36,9 +36,9 @@ class Request(Protocol):
     cache_salt: str | None
     lora_id: str | None
     skip_radix_cache_insert: bool
-    #: The id of a node of the prefix tree, or our ``Composition``: several nodes, one for each document.
+    #: The id of a node of the prefix tree, or our ``Composition``, which holds one node for each document.
     last_node: Any
-    #: How many positions a prefill need not compute.
+    #: How many positions of the request a prefill need not compute.
     prefix_len: int
 
     def finished(self) -> bool: ...
@@ -65,7 +65,7 @@ class ReqToTokenPool(Protocol):
 
     #: int32 ``[max_requests, max_context]``.
     req_to_token: torch.Tensor
-    #: int64 ``[max_requests]`` in host memory: to how many requests each row was given so far.
+    #: int64 ``[max_requests]`` in host memory: how often each row has been given to a request.
     req_generation: torch.Tensor
 
     def write(self, indices: Any, values: torch.Tensor) -> None: ...
@@ -87,7 +87,7 @@ class PrefixTree(Protocol):
 
 
 class ServerArgs(Protocol):
-    """The raw record: the operator's flags, which SGLang does not overwrite with resolved values."""
+    """The flags as the operator gave them. SGLang does not overwrite them with the values that it resolves."""
 
     model_path: str
     served_model_name: str | None
@@ -160,11 +160,11 @@ class ForwardBatch(Protocol):
     seq_lens_cpu: torch.Tensor | None
     extend_seq_lens_cpu: Any
     extend_prefix_lens_cpu: Any
-    #: ``[tokens]``, slots that this forward writes.
+    #: The slots to which this forward writes KV, ``[tokens]``.
     out_cache_loc: torch.Tensor
     positions: torch.Tensor
     mrope_positions: torch.Tensor | None
-    #: A ``GraphVote`` once the groups of DP attention have voted, else a bool.
+    #: A ``GraphVote`` once the groups of DP attention have voted on the graph to run, else a bool.
     can_run_decode_cuda_graph: bool
 
 
@@ -178,7 +178,7 @@ class ScheduleBatch(Protocol):
     batch_is_full: bool
     device: str
     req_to_token_pool: ReqToTokenPool
-    #: The tokens of a prefill, int64 ``[tokens]`` in host memory.
+    #: The token ids of a prefill, int64 ``[tokens]`` in host memory.
     prefill_input_ids_cpu: torch.Tensor
 
 

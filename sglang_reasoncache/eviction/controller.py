@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the evicting policies about one request at a time, and evicts the positions that they give up."""
+"""Asks the evicting policies about one request at a time, and evicts the positions that the policies choose."""
 
 import dataclasses
 import zlib
@@ -25,20 +25,20 @@ from sglang_reasoncache.eviction.row_state import (
     written_positions,
 )
 
-#: Positions that a request writes between two polls (one every fourth decode step), rounded up.
+#: A request writes at most this many positions between two polls. A poll comes every fourth decode step.
 _BETWEEN_POLLS = 8
-#: ``GET /reasoncache`` shows at most this many evicted runs of a request.
+#: ``GET /reasoncache/details`` lists at most this many runs of evicted positions per request.
 _REMEMBERED = 1024
 
 
 class EvictionController:
-    """Has policies choose positions, and evicts them. Each scheduler has one controller.
+    """Lets policies choose positions, and evicts the chosen positions. Each scheduler has one controller.
 
     Policies act in the order in which they are given: those with ``when=always`` at every poll, those
     with ``when=short`` when :meth:`give` is called.
 
     Args:
-        rows: SGLang's ``ReqToTokenPool``. A request's *row* there has the slot of each of its positions.
+        rows: SGLang's ``ReqToTokenPool``. The *row* of a request holds the slot of each of its positions.
         source: Reads the keys and queries for policies.
         stats: Counts what is evicted.
         ranks: The tensor-parallel ranks, which all ask about the same requests in the same order.
@@ -46,9 +46,9 @@ class EvictionController:
     Attributes:
         described: Name and options of every policy, for ``GET /reasoncache``.
         is_active: Whether there is a policy.
-        positions_now: Evicted positions of the running requests.
-        evicts_prompts: Whether a policy may evict positions of prompts. If so, running requests do not publish
-            their prompts in the prefix tree.
+        positions_now: Number of evicted positions of all running requests.
+        evicts_prompts: Whether a policy may evict positions of prompts. If so, the prompt of a request enters
+            the prefix tree only when the request finishes.
         waits: Whether a policy has ``when=short``.
     """
 
@@ -76,18 +76,18 @@ class EvictionController:
         written: int | None = None,
         decide: bool = True,
     ) -> None:
-        """Evict again what was evicted before a retraction, then evict what the policies give up now.
+        """Evict again the positions that were evicted before a retraction, then those that policies choose now.
 
         Args:
             req: A request that holds its row.
-            state: The request's state, which is updated with what is evicted.
-            written: Positions whose KV is written; None means :func:`written_positions`.
+            state: The request's state, in which this method records what was evicted.
+            written: Number of positions whose KV is written; None means :func:`written_positions`.
             decide: Whether to ask the policies.
         """
         if written is None:
             written = written_positions(req)
         if len(state.again):
-            # This comes before the policies, because the row has its full size again.
+            # Policies are asked afterwards: since the retraction the row has slots for these positions again.
             self._evict_again(req, state, written)
         for name, policy in self._evictors if decide else ():
             decision = state.decisions.pop(name, None)
@@ -105,12 +105,12 @@ class EvictionController:
         """Have policies with ``when=short`` evict positions of ``req``. SGLang lacks ``wanted`` slots and would
         otherwise retract a request.
 
-        A policy evicts at most the slots above its budget. If fewer than ``slack`` slots are wanted, the policy
-        evicts ``slack`` slots, because a shortage returns with every decode step. For the same reason a policy
-        is not asked about a request with at most ``slack`` slots above the budget. A policy that frees fewer
-        slots than asked is not asked again before ``slack`` new positions are written. So a lasting shortage
-        costs one scoring per ``slack`` freed slots or new positions. On a GPU the host waits for the forward in
-        flight and the scores, because computing a retracted request again would take far longer.
+        A policy frees at most the slots above the policy's budget. If fewer than ``slack`` slots are wanted, a
+        policy frees ``slack`` slots, because a shortage returns with every decode step. For the same reason a
+        policy is not asked about a request with at most ``slack`` slots above the budget. A policy that frees
+        fewer slots than asked is not asked again before ``slack`` new positions are written. So in a lasting
+        shortage, scores are computed once per ``slack`` freed slots or new positions. On a GPU the host waits
+        for the forward in flight and the scores, because recomputing a retracted request takes far longer.
         """
         written = written_positions(req)
         for name, policy in self._evictors:
@@ -134,10 +134,10 @@ class EvictionController:
         written: int,
         most: int | None = None,
     ) -> Decision | None:
-        """A decision to free the request's slots above the budget, but no more than ``most``.
+        """A decision to free the request's slots above the budget, but at most ``most`` slots.
 
-        Returns None if at most ``slack`` slots are above the budget, if fewer than ``slack`` positions were
-        written since the policy was last asked, or if no position may be evicted.
+        Returns None if at most ``slack`` slots are above the budget, if ``state.next_eviction`` asks for more
+        written positions first, or if no position may be evicted.
         """
         row = self._row(req)
         slots = written - row.evicted - row.saved
@@ -157,8 +157,8 @@ class EvictionController:
     def _count_queries(
         self, name: str, policy: Evictor, req: Request, state: RowState, written: int
     ) -> None:
-        """Have a policy with running totals (``accumulates``) count the kept queries now, if some of them may
-        be overwritten before the next poll."""
+        """Have a policy with running totals (``accumulates``) count the newest queries now, if the buffer that
+        keeps these queries may overwrite some of them before the next poll."""
         totals = state.totals.get(name)
         if totals is None or written - totals.seen + _BETWEEN_POLLS > policy.queries:
             view = self._view(policy, req, state, written)
@@ -169,7 +169,7 @@ class EvictionController:
         held = row.held(written)
         owned = req.kv.cache_protected_len
         if not policy.prompt:
-            # The prompt stays, whether the tree or the request owns it.
+            # The prompt stays, whether the prefix tree or the request owns its slots.
             owned = max(owned, len(req.origin_input_ids) // self._page * self._page)
         return View(
             prompt=len(req.origin_input_ids),
@@ -205,7 +205,7 @@ class EvictionController:
         again, end = state.again, (written - 1) // self._page * self._page
         there = again < end
         state.again = again[~there]
-        # The prefix tree may own the first positions by now, if another response had the same text.
+        # The prefix tree may own the first positions now, if it held another response with the same text.
         owned = req.kv.cache_protected_len
         self._apply(req, state, again[there & (again >= owned)], written)
 
@@ -216,8 +216,8 @@ class EvictionController:
         positions: np.ndarray,
         written: int,
     ) -> int:
-        """Evict those of ``positions``, int64 ``[n]``, that are not evicted yet. Returns how many slots became
-        free.
+        """Evict ``positions``, int64 ``[n]`` ascending, except those already evicted. Returns how many slots
+        became free.
 
         A forward in flight may still read the old slots. That is safe, because only a later forward on the same
         stream overwrites freed slots.
@@ -235,7 +235,7 @@ class EvictionController:
         change = self._allocator.prepare_known(slots, known.at(positions))
         begun = runs(positions)[: _REMEMBERED - len(state.evictions)]
         remembered = [(written, start, length) for start, length in begun]
-        # All ranks are prepared now. What follows fails only where SGLang cannot go on either.
+        # If a rank failed so far, all ranks stop here. The code below fails only if SGLang cannot go on either.
         self._ranks.agree()
         self._rows.write(where, gone)
         try:
@@ -254,10 +254,10 @@ class EvictionController:
         return self._allocator.row_of(req.kv.req_pool_idx)  # type: ignore[no-any-return]
 
     def forget(self, row: HostRow) -> int:
-        """Stop counting a row that is gone. Returns how many of its positions were evicted."""
+        """Stop counting the evicted positions of ``row``, which is gone. Returns their number."""
         self.positions_now -= row.evicted
         return row.evicted
 
     def reset(self) -> None:
-        """Start anew after a flush of the cache: no request runs."""
+        """Start anew after a flush of the cache, which SGLang allows only while no request runs."""
         self.positions_now = 0

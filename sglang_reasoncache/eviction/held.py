@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads keys and queries of a request's held (not evicted) positions for policies. The host never waits."""
+"""Reads a request's newest queries, and the keys of its held (not evicted) positions. The host never waits."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _LOGITS = 1 << 24
 
 
 class KeySource(NamedTuple):
-    """Where keys and queries are read from. Each scheduler has one source."""
+    """What :class:`HeldLayer` reads keys and queries from. Each scheduler process has one ``KeySource``."""
 
     pool: Any  # SGLang's ``MHATokenToKVPool``
     rows: torch.Tensor  # ``req_to_token``, int32 ``[max_requests, max_context]``
     cached_at: CachedPositions
-    #: Rotation of each layer. None if cached positions are not recorded.
+    #: Layer id -> rotation of the layer's keys. None if cached positions are not recorded in ``cached_at``.
     rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None if no policy reads queries
-    stream: Any = None  # the CUDA stream of SGLang's forwards; None on a CPU
+    stream: Any = None  # the CUDA stream of SGLang's forward passes; None on a CPU
 
     def layers(self, row: int, held: np.ndarray, written: int, *, shifted: bool) -> list[HeldLayer]:
         """One :class:`HeldLayer` for each layer.
 
         Args:
             row: Index in ``req_to_token``.
-            held: Positions below ``written`` that are not evicted: int64 ``[held]``.
-            shifted: Whether a slot may be used at a position other than its cached position.
+            held: Positions that are not evicted, among the ``written`` positions with KV: int64 ``[held]``.
+            shifted: Whether a slot may be used at a position for which its key was not rotated.
         """
         if self.stream is not None:
-            # Reads are queued behind the forward in flight, which may still write a chunk of the prompt.
+            # Reads are queued behind the forward pass in flight, which may still be writing keys and queries.
             torch.cuda.current_stream().wait_stream(self.stream)
         positions = upload(held, self.rows.device)
         slots = self.rows[row, positions].long()
@@ -52,7 +52,7 @@ class KeySource(NamedTuple):
 
 
 class HeldLayer:
-    """A layer of one request; see :class:`~sglang_reasoncache.eviction.policies.contract.Layer`."""
+    """Implements :class:`~sglang_reasoncache.eviction.policies.contract.Layer` for one request."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class HeldLayer:
         where: tuple[int, torch.Tensor, torch.Tensor, torch.Tensor | None],
         written: int,
     ) -> None:
-        """``where``: index of the row; held positions, int64 ``[held]``; their slots, int64 ``[held]``; by how
-        many positions to rotate each key, int32 ``[held]``, or None to rotate none."""
+        """``where``: index in ``req_to_token``; held positions, int64 ``[held]``; slots of the held positions,
+        int64 ``[held]``; by how many positions to rotate each key, int32 ``[held]``, or None to rotate none."""
         self._source, self._number, self._written = source, number, written
         self._row, self._positions, self._slots, self._shift = where
         self.rotation = None if source.rotations is None else source.rotations[number]

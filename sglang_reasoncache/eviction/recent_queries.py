@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the newest queries of each request and layer for policies that look at attention."""
+"""Keeps the newest query vectors of each request and layer, for eviction policies that read them."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -9,39 +9,39 @@ import torch
 
 from sglang_reasoncache.cache.upload import upload
 
-#: Bytes of GPU memory that the buffer must leave free for SGLang's forwards.
+#: Bytes of GPU memory that :class:`RecentQueries` must leave free for SGLang's forward passes.
 _SPARE = 512 << 20
 
 
 class LayerShape(NamedTuple):
-    """Shape of a layer's queries, and what attention does with their logits."""
+    """Shape of a layer's queries, and how attention scales and caps the logits."""
 
     heads: int
     dim: int
     scale: float  # factor of the logits
-    logit_cap: float  # cap of the logits (a tanh); 0 if there is none
+    logit_cap: float  # soft cap of the logits, applied with tanh; 0 for no cap
 
 
 class RecentQueries:
-    """A ring buffer for each row of ``req_to_token``: entry ``p % size`` has the query of the row's position p.
+    """A ring buffer for each row of ``req_to_token``. Entry ``p % size`` holds the query of position ``p``.
 
     A decode step's writes have fixed shapes, so a CUDA graph can contain them, whatever kernel computes
-    attention. A row has one entry more than the window, for the forward in flight.
+    attention. Each row has ``window + 1`` entries, because the forward pass in flight adds a query.
 
     Args:
         layers: Layer id -> shape, for this rank's attention layers.
-        generations: SGLang's ``req_generation``, int64 ``[rows]`` in host memory: to how many requests
-            each row of ``req_to_token`` was given so far.
+        generations: SGLang's ``req_generation``, int64 ``[rows]`` in host memory. It counts how often each
+            row of ``req_to_token`` was given to a request.
         window: How many of a request's newest queries policies read.
-        dtype, device: Those of the queries.
+        dtype, device: Dtype and device of the queries.
 
     Attributes:
-        size: Entries of a row, ``window + 1``.
-        nbytes: Bytes of all queries.
-        positions: int64 ``[rows, size]``: the position whose query an entry holds, or -1 without a query.
+        size: Number of entries per row, ``window + 1``.
+        nbytes: Bytes that the queries of all rows and layers take.
+        positions: int64 ``[rows, size]``: the position of the query in each entry; -1 for an empty entry.
 
     Raises:
-        MemoryError: Memory for the buffer is missing. The message names the buffer's size.
+        MemoryError: There is not enough free memory for the buffer. The message names the buffer's size.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class RecentQueries:
             raise MemoryError(f"no {told}: {error}") from error
         self.positions = torch.full((rows, self.size), -1, device=device)
         self._generations = generations
-        # For each row: the row's generation when its queries were written.
+        # For each row: the generation of the request whose queries the row holds.
         self._owners = torch.zeros(rows, dtype=torch.int64, device=device)
         self._device = device
         self._tokens: torch.Tensor | None = None
@@ -92,8 +92,8 @@ class RecentQueries:
         self.positions[self._where] = positions
 
     def begin_extend(self, rows: torch.Tensor, positions: torch.Tensor, new: Sequence[int]) -> None:
-        """Begin a prefill, or a chunk of one. The last queries of each request are kept. If SGLang has given a
-        row to another request since the row's last prefill, the row's older queries are dropped.
+        """Begin a prefill, or a chunk of one. Only a request's last ``window`` queries are kept. If SGLang has
+        given a row to another request since the row's last prefill, the row's older queries are dropped.
 
         Args:
             rows: Indexes in ``req_to_token``, int ``[batch]``, on the device.
@@ -113,8 +113,8 @@ class RecentQueries:
         self.begin_decode(rows[of], positions[self._tokens])
 
     def keep(self, layer: int, queries: torch.Tensor) -> None:
-        """Write the queries of a layer in the forward that began: ``[tokens, heads * dim]``, after
-        rotary embedding."""
+        """Store a layer's queries of the current forward pass: ``[tokens, heads * dim]``, after rotary
+        embedding."""
         if self._where is not None:
             some = queries if self._tokens is None else queries[self._tokens]
             into = self._queries[layer]
@@ -125,9 +125,9 @@ class RecentQueries:
     def read(
         self, layer: int, row: int, first: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of positions ``[first, end)`` of a row, as far as the buffer reaches. Returns the same three
-        tensors as ``policies.contract.Layer.queries``. The caller has made the current stream wait for the
-        forwards that wrote these queries."""
+        """Queries of positions ``[first, end)`` of a row, but only the last ``size`` of them. Returns the same
+        three tensors as ``policies.contract.Layer.queries``. Before the call, the caller must make the current
+        stream wait for the forward passes that wrote these queries."""
         at = np.arange(max(first, end - self.size, 0), end)
         positions = upload(at, self._device)
         entries = positions % self.size

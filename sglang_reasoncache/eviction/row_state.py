@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What eviction stores about one request, decisions of policies, and eviction's counters. The request's
-:class:`HostRow` stores which positions are evicted."""
+"""What eviction stores about one request, a policy's decision which positions to evict, and counters. The
+request's :class:`HostRow` stores which positions are evicted."""
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,13 +23,13 @@ def written_positions(req: Request) -> int:
 
 
 def counter(text: str) -> Any:
-    """A field that counts from 0. It is also a Prometheus counter with the help ``text``."""
+    """A dataclass field that starts at 0 and is exported as a Prometheus counter with the help ``text``."""
     return field(default=0, metadata={"help": text})
 
 
 @dataclass
 class EvictionStats:
-    """Totals since the start or the last flush. Evicting a position that shares its slot frees no slot."""
+    """Totals since the start or the last flush. Evicting a position frees no slot that other positions use."""
 
     eviction_decisions: int = counter("Times an evicting policy was asked what to evict.")
     positions_evicted: int = counter("Positions evicted by evicting policies.")
@@ -64,8 +64,8 @@ class Decision(Download):
 
 
 class Totals(NamedTuple):
-    """Running totals of an accumulating policy. ``scores``: fp32 ``[positions]`` on the device; ``seen``: the
-    queries of positions ``[0, seen)`` are counted in ``scores``."""
+    """Running totals of a policy (see ``Evictor.accumulates``). ``scores``: fp32 ``[positions]`` on the device;
+    ``seen``: the queries of positions ``[0, seen)`` are counted in ``scores``."""
 
     scores: torch.Tensor
     seen: int
@@ -75,10 +75,10 @@ class Totals(NamedTuple):
 class RowState:
     """What eviction stores about one request. The dictionaries' keys are names of policies."""
 
-    #: Positions that were evicted before a retraction and must be evicted again: int64 ``[n]``,
-    #: ascending.
+    #: Positions that were evicted before a retraction and must be evicted again: int64 ``[n]``, ascending.
     again: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    #: ``(written, start, length)`` of the first runs of positions evicted, for ``GET /reasoncache``.
+    #: The first evicted runs, for ``GET /reasoncache``: ``(written, start, length)``. ``written`` is the number
+    #: of positions that were written when positions ``[start, start + length)`` were evicted.
     evictions: list[tuple[int, int, int]] = field(default_factory=list)
     #: A policy is not asked again before the row has this many written positions.
     next_eviction: dict[str, int] = field(default_factory=dict)
@@ -87,8 +87,8 @@ class RowState:
     totals: dict[str, Totals] = field(default_factory=dict)
 
     def forget_row(self, row: HostRow) -> None:
-        """Forget ``row``, which is gone (its request finished, was aborted or retracted). The request's next
-        row starts without evicted positions; ``again`` remembers them."""
+        """Forget ``row`` after its request finished, was aborted or was retracted. Nothing is evicted yet in
+        the request's next row, so ``again`` remembers which positions to evict there."""
         self.next_eviction.clear()
         self.decisions.clear()
         self.totals.clear()

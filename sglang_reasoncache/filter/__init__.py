@@ -1,3 +1,3 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds pairs of *blocks* (runs of tokens, 8 by default) that may share KV slots, in a separate process
-without torch. The filter only proposes pairs. ``sharing/`` checks them against block tables and slots."""
+"""The filter: a separate process, without torch, that finds pairs of *blocks* (runs of tokens, 8 by default)
+whose KV slots may be shared. It only proposes pairs; ``sharing/`` checks each pair's block tables and slots."""

@@ -11,16 +11,16 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 
 class BlockPair(NamedTuple):
-    """The block that begins at ``dst_start`` may read the slots of the block that begins at ``src_start``,
-    or vice versa (see :meth:`Matcher.propose`). Both starts are positions in prompt plus output."""
+    """The block that begins at ``dst_start`` may *read* (use) the slots of the block at ``src_start``, or vice
+    versa (see :meth:`Matcher.propose`). Both starts are positions in prompt plus output."""
 
     dst_start: int
     src_start: int
 
 
 class AcrossPair(NamedTuple):
-    """A :class:`BlockPair` whose block at ``src_start`` belongs to the request ``source``: the reader itself or
-    another request with the same prompt. ``source`` is an id from :meth:`FilterProcess.open`."""
+    """The block at ``dst_start`` may read the block at ``src_start`` of the request ``source``, which is the
+    same request or another one with the same prompt. ``source`` is an id from :meth:`FilterProcess.open`."""
 
     dst_start: int
     src_start: int
@@ -29,13 +29,13 @@ class AcrossPair(NamedTuple):
 
 @dataclass(slots=True)
 class FilterCounters:
-    """Counts of what happened to one finished step.
+    """Counts from matching one finished step of a response.
 
     Attributes:
-        candidates: With ``match=steps`` the earlier steps above the lexical threshold, otherwise the step's
-            paired blocks.
+        candidates: With ``match=steps``: earlier steps whose similarity exceeds the lexical threshold.
+            Otherwise: paired blocks of the step.
         dropped_structure: Candidates whose formal content (mathematics, code) differs from the step's.
-        over_bound: Steps that were parsed to compare this step and exceeded a bound of ``Limits``.
+        over_bound: Steps that were found to exceed a bound of ``Limits`` while this step was compared.
     """
 
     candidates: int = 0
@@ -47,7 +47,7 @@ class Matcher:
     """Finds block pairs of one response, step by step. Not thread safe.
 
     Attributes:
-        counters: What happened to the last step that :meth:`propose` took.
+        counters: Counts for the last step that was passed to :meth:`propose`.
     """
 
     counters = FilterCounters()
@@ -58,12 +58,12 @@ class Matcher:
         return Step.build(start, tokens, "")
 
     def propose(self, step: Step) -> list[BlockPair]:
-        """Pairs of a block of ``step`` (as ``dst``) and an earlier block, ascending. :class:`AgeRule` decides
-        which of the two reads. Also remembers ``step``, so that later steps may be paired with it."""
+        """Pairs of a block of ``step`` (``dst``) and an earlier block (``src``), ascending. :class:`AgeRule`
+        decides which block reads the other. Also remembers ``step``, so later steps may be paired with it."""
         raise NotImplementedError
 
     def across(self) -> list[AcrossPair]:
-        """Pairs that may share now, ascending. The sources are in responses to the same prompt (the group)."""
+        """Pairs that may share now, ascending. All sources are in the *group*: responses to the same prompt."""
         return []
 
     def join(self, member: int, group: Any) -> None:
@@ -71,8 +71,8 @@ class Matcher:
 
 
 class RandomPairs(Matcher):
-    """Pairs each block, with probability ``config.random_ratio``, with a uniformly random block of an
-    earlier step. The same seed and steps give the same pairs."""
+    """With probability ``config.random_ratio``, pairs a block with a uniformly random block of an earlier
+    step. The same seed and steps give the same pairs."""
 
     def __init__(self, config: FilterConfig, seed: int) -> None:
         self._config = config

@@ -4,8 +4,8 @@
 The filter process first sends the version of its package. The scheduler sends one :class:`Setup`, then
 one :class:`Feed` after another as plain tuples, which pickle fastest. The filter process answers each feed
 with one reply, in order. Messages to the scheduler begin with their length in bytes (:data:`LENGTH`), so that
-the scheduler unpickles only complete messages. Unpickling is safe: both ends are this package, and requests
-contribute only numbers.
+the scheduler unpickles only complete messages. Unpickling is safe, because this package writes all messages,
+and requests of clients contribute only numbers.
 """
 
 import struct
@@ -31,12 +31,12 @@ class Setup(NamedTuple):
 
 
 class Feed(NamedTuple):
-    """New tokens, and what happened since the last feed.
+    """New tokens, and which requests were opened or closed, or changed their group, since the last feed.
 
     Attributes:
-        steps_taken: How many steps' results the scheduler has taken since this process began.
-        opened: New requests: id, position of the first output token, whether reasoning is open there.
-        joined: Requests that joined or left a group of equal prompts: id, and the group's number or -1 (left).
+        steps_taken: Number of step results that the scheduler has taken since the filter process started.
+        opened: New requests: id, position of the first output token, whether the output begins in reasoning.
+        joined: Requests that joined or left a group (same prompt): id, and the group's number or -1 (left).
         closed: Ids of requests to forget.
         requests: Ids of the requests with new tokens.
         counts: Number of new tokens of each of ``requests``.
@@ -52,7 +52,7 @@ class Feed(NamedTuple):
     tokens: list[int]
 
     def news(self) -> Iterator[tuple[int, list[int]]]:
-        """Each request with its new tokens."""
+        """The id and the new tokens of each request."""
         at = 0
         for request, count in zip(self.requests, self.counts, strict=True):
             yield request, self.tokens[at : at + count]
@@ -60,11 +60,11 @@ class Feed(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The filter's result for a step, from :meth:`FilterProcess.take`. The other fields: see ``Proposal``.
+    """The filter's result for a step, from :meth:`FilterProcess.take`. The other fields are as in ``Proposal``.
 
     Attributes:
         request: Id from :meth:`FilterProcess.open`.
-        seconds: CPU seconds that the step took.
+        seconds: CPU seconds that the filter spent on the step.
     """
 
     request: int
@@ -74,5 +74,5 @@ class StepResult(NamedTuple):
     across: tuple[AcrossPair, ...] = ()
 
 
-#: Of the steps that a feed finished: how many were shed (not compared), and the results of all others.
+#: For the steps that a feed finished: how many were shed (not compared), and the results of the others.
 Reply = tuple[int, list[StepResult]]

@@ -26,9 +26,9 @@ MAX_RESTARTS = 3
 START_SECONDS = 180.0
 #: The process counts as hung if a feed is outstanding and this many seconds of polling bring no reply.
 SILENT_SECONDS = 30.0
-#: Bytes of feeds that may wait to be sent. With more, the process counts as failed.
+#: Bytes of feeds that may wait to be sent. If more bytes wait, the process counts as failed.
 _MAX_UNSENT = 8 << 20
-# The time between two polls adds at most so many seconds of silence: the scheduler itself may have paused.
+# Of the time between two polls, at most this many seconds count as silence: the scheduler may have paused.
 _LONGEST_PAUSE = 1.0
 _RECEIVE_BYTES = 1 << 18
 
@@ -42,18 +42,18 @@ class FilterProcess:
     """Sends the tokens of all requests to the filter process and returns block pairs. The scheduler
     never waits for results.
 
-    Every :meth:`feed` gets one reply, about the steps that the feed finished. Tensor-parallel ranks agree on
-    outstanding replies and on shed steps, because both depend on the calls made and not on time.
+    Every :meth:`feed` gets one reply, about the steps that the feed finished. On all tensor-parallel ranks the
+    same replies are outstanding and the same steps are shed, as this depends on the calls made, not on time.
 
     Args:
         markers: Tokens that open reasoning, and tokens that close it. None if all output is reasoning.
-        max_pending: While results of so many steps wait for :meth:`take`, new steps are shed (not compared).
+        max_pending: While results of this many steps wait for :meth:`take`, new steps are shed (not compared).
 
     Attributes:
-        outstanding: Number of feeds to which no reply was taken yet.
+        outstanding: Number of feeds whose replies were not taken yet.
         steps_shed: Number of shed steps in the replies that were taken.
         restarts: How often the process failed and was restarted.
-        given_up: Whether nothing is compared any more: the process failed too often or was shut down.
+        given_up: Whether no steps are compared any more, as the process failed too often or was shut down.
 
     Raises:
         RuntimeError: The process does not start.
@@ -80,7 +80,7 @@ class FilterProcess:
             raise RuntimeError(failure)
 
     def _reset(self) -> None:
-        """Set all state as if no process had been started: nothing open, fed, taken or failed."""
+        """Reset all that belongs to one filter process: socket, requests, feeds, replies and failure."""
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._has_started, self._failure = False, ""
@@ -95,7 +95,8 @@ class FilterProcess:
     def open(self, start_position: int, inside: bool) -> int:
         """Follow a new request. Returns its id for the other methods.
 
-        ``start_position``: position of the first output token. ``inside``: whether reasoning is open there.
+        ``start_position``: position of the first output token. ``inside``: whether the output begins in
+        reasoning.
         """
         request = self._next_request
         self._next_request += 1
@@ -103,8 +104,8 @@ class FilterProcess:
         return request
 
     def join(self, request: int, group: int) -> None:
-        """Make an open request a member of ``group``. From the next tokens on, members may read each
-        other's blocks. If ``group`` is -1, the request leaves its group."""
+        """Make an open request a member of ``group`` (requests with the same prompt). From the next feed on,
+        members may read each other's blocks. If ``group`` is -1, the request leaves its group."""
         self._joined.append((request, group))
 
     def close(self, request: int) -> None:
@@ -127,7 +128,7 @@ class FilterProcess:
     def ready(self) -> int:
         """Number of replies that :meth:`take` can return now. -1 if the process has failed.
 
-        Ranks use the smallest number of all ranks. If that is -1, all ranks call :meth:`restart`.
+        The caller uses the smallest number over all ranks. If it is -1, all ranks call :meth:`restart`.
         """
         if self.given_up:
             return 0
@@ -136,10 +137,8 @@ class FilterProcess:
         return -1 if self._failure else len(self._replies)
 
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
-        """Results of up to ``limit`` replies, in the order in which the steps ended.
-
-        Takes no further reply once there are ``max_pairs`` pairs or more.
-        """
+        """Results of up to ``limit`` replies, in the order in which the steps ended. Takes no further reply
+        once there are ``max_pairs`` pairs or more."""
         taken: list[StepResult] = []
         num_pairs = 0
         while limit > 0 and self._replies and num_pairs < max_pairs:
@@ -180,7 +179,7 @@ class FilterProcess:
         return 0 if self._child is None else self._child.pid
 
     def _start(self) -> None:
-        # -P: import no modules from the current folder. ``_PROGRAM`` appends our package to the path.
+        # -P keeps the current folder out of ``sys.path``. ``_PROGRAM`` appends the folder that has our package.
         package = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-P", "-c", _PROGRAM, package]
         # A single BLAS thread is enough, because the arrays are small.
@@ -244,7 +243,8 @@ class FilterProcess:
                 )
 
     def _watch(self) -> None:
-        """Add up the time without an awaited reply. Too long a silence is a failure."""
+        """Add up the time since the last received bytes while a reply is awaited. If this silence lasts too
+        long, the process counts as failed."""
         now = time.monotonic()
         waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
         is_awaited = not self._has_started or self.outstanding > len(self._replies)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The filter of one request: takes the request's tokens, and proposes block pairs that are old enough."""
+"""The filter of one request: takes the request's tokens, and proposes block pairs that may share KV slots."""
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +20,10 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 
 class Proposal(NamedTuple):
-    """A finished step, and the block pairs that may share now, ascending in ``dst_start``.
+    """A finished step, and the block pairs that may share slots from now on, ascending in ``dst_start``.
 
-    Pairs wait until the block that reads is old enough (:class:`AgeRule`), so most of these pairs were found
-    at earlier steps. ``across``: pairs with blocks of the group, the requests with the same prompt.
+    These pairs may have been found at earlier steps and held back by :class:`AgeRule` until now.
+    ``across``: pairs that were found by a search in the group, which is all requests with the same prompt.
     """
 
     step: Step
@@ -37,10 +37,10 @@ class RequestFilter:
 
     Args:
         classes: Token classes of ``vocabulary``.
-        vocabulary: Gives the text of steps.
-        start_position: Position, in prompt plus output, of the first token to come.
-        span: Tells which tokens are reasoning; not shared with other filters. None if all tokens are
-            reasoning. Tokens outside reasoning end the open step and are never paired, but take a position.
+        vocabulary: Decodes the tokens of a step to text.
+        start_position: Position of the first output token, counted from the start of the prompt.
+        span: Tells which tokens are reasoning. Each filter needs its own. None if all tokens are reasoning.
+            A token outside reasoning ends the open step and is never paired, but advances ``position``.
 
     Attributes:
         position: Position of the next token.
@@ -70,7 +70,7 @@ class RequestFilter:
         self._age_rule = AgeRule(config)
 
     def join(self, member: int, group: RunGroup | None) -> None:
-        """See :meth:`RunMatcher.join`. With other matchers this does nothing."""
+        """See :meth:`RunMatcher.join`. Other matchers ignore the call."""
         self._matcher.join(member, group)
 
     def push(self, token_ids: Sequence[int]) -> list[Proposal]:
@@ -98,38 +98,38 @@ class RequestFilter:
             finished = tokens.copy()
             tokens.clear()
             if is_reasoning:
-                # A token behind the end of the finished step starts the next step.
+                # A token that is not part of the finished step starts the next step.
                 (finished if span[1] > position else tokens).append(token)
             yield self._matcher.build(span[0], finished)
 
     def propose(self, step: Step) -> Proposal:
-        """Block pairs that may share now. ``step``: the step that :meth:`steps` yielded last, with which later
-        steps may be paired from now on."""
+        """Returns ``step`` with the block pairs that may share slots from now on. ``step`` is the step that
+        :meth:`steps` yielded last. Blocks of later steps may then be paired with its blocks."""
         matcher = self._matcher
         pairs = self._age_rule.release(matcher.propose(step), step.end)
         return Proposal(step, tuple(pairs), matcher.counters, tuple(matcher.across()))
 
 
 class AgeRule:
-    """Holds a block pair back until the response has ``min_age`` tokens after the block that reads.
+    """Holds a block pair back until ``min_age`` tokens follow the block that will read the other block's slots.
 
-    A model attends most to its newest tokens, so reading older KV in their place does most of the damage. In
+    A model attends most to the newest tokens, so replacing the KV of these tokens does the most damage. In
     direction ``oldest`` the later block of a pair reads the earlier block. In direction ``newest`` the earlier
     block reads the newest equal block, which is looked up only when the pair is released. So a block usually
-    gets other slots at most once in ``min_age`` tokens, however often it repeats.
+    switches to other slots at most once per ``min_age`` tokens, however often its tokens repeat.
     """
 
     def __init__(self, config: FilterConfig) -> None:
         self._block, self._min_age = config.block, config.min_age
         self._newest = config.direction == "newest"
-        # Start of a reader -> start of the block to read: of pairs that wait, and of pairs that were proposed.
+        # Start of the reader -> start of the block it reads. Only direction newest fills ``_released``.
         self._waiting: dict[int, int] = {}
         self._released: dict[int, int] = {}
         self._order: list[int] = []
 
     def release(self, found: Iterable[tuple[int, int]], end: int) -> list[BlockPair]:
-        """Take pairs (start of the later block, start of the earlier block). Returns all pairs with a reader
-        that is old enough when the response ends at position ``end``."""
+        """Take pairs (start of the later block, start of the earlier block). Returns all pairs whose
+        reader is old enough, now that the response ends at position ``end``."""
         for later, earlier in found:
             reader, source = later, earlier
             if self._newest:
@@ -157,9 +157,9 @@ class AgeRule:
         return at
 
     def _next(self, at: int) -> int | None:
-        """Start of the later block that the block at ``at`` reads, or None. A block that is in no pair may
-        overlap two neighbouring readers. If the sources of these readers are neighbours too, the block reads
-        parts of both sources."""
+        """Start of the later block that the block at ``at`` reads, or None. A block that is not a reader
+        itself may overlap two adjacent readers. If the blocks that these two readers read are adjacent too,
+        the block at ``at`` reads a part of each."""
         pairs = (self._waiting, self._released)
         for back in range(self._block):
             found = [one[at - back] for one in pairs if at - back in one]

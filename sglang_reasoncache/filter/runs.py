@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds blocks with tokens that occur earlier in the response, or in another response to the same prompt.
-Boundaries of steps do not matter."""
+"""Finds blocks whose tokens occur earlier in the response, or in another response to the same prompt.
+A block may begin in one step and end in the next, if no token lies between the two steps."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _READS, _IS_READ = 1, 2
 
 
 class RunGroup:
-    """Responses to one prompt. Blocks with equal windows (:class:`RunMatcher`) read one of them, the *copy*.
+    """Responses to one prompt.
 
-    A block reads a copy or is a copy, never both. So a copy is always in slots of its own response.
-    """
+    Of the blocks with equal windows (:class:`RunMatcher`), one is the *copy*, and the others may read it. A
+    copy that is read never reads another block itself, so its KV is always in slots of its own response."""
 
     def __init__(self) -> None:
         self.members: dict[int, RunMatcher] = {}
-        # Hash of a window -> member and offset of the copy. Replaced once the copy cannot be read any more.
+        # Hash of a window -> member and offset of the copy. A copy that cannot be read any more is replaced.
         self.copies: dict[int, tuple[int, int]] = {}
 
 
 class RunMatcher(Matcher):
-    """Finds blocks of one response that occur earlier in it.
+    """Finds blocks of one response whose tokens occur earlier in this response or elsewhere in its group.
 
-    The first tokens of a repeat have the least context in common with the first occurrence, so sharing
-    them does most of the damage. A block is therefore paired only if its *window* repeats: the block
+    When a passage repeats, its first tokens have the least context in common with the earlier occurrence, so
+    sharing their KV does the most damage. A block is therefore paired only if its *window* repeats: the block
     and the tokens before it, ``min_run`` tokens in all. A rolling hash finds equal windows, which are
     then compared token by token. A token costs O(1) time and 120 bytes, in a group up to 240 bytes.
     An offset is a position minus ``start``, the position of the first output token. In direction ``oldest``
@@ -45,21 +45,21 @@ class RunMatcher(Matcher):
         self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
-        # Per offset: its token, or -1 outside the steps; the hash of the tokens before it, back to the last -1.
+        # Token at each offset, or -1 outside steps; hash of all tokens before that offset, back to the last -1.
         self._tokens, self._hashes = array("q"), array("q", [0])
         # Number of tokens that a window has before its block.
         self._lead = max(0, config.min_run - self._block)
         self._power = pow(_BASE, self._lead + self._block, _MODULUS)
-        # Hash of a window -> offset of its block: the first in direction oldest, the last in direction newest.
+        # Hash of a window -> offset of a block with this window: the first in direction oldest, else the last.
         self._runs: dict[int, int] = {}
-        # ``_reads``: offset of a block -> offset of the later block to read. ``_fate``: per offset, state or 0.
+        # ``_reads``: offset of a block -> offset of the block it reads. ``_fate``: each token's state, or 0.
         self._reads: dict[int, int] = {}
         self._fate = bytearray()
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # ``_old``: offset of the next block to look up in the group. ``_followed``: for the last pair found in
-        # the group, the member that has the source, and the source's offset minus the reader's offset.
+        # ``_old``: offset of the next block to look up in the group. ``_followed``: the source's member in
+        # the last pair found in the group, and the source's offset minus the reader's offset.
         self._old = self._at
         self._followed = -1, 0
 
@@ -90,15 +90,15 @@ class RunMatcher(Matcher):
     def _begin(self, offset: int) -> None:
         """Let no window begin before ``offset``."""
         first = offset + self._lead
-        # ``_at``: offset of the next block to look up. ``_remembered``: offset of the next block to remember.
-        # ``_distance``: between the blocks of the last pair; 0 if there is no last pair.
+        # ``_at``: offset of the next block to look up; ``_remembered``: of the next block to put in ``_runs``.
+        # ``_distance``: tokens from the earlier to the later block of the last pair; 0 until a pair is found.
         self._at = self._remembered = first + -(self._start + first) % self._page
         self._distance = 0
 
     def _take(self, earlier: int) -> bool:
-        """Mark the block that reads: in direction oldest the block at ``_at``, in direction newest the last
-        block of the chain of reads that begins at ``earlier`` (see :class:`AgeRule`). Returns False if this
-        last block overlaps a block that reads or is read."""
+        """Mark the block that reads. In direction oldest it is the block at ``_at``. In direction newest it is
+        the last block of the chain that begins at ``earlier`` and follows ``_reads`` (see :class:`AgeRule`).
+        Returns False, and marks nothing, if this last block overlaps a block that reads or is read."""
         if self._keeps_first:
             self._mark(self._at, _READS)
             return True
@@ -115,8 +115,8 @@ class RunMatcher(Matcher):
         self._fate[at : at + self._block] = bytes((fate,)) * self._block
 
     def across(self) -> list[AcrossPair]:
-        """Pairs of a block that is now ``min_age`` tokens behind the end and an equal block of the group,
-        ascending. A block without an equal block becomes a copy. No pairs while the group has one member."""
+        """Look up in the group each block that ``min_age`` tokens now follow. Returns the pairs, ascending.
+        A block without an equal block becomes a copy. Does nothing while the group has one member."""
         group, pairs, page = self._group, list[AcrossPair](), self._page
         if group is None or len(group.members) < 2:
             return pairs
@@ -141,8 +141,8 @@ class RunMatcher(Matcher):
         return pairs
 
     def _copy(self, group: RunGroup, at: int, window: array[int]) -> tuple[RunMatcher | None, int]:
-        """Member and offset of a block with the same ``window`` as the block at ``at``: the block that
-        continues the last pair, else the copy. The member is None if neither block can be read."""
+        """Member and offset of a block that has ``window``, the window of the block at ``at``. The block to
+        which ``_followed`` points is tried first, then the copy. The member is None if neither can be read."""
         last, distance = self._followed
         anywhere = group.copies.get(self._hash(at), (-1, 0))
         for member, start in ((last, at + distance), anywhere):
@@ -163,7 +163,7 @@ class RunMatcher(Matcher):
         offset = step.start - self._start
         gap = offset - len(self._tokens)
         if gap:
-            # Tokens between two steps take no part, and no window crosses them.
+            # Tokens between two steps are never paired, and no window contains them.
             self._remember(len(self._tokens) - self._block)
             self._tokens.extend([-1] * gap)
             self._hashes.extend([0] * gap)
@@ -195,8 +195,8 @@ class RunMatcher(Matcher):
             self._remembered = at + self._page
 
     def _earlier(self, at: int) -> int | None:
-        """Offset of an earlier block with the same window as the block at ``at``: the block that continues the
-        last pair, else the block in ``_runs``. None if there is no such block."""
+        """Offset of an earlier block with the same window as the block at ``at``. The block
+        ``_distance`` tokens earlier is tried first, then the block in ``_runs``. None if neither matches."""
         behind = at - self._distance
         if self._distance and self._window(behind) == self._window(at):
             return behind

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a token stream into steps, and tells which of its tokens are reasoning.
 
-A step ends at a blank line: a newline, any spaces, tabs or carriage returns, and another newline.
-Tokenizers spread these characters over tokens in many ways. All four are ASCII, so a token's bytes tell where
-they are, even if the token ends inside a multi-byte character. Each token of a vocabulary is classified once.
+A step ends at a blank line: a newline, any spaces, tabs or carriage returns, and another newline. Tokenizers
+spread these characters over tokens in many ways. The characters are ASCII, so a token's bytes show where they
+are, even if the token ends inside a multi-byte character. Each token of a vocabulary is classified once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 _WHITE = b" \t\r"
 
-# Bits that describe a token's text. Most tokens have none. *Visible* text is all but white space.
+# Bits that describe a token's text. Most tokens have none. *Visible* text is anything except white space.
 BLANK = 1  # White space only, or empty.
 STARTS = 2  # A newline comes before anything visible.
 ENDS = 4  # Nothing visible comes after the last newline.
@@ -29,7 +29,7 @@ CLOSES = 16  # A blank line comes after something visible.
 
 
 def classify(piece: bytes) -> int:
-    """The bits of one token's bytes."""
+    """The bits above (``BLANK`` and others) that describe a token with the bytes ``piece``."""
     # For each line, whether it has anything visible.
     lines = [bool(line.strip(_WHITE)) for line in piece.split(b"\n")]
     is_visible = any(lines)
@@ -56,8 +56,8 @@ class TokenClasses:
 class Segmenter:
     """Splits one request's token stream into steps, in O(1) per token. Not thread safe.
 
-    A step starts at a visible token and includes the blank line at its end. A token that completes a
-    blank line and continues with text belongs to the next step. Further blank tokens between steps
+    A step starts at a visible token and includes the blank line at its end. If all visible text of a
+    token comes after the blank line, the token belongs to the next step. Further blank tokens between steps
     belong to no step. A step is cut after ``max_step_tokens`` tokens.
 
     Attributes:
@@ -68,7 +68,7 @@ class Segmenter:
         self._classes = classes
         self._max_step_tokens = max_step_tokens
         self.start: int | None = None
-        # Whether the open step has a newline with nothing visible behind it.
+        # Whether the open step has a newline with nothing visible after it.
         self._pending_newline = False
 
     def push(self, token_id: int, position: int) -> tuple[int, int] | None:
@@ -114,9 +114,9 @@ class Step:
     start: int  # position of the first token in prompt plus output
     end: int  # one past the last token, separator included
     token_ids: tuple[int, ...]  # ``end - start`` ids, separator included
-    #: Characters of the decoded step without white space around it, at least 1 (|S| in ``steps.py``).
+    #: Number of characters in the stripped text of the step, at least 1 (|S| in ``steps.py``).
     num_chars: int
-    #: Occurrences of each token id. Blank tokens at the end do not count, because a step of the ReasonCache
+    #: How often each token id occurs. Blank tokens at the end do not count, because a step of the ReasonCache
     #: paper is the text *between* two blank lines.
     bag: Counter[int]
     norm_sq: int  # squared Euclidean norm of the counts, an exact integer
@@ -188,7 +188,7 @@ class ReasoningMarkers(NamedTuple):
         ``force`` decides. If the last marker ends the reasoning of an earlier message, and the response begins
         to reason without a marker, nothing of the response is shared.
         """
-        # Vectorised, because the scheduler waits for this and a prompt may have 100 000 tokens.
+        # Vectorised, because the scheduler waits for the result and a prompt may have 100 000 tokens.
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         marks = np.flatnonzero(np.isin(prompt, [*self.start_ids, *self.end_ids]))
         return int(prompt[marks[-1]]) not in self.end_ids if len(marks) else self.force

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs blocks of a step with blocks of similar earlier steps: stage 1 of the ReasonCache paper. Stage 2, the
-KV distance of the paired blocks, is in ``sharing/``, because the KV is on the device.
+"""Pairs blocks of a step (text between blank lines) with blocks of similar earlier steps: stage 1 of the
+ReasonCache paper. Stage 2 compares the KV of each pair. It is in ``sharing/``, because the KV is on the device.
 
-For steps c and k, ``sim = cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)`` with v the counts of token
-ids and |S| the length in characters. The MemShare paper leaves out the length factor ``min / max``.
+The similarity of steps c and k is ``cosine(v_c, v_k) * min(|S_c|, |S_k|) / max(|S_c|, |S_k|)``. v_c counts the
+token ids of c; |S_c| is the length of c in characters. MemShare leaves out the length factor ``min / max``.
 """
 
 from array import array
@@ -22,7 +22,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 
 Floats = npt.NDArray[np.float64]
 
-# A token's posting list holds pairs (number of a step, count in that step), flattened, 32 bits a number.
+# Each token id has a posting list, a flat array of 32-bit integers: step number, count in that step, and so on.
 _POSTING_TYPE = "I"
 _POSTING_DTYPE = np.dtype(f"u{array(_POSTING_TYPE).itemsize}")
 _TOKENS_AT_ONCE = 32
@@ -59,7 +59,7 @@ class StepMatcher(Matcher):
         return found
 
     def _candidates(self, step: Step) -> list[int]:
-        """Indexes, in the history, of the steps above the threshold: most similar first, then newest first."""
+        """History indexes of the most similar steps above the threshold, best first; newest first if equal."""
         if not len(self._history):
             return []
         config = self._config
@@ -76,7 +76,7 @@ class StepMatcher(Matcher):
         return found
 
     def _align(self, step: Step, candidates: list[int]) -> list[BlockPair]:
-        """Block pairs of the best candidates that pass the structure check."""
+        """Pair blocks of ``step`` with blocks of the best candidates that pass the structure check."""
         config = self._config
         pairs: list[BlockPair] = []
         covered = bytearray(len(step))
@@ -102,7 +102,7 @@ class StepMatcher(Matcher):
 
     def _passes(self, step: Step, earlier: Step) -> bool:
         if earlier.signature is None:
-            # For one step only a bounded number of characters of earlier steps is parsed.
+            # Once the limit for this step is used up, no more earlier steps are parsed.
             if self._readable <= 0:
                 return False
             self._readable -= len(earlier.text)
@@ -113,7 +113,7 @@ class StepMatcher(Matcher):
         return False
 
     def _signature(self, step: Step) -> Signature:
-        """The formal content of ``step``, parsed on first use, because most steps never become a candidate."""
+        """The parsed mathematics and code of ``step``. Parsed on first use: most steps never need this."""
         if step.signature is None:
             step.signature = signature(step.text, self._config.limits, in_code=step.in_code)
             step.text = ""  # only the signature is needed from now on
@@ -129,18 +129,18 @@ def align_blocks(
     mode: AlignMode = "tokens",
     covered: bytes | bytearray = b"",
 ) -> list[BlockPair]:
-    """Pair blocks of ``dst`` with blocks of ``src``. The pairs are ascending in ``dst_start``, and their
+    """Pair blocks of ``dst`` with blocks of ``src``. The pairs are sorted by ``dst_start``, and their
     ``dst`` blocks do not overlap.
 
     Args:
         block: Tokens per block.
-        page_size: If above 1, blocks are whole pages inside both steps, and ``block`` equals ``page_size``.
-        mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. Among equal blocks of
-            ``src`` the block that continues the last pair is taken (for the first pair: the block at the
-            same offset), else the nearest later block, else the first block. A ``src`` block may be paired
-            twice. The time is linear, except for a binary search among equal blocks.
+        page_size: If above 1, each paired block is one whole page, and ``block`` equals ``page_size``.
+        mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. If several blocks of ``src``
+            match, it takes the block that continues the last pair (for the first pair: the block at the same
+            offset), else the next matching block behind that place, else the first. A ``src`` block may be in
+            several pairs. The time is linear, except for a binary search among equal blocks.
             ``index`` pairs the k-th blocks of both steps, whatever their tokens, as the papers do.
-        covered: One byte per token of ``dst``, 0 or 1. Blocks with a 1 are left out.
+        covered: One byte per token of ``dst``: 1 if the token is already in a pair and must not be in another.
     """
     if mode == "index":
         starts = (block_starts(step, block, page_size) for step in (dst, src))
@@ -150,7 +150,7 @@ def align_blocks(
             if covered.find(1, i - dst.start, i - dst.start + block) < 0
         ]
     first = -src.start % page_size
-    # Tokens of a block -> offsets of all blocks of ``src`` with these tokens, ascending.
+    # Maps the tokens of a block to the offsets of all equal blocks in ``src``, in ascending order.
     sources: dict[tuple[int, ...], list[int]] = {}
     for j in range(first, len(src) - block + 1, page_size):
         sources.setdefault(src.token_ids[j : j + block], []).append(j)
@@ -161,7 +161,7 @@ def align_blocks(
         taken = covered.rfind(1, i, i + block)
         found = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
         if found is None:
-            # Continue at the next page boundary behind the covered tokens.
+            # Continue at the next page boundary, behind any covered tokens of this block.
             i += -(-max(1, taken + 1 - i) // page_size) * page_size
             continue
         at = bisect_left(found, i + diagonal)
@@ -176,11 +176,11 @@ def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
     """``tau = strict - (strict - soft) * mean(sims)``, or ``strict`` if there are no earlier steps.
 
     The mean is computed from the integers ``rint(sim * 2**40)``, because a sum of integers does not depend
-    on the order of summation. So all ranks get the same bits.
+    on the order of summation. So all tensor-parallel ranks get exactly the same threshold.
 
     Args:
-        sims: float64 ``[earlier steps]``, between 0 and 1. At most 2**22 steps, so that the sum fits 63
-            bits and ``len(sims) * 2**40`` is exact.
+        sims: Similarity to each earlier step, a float64 between 0 and 1. At most 2**22 steps, so that the
+            sum of the integers fits into an int64.
     """
     if not len(sims):
         return strict
@@ -211,7 +211,7 @@ class LexicalIndex:
         return self._steps[index]
 
     def add(self, step: Step) -> None:
-        """Remember ``step``. Forget the oldest step if there are too many."""
+        """Remember ``step``. If there are now more than ``max_history_steps`` steps, forget the oldest."""
         number = self._num_forgotten + len(self)
         self._steps.append(step)
         self._num_chars.append(step.num_chars)
@@ -225,7 +225,7 @@ class LexicalIndex:
         self._num_forgotten += 1
         del self._num_chars[0], self._norm_sq[0]
         for token in self._steps.popleft().bag:
-            # The oldest step's entry is the first one of each posting list.
+            # Posting lists are sorted by step, so the first two numbers belong to the oldest step.
             del self._postings[token][:2]
             if not self._postings[token]:
                 del self._postings[token]
@@ -234,7 +234,7 @@ class LexicalIndex:
         """Similarity of ``step`` to every remembered step, oldest first: float64 ``[len(self)]``."""
         dots = np.zeros(len(self))
         hits = [(n, found) for t, n in step.bag.items() if (found := self._postings.get(t))]
-        # Computed in parts that are small enough for the processor's cache.
+        # Each pass takes only a few tokens, so that its data fits into the processor's cache.
         for at in range(0, len(hits), _TOKENS_AT_ONCE):
             counts, postings = zip(*hits[at : at + _TOKENS_AT_ONCE], strict=True)
             joined = np.frombuffer(b"".join(postings), dtype=_POSTING_DTYPE)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the bytes of every token id once, so that steps get their text without the tokenizer.
+"""Reads the bytes of every token id once, so that steps of reasoning can be decoded without the tokenizer.
 
-Tokenizers spell their pieces in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``, ``##``), and what a
-piece adds to a text may depend on its neighbours. This module first reads the exact bytes of the tokens, and
-compares the texts of a few hundred sequences with the tokenizer's ``decode``. If the reading fails, or if any
-text differs, the module also reads the tokens through ``decode``, and takes the reading that differs less.
+Vocabularies store tokens in several ways (byte-level alphabets, ``▁`` and ``<0x0A>``, ``##``), and a token's
+text may depend on its neighbours. This module first takes each token's bytes from XGrammar, joins them for a
+few hundred sequences, and compares these texts with the tokenizer's ``decode``. If XGrammar fails or any text
+differs, the module also gets each token's bytes from ``decode``, and keeps whichever of the two differs less.
 
-Concatenated bytes cannot reproduce three things, which no step needs: the space that some tokenizers leave
-out at the start of a text, ``clean_up_tokenization_spaces`` over several tokens (``do n't``), and how many
-U+FFFD stand for bytes that are no UTF-8.
+Joined bytes may differ from ``decode`` in three ways that do not matter for steps: the space that some
+tokenizers leave out at the start of a text, ``clean_up_tokenization_spaces`` across tokens (``do n't``), and
+the number of U+FFFD in place of bytes that are not UTF-8.
 """
 
 import logging
@@ -47,11 +47,11 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Any) -> Vocabulary:
-    """The vocabulary of a Hugging Face tokenizer, or of an object that behaves like one. 150 000 tokens
-    take a second, or two if only the tokenizer's ``decode`` reads them correctly.
+    """The vocabulary of a Hugging Face tokenizer, or of an object that behaves like one. Reading
+    150 000 tokens takes one second, or two if they must also be read through ``decode``.
 
     Raises:
-        ValueError: The object fails to encode or decode texts, or neither reading of its tokens succeeds.
+        ValueError: The object cannot encode or decode a text, or both ways of reading its tokens fail.
     """
     kind = type(tokenizer).__name__
     try:
@@ -61,7 +61,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
     except Exception as error:
         # The code of a custom tokenizer may raise anything.
         raise ValueError(f"cannot read the tokens of {kind}: {error}") from error
-    # Per way of reading: how many sample texts, and how many sequences in all, differ; its name; vocabulary.
+    # For each way of reading: how many (sample texts, sequences in all) differ, its name, its vocabulary.
     found: list[tuple[tuple[int, int], str, Vocabulary]] = []
     for route in (_by_bytes, _by_context):
         try:
@@ -71,7 +71,7 @@ def vocabulary_of(tokenizer: Any) -> Vocabulary:
             continue
         texts = (_comparable(vocabulary.text(ids)) for ids in sequences)
         wrong = [i for i, text in enumerate(texts) if text != decoded[i]]
-        # Texts weigh more than ids in random order, which no model writes.
+        # The sample texts count first, because no model writes ids in random order.
         found.append(((sum(i < num_texts for i in wrong), len(wrong)), route.__name__, vocabulary))
         if not wrong:
             break
@@ -97,7 +97,7 @@ def _size(tokenizer: Any) -> int:
 
 
 def _sequences(tokenizer: Any, size: int) -> tuple[list[list[int]], int]:
-    """Sequences of ids for comparing readings, the sample texts first; and the number of sample texts."""
+    """Token sequences to decode for the comparison, sample texts first, and the number of sample texts."""
     texts = [list(tokenizer.encode(text, add_special_tokens=False)) for text in _SAMPLES]
     rng = random.Random(size)
     drawn = [[rng.randrange(size) for _ in range(_RANDOM_LENGTH)] for _ in range(_NUM_RANDOM)]
@@ -117,13 +117,13 @@ def _comparable(text: str) -> str:
 
 
 def _added(tokenizer: Any) -> dict[int, str]:
-    """Texts of added and special tokens by id. These are plain, however the tokenizer spells other tokens."""
+    """The text of each added or special token, by id. Unlike other tokens, these are stored as plain text."""
     entries = getattr(tokenizer, "added_tokens_decoder", None) or {}
     return {int(i): str(getattr(token, "content", token)) for i, token in entries.items()}
 
 
 def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
-    """Exact bytes, through XGrammar, which every SGLang installation has."""
+    """The exact bytes of each token, from XGrammar, which every SGLang installation has."""
     from xgrammar import TokenizerInfo
 
     stop = [getattr(tokenizer, "eos_token_id", None) or 0]
@@ -136,7 +136,7 @@ def _by_bytes(tokenizer: Any, size: int) -> list[bytes]:
 
 
 def _by_context(tokenizer: Any, size: int) -> list[bytes]:
-    """What ``decode`` adds for each token when the token follows a plain word or letter."""
+    """For each token, the bytes that ``decode`` adds when the token follows a word, letter or digit."""
     words = (
         int(i)
         for text in ("so", "a", "x", "1")

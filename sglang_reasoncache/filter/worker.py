@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Worker:
-    """Holds the filter of each open request and answers feeds."""
+    """Holds a filter for each open request, and answers each :class:`Feed` of the scheduler."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -35,7 +35,7 @@ class Worker:
         self._vocabulary = Vocabulary(setup.pieces)
         self._classes = TokenClasses(self._vocabulary)
         self._filters: dict[int, RequestFilter] = {}
-        # A group exists as long as it has members.
+        # A group (requests with the same prompt) exists as long as it has members.
         self._groups: weakref.WeakValueDictionary[int, RunGroup] = weakref.WeakValueDictionary()
         self._num_compared = 0
 
@@ -60,7 +60,7 @@ class Worker:
             began = time.thread_time()
             try:
                 for step in self._filters[request].steps(tokens):
-                    # Whether a step is shed (not compared) depends on calls, not on time, so all ranks agree.
+                    # Counts, not time, decide which steps are shed (not compared), so all ranks shed the same.
                     if self._num_compared - feed.steps_taken >= self._setup.max_pending:
                         num_shed += 1
                         continue
@@ -70,7 +70,7 @@ class Worker:
                     results.append(StepResult(request, pairs, counters, now - began, across))
                     began = now
             except MemoryError:
-                # Other ranks may have enough memory, so this process ends and all ranks restart theirs.
+                # Other ranks may have enough memory, so this process ends. All ranks then restart the filter.
                 raise
             except Exception:
                 # All ranks get the same exception, so only this request stops sharing.
@@ -93,8 +93,8 @@ def _end_with_the_parent() -> None:
 
 
 def _stand_back() -> None:
-    """Lower this process's priority, because every poll wakes this process, and it must not take the
-    scheduler's core. If a sandbox forbids this, the priority stays."""
+    """Lower this process's priority, so that it does not take the scheduler's core whenever new tokens arrive
+    (every fourth decode step). If a sandbox forbids this, the priority stays."""
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
@@ -115,7 +115,7 @@ def main() -> None:
         contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError),
         scheduler.makefile("rb") as told,
     ):
-        # The version is sent first, because a process of another version may not understand the setup.
+        # Send the version first: if it is not the server's, this process may not understand the setup.
         say(__version__)
         worker = Worker(pickle.load(told))
         gc.freeze()

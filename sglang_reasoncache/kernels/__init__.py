@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels over a KV pool: plan (which slots a batch reads), attention, gather (copies), KV distance."""
+"""Kernels for a KV pool: they plan which slots a batch reads, attend to slots, copy them and compare them."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that the Triton kernels share: reading elements of a pool, rotation, pieces of a plan."""
+"""Functions that the Triton kernels share: to read a pool and a plan, rotate keys, and divide work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triton.language.target_info import cuda_capability_geq
 
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-# Element types inside the kernels. fp8 is read as bytes: GPUs before sm_89 cannot convert it.
+# Names of element types inside the kernels. fp8 is read as bytes: GPUs before sm_89 cannot convert fp8.
 ELEMENT = {
     torch.float32: "fp32",
     torch.bfloat16: "bf16",
@@ -24,19 +24,19 @@ ELEMENT = {
 }
 
 
-#: Kinds of a position in a row of ``req_to_token``. EVICTED: the position names no slot. OWN: its slot's key
-#: was cached for this position. SHIFTED: the key was cached for another position. ALIAS: for another position
-#: at which the row names the slot, too.
+#: Kinds of a position in a row of ``req_to_token``. EVICTED: the position has no slot. OWN: the slot's key was
+#: cached for this position. SHIFTED: the key was cached for another position. ALIAS: as SHIFTED, and the row
+#: has the same slot at that other position too.
 EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
 
 
 def as_read(buffer: Tensor) -> Tensor:
-    """The buffer as the kernels take it: fp8 as uint8."""
+    """The buffer in the dtype in which kernels read it: uint8 for fp8, else its own dtype."""
     return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes ``device`` current, because Triton launches on the current device wherever the tensors are."""
+    """Makes ``device`` current: Triton launches on the current device, even if the tensors are on another."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -50,8 +50,8 @@ def rotary_constants(rotation: KeyRotation | None) -> dict[str, Any]:
 def rotary_arguments(
     shift: Tensor | None, rotation: KeyRotation | None, ints: Tensor, unused: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Shift, cosines, sines and their number of rows. What a kernel does not read is filled in with ``ints``
-    or ``unused``, because every pointer needs a tensor."""
+    """Kernel arguments for rotation: shift, cosines, sines, and the number of rows of both tables. ``ints`` and
+    ``unused`` stand in for tensors that the kernel does not read, as Triton needs one for every pointer."""
     shift = ints if shift is None else shift.contiguous()
     if rotation is None:
         return shift, unused, unused, 0
@@ -60,7 +60,7 @@ def rotary_arguments(
 
 @triton.jit
 def piece_of(count, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
-    """Where one of PIECES programs starts and stops in ``count`` elements; starts are multiples of TILE."""
+    """Divide ``count`` elements among PIECES programs in multiples of TILE: start and stop of ``piece``."""
     size = tl.cdiv(tl.cdiv(count, PIECES), TILE) * TILE
     start = tl.minimum(piece * size, count)
     return start, tl.minimum(start + size, count)
@@ -68,15 +68,15 @@ def piece_of(count, piece, PIECES: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def span_of(begin, end, row, total):
-    """First of a query's entries (places in ``kv_indices``) and their number, both cut to ``total``."""
+    """A query's entries in ``kv_indices``: index of the first, and their number, both kept within ``total``."""
     first = tl.minimum(tl.maximum(tl.load(begin + row), 0), total)
     return first, tl.minimum(tl.maximum(tl.load(end + row), first), total) - first
 
 
 @triton.jit
 def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach):
-    """For the newest ``reach`` positions of a request's row: the address of the first, their number, and the
-    first position. The number is 0 if there is no such row. Callers then count positions from the first."""
+    """For the last ``reach`` positions of a request's row: the address of the first, how many there are (0 if
+    there is no such row), and the first position. Callers count positions from that first one."""
     row = tl.load(requests + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int64)
     sound = (row >= 0) & (row < num_rows) & (length > 0)
@@ -87,7 +87,7 @@ def row_of(rows, requests, lengths, request, num_rows, width, row_stride, reach)
 
 @triton.jit
 def look(rows, cached_at, position, length, first, num_slots):
-    """For some positions of a row: their slots, the slots' cached positions, and the positions' kinds."""
+    """For each ``position``: its slot, the position that the slot's key was cached for, and its kind."""
     slot = tl.load(rows + position, mask=(position >= 0) & (position < length), other=-1)
     kept = (slot >= 0) & (slot < num_slots)
     home = tl.load(cached_at + slot, mask=kept, other=-1) - first
@@ -99,7 +99,7 @@ def look(rows, cached_at, position, length, first, num_slots):
 
 @triton.jit
 def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
-    """Where a program writes its first entry: behind the entries that ``counts`` has for all earlier pieces."""
+    """Index at which a program writes its first entry or run: after those of earlier requests and pieces."""
     pieces = tl.arange(0, PIECES)
     earlier = tl.load(counts + request * PIECES + pieces, mask=pieces < piece, other=0)
     return tl.load(kv_indptr + request).to(tl.int64) + tl.sum(earlier, axis=0)
@@ -107,7 +107,7 @@ def first_target(kv_indptr, counts, request, piece, PIECES: tl.constexpr):
 
 @triton.jit
 def targets(kept, to, capacity):
-    """Where kept elements of a tile are written, which of them fit, and where the next tile begins to write."""
+    """Index at which to write each ``kept`` element, which of them fit, and the next tile's first index."""
     one = kept.to(tl.int32)
     at = to + tl.cumsum(one, axis=0) - one
     return at, kept & (at < capacity), to + tl.sum(one, axis=0)
@@ -122,7 +122,7 @@ def fp8_to_fp16(raw, ELEMENT: tl.constexpr):
         return raw.to(kind, bitcast=True).to(tl.float16)
     if ELEMENT == "e5m2":  # the upper byte of an fp16
         return (bits << 8).to(tl.float16, bitcast=True)
-    # Read as fp16, the same bits mean 2^-8 of the value; the largest code is NaN.
+    # Read as fp16, the bits of an e4m3 mean 2^-8 of its value. The largest code of e4m3 is NaN.
     half = ((bits & 0x7F) << 7) | ((bits & 0x80) << 8)
     value = half.to(tl.float16, bitcast=True) * 256.0
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
@@ -138,13 +138,13 @@ def to_fp32(raw, ELEMENT: tl.constexpr):
 
 @triton.jit
 def load_fp32(pointer, mask, ELEMENT: tl.constexpr):
-    """fp32 values, 0 where masked."""
+    """Loads elements of a pool as fp32. They are 0 where ``mask`` is off."""
     return to_fp32(tl.load(pointer, mask=mask, other=0), ELEMENT)
 
 
 @triton.jit
 def load_slots(kv_indices, entry, inside, num_slots):
-    """int64 slots of a tile of entries, and which of them may be read; the others are 0."""
+    """int64 slots of a tile's entries (0 if outside the pool), and which entries have a slot in the pool."""
     slot = tl.load(kv_indices + entry, mask=inside, other=-1)
     ok = (slot >= 0) & (slot < num_slots)
     return tl.where(ok, slot, 0).to(tl.int64), ok
@@ -168,8 +168,8 @@ def pairing(column, HALF: tl.constexpr, NEOX: tl.constexpr):
 
 @triton.jit
 def load_factors(cosines, sines, shift, rotated, first, angle, mask, HALF: tl.constexpr):
-    """Cosine and signed sine: an element rotated by ``shift`` positions, either way, is ``element * cosine +
-    paired * sine``. Nothing is read where ``mask`` is off or the element is not ``rotated``."""
+    """Cosine and signed sine. Rotating an element by ``shift`` positions (negative or not) makes it ``element *
+    cosine + paired * sine``. Nothing is read where ``mask`` is off or the element is not ``rotated``."""
     at = tl.abs(shift).to(tl.int64) * HALF + angle
     cosine = tl.load(cosines + at, mask=mask & rotated, other=1.0)
     sine = tl.load(sines + at, mask=mask & rotated, other=0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode attention: one query token per row, grouped query heads, shifted keys."""
+"""Paged decode attention with grouped query heads. Keys may be used at positions they were not cached for."""
 
 import torch
 
@@ -18,29 +18,29 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """``softmax(scale * q . k) v`` of every query over its own entries, the slots that the plan lists for it.
+    """Compute ``softmax(scale * q . k) v`` for each query over its entries: slots that the plan lists for it.
 
-    A *shifted* key, cached for another position, is read as it is. The query is rotated back instead, so the
-    cost grows with the number of runs of equal shift. An entry is read once, however often its key is used. The
-    result does not depend on the number of threads or on the rest of the batch. On a CUDA device the call only
-    launches kernels, and can be captured in a graph.
+    A *shifted* key was cached for another position. It is not rotated; the query is rotated back instead, so
+    the cost grows with the number of runs of entries with equal shifts. An entry is read once, even if a merged
+    plan uses its key at several positions. The result does not depend on the number of threads or on the rest
+    of the batch. On a CUDA device the call only launches kernels, and can be captured in a graph.
 
     Args:
         query: ``[batch, heads, query_dim]`` on the pool's device, fp32, bf16 or fp16.
         kv: Keys and values; query head h reads KV head ``h // (heads / kv_heads)``.
-        plan: What each request reads, unless ``spans`` says otherwise.
+        plan: The entries of each request. Without ``spans``, query i reads the entries of request i.
         scale: Factor of the logits.
-        logit_cap: ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
-        sinks: fp32 ``[heads]``, logits that take a part of the weight but have no value.
-        spans: First entry of each query, and the entry behind its last: int32 ``[batch]`` each. Several
-            queries may read the same entries. Must be None if the plan has rotations.
+        logit_cap: Replaces each logit by ``cap * tanh(logit / cap)``; 0 leaves logits as they are.
+        sinks: fp32 ``[heads]``, an extra logit per head, which counts in the softmax's sum but has no value.
+        spans: For each query, the index of its first entry and one past its last; int32 ``[batch]`` each.
+            Several queries may read the same entries. ``spans`` must be None if the plan has rotations.
 
     Returns:
         ``[batch, heads, v_dim]`` of the query's dtype; zeros for a query without entries.
 
     Raises:
-        ValueError: wrong dtype, shape or device; shifted entries without a rotation; with the backend
-            "native" a slot, span or shift out of range. "triton" skips such an entry.
+        ValueError: wrong dtype, shape or device; shifted entries, but no rotation in ``kv``; with the backend
+            "native" also a slot, span or shift out of range. The backend "triton" skips such entries.
     """
     kv.check(plan.shift, query.dtype)
     if plan.rotations is not None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paged decode attention on a GPU: programs compute a request's chunks in parallel; others merge the chunks.
+"""Paged decode attention on a GPU. One kernel computes a request's chunks in parallel, another merges them.
 
-Grids depend on the number of queries alone, so a CUDA graph can hold the launches. A program takes one of at
-most ``SPLITS`` chunks and up to 32 query heads of a KV head. The number of a request's entries (slots that it
-reads) alone decides where a chunk ends, so a request's output has the same bits in any batch.
+For a given model, launch grids depend only on the number of queries, so a CUDA graph can hold the launches. A
+program takes one of at most ``SPLITS`` chunks and up to 32 query heads of a KV head. Where the chunks end
+depends only on how many entries (slots) the request reads, so its output has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from sglang_reasoncache.kernels.plan import TILE as ENTRIES
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Limits on the memory of unmerged outputs: most chunks of a query; most queries in a launch; most elements of
-#: the merged outputs of a launch.
+#: Limits on the memory for the outputs of chunks: the most chunks of a query, the most queries of a launch, and
+#: the most elements that the merged outputs of a launch have.
 SPLITS, QUERIES, ELEMENTS = 32, 128, 2**21
 #: Chunks begin at multiples of this number of entries, which is a multiple of every tile's size.
 CHUNK = 256
-#: Pipeline stages: enough to copy the next tile's slots, K and V while a tile is read.
+#: Number of pipeline stages: enough to load the next tile's slots, K and V while a tile is multiplied.
 NUM_STAGES = 5
 
 
 @triton.jit(do_not_specialize=["total", "num_slots", "table_rows", "rotations"])
 def chunk_kernel(
-    query,  # [rows, heads, K_DIM]; LATENT: the V_DIM dims for values come before these
+    query,  # [rows, heads, K_DIM]; if LATENT, [rows, heads, V_DIM + K_DIM]
     keys,  # [num_slots, kv_heads, K_DIM]
     values,  # [num_slots, kv_heads, V_DIM]
     begin,  # int32 [rows]
     end,  # int32 [rows]
     kv_indices,  # int32 [total]
-    shift,  # int32 [total], unused unless HALF and not ROTATES
+    shift,  # int32 [total], read only if HALF and not ROTATES
     cosines,  # fp32 [table_rows, HALF], unused unless HALF
     sines, table_rows,
-    tile_ptr,  # int32 [total // ENTRIES + rows + 1], unused unless ROTATES
-    by,  # int32 [rotations]: positions, unused unless ROTATES
+    tile_ptr,  # int32 [total // ENTRIES + rows + 1], unused unless ROTATES, see ``plan.Rotations``
+    by,  # int32 [rotations]: by how many positions, unused unless ROTATES
     bits,  # int64 [rotations], unused unless ROTATES
     rotations,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
@@ -55,18 +55,18 @@ def chunk_kernel(
     HALF: tl.constexpr,  # 0: nothing is rotated
     NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of a KV head
-    HEADS: tl.constexpr,  # lines of a program's products, at least 16
-    USES: tl.constexpr,  # rotations that share a product; 1 unless ROTATES
+    GROUP: tl.constexpr,  # number of query heads per KV head
+    HEADS: tl.constexpr,  # lines (rows) of a program's matrix products, at least 16
+    USES: tl.constexpr,  # number of rotations in a product; 1 unless ROTATES
     SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ROTATES: tl.constexpr,
     ENTRIES: tl.constexpr,
-    LATENT: tl.constexpr,  # queries are multiplied with values too
+    LATENT: tl.constexpr,  # MLA: the first V_DIM dims of a query are multiplied with ``values``
 ):  # fmt: skip
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
 
-    A tensor core multiplies at least 16 lines (rows of a product). If a KV head has fewer query heads, and the
-    plan has rotations (ROTATES), the remaining lines hold the same queries under other rotations of the tile.
-    Each line has its own maximum, weight and sum. The lines of a head are merged at the end, as chunks are.
+    A tensor core computes at least 16 lines (rows of a product) at once. If a KV head has at most 8 query heads
+    and the plan has rotations (ROTATES), the lines hold each head USES times, under different rotations. Each
+    line has its own maximum, weight and sums. At the end, the lines of a query head are merged, as chunks are.
     """
     MEMBERS: tl.constexpr = HEADS // USES
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -80,7 +80,7 @@ def chunk_kernel(
         line = tl.arange(0, HEADS)
         member = tl.program_id(0) % blocks * HEADS + line % MEMBERS
         use = line // MEMBERS
-        # Lines without a head repeat another line's head.
+        # Lines beyond the last query head compute that head once more. Their results are not stored.
         head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
         k_column = tl.arange(0, K_COLS)
         v_column = tl.arange(0, V_COLS)
@@ -101,7 +101,7 @@ def chunk_kernel(
             offset = tl.arange(0, TILE)
             entry = at + offset
             slot, ok = common.load_slots(kv_indices, first + entry, entry < stop, num_slots)
-            # Keys are loaded as rows, like values, so that the same threads compute both addresses.
+            # Keys are loaded as rows, like values, so that the same threads compute the addresses of K and V.
             k_at = keys + (slot * k_slot_stride)[:, None] + k_column[None, :]
             k_mask = ok[:, None] & (k_column < K_DIM)[None, :]
             k = tl.load(k_at, mask=k_mask, other=0).T
@@ -110,7 +110,9 @@ def chunk_kernel(
             unrotated = tl.zeros([HEADS, TILE], tl.float32)
             if LATENT:
                 v = tl.load(v_at, mask=v_mask, other=0)
-                if not EXACT:  # loaded again, because two products leave no registers to keep it
+                if (
+                    not EXACT
+                ):  # loaded again: the two products in ``times`` leave no registers to keep it
                     latent = tl.load(latent_at, mask=latent_mask, other=0.0)
                 unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
             turn, last = 0, 0
@@ -120,7 +122,7 @@ def chunk_kernel(
                 last = tl.minimum(tl.load(tile_ptr + tile + 1), rotations)
             if turn < last:
                 p, now = tl.zeros([HEADS, TILE], tl.float32), most
-                # This loop is not pipelined, as its buffers would take memory from the outer loop.
+                # Not pipelined, because a pipeline of this loop would take memory from that of the outer loop.
                 for one in tl.range(turn, last, USES, num_stages=1):
                     back, seen = tiles.rotations(
                         by, bits, one + use, last, at % ENTRIES + offset, ok, table_rows
@@ -140,8 +142,8 @@ def chunk_kernel(
                     s_at = shift + first + entry
                     some = tl.load(s_at, mask=ok, other=0) != 0
                     if tl.max(some.to(tl.int32), axis=0) != 0:
-                        # ``left`` has the shifts that are not applied yet. They are loaded again in the
-                        # threads that need them, because a mask of one bit, like ``some``, cannot move there.
+                        # ``left``: each entry's shift until it is applied, then 0. The shifts are loaded again
+                        # in the threads that need them, because a 1-bit mask like ``some`` cannot move there.
                         left = tl.load(s_at, mask=ok, other=0)
                         sound = (left > -table_rows) & (left < table_rows)
                         found = tl.where(sound[None, :], found, float("-inf"))
@@ -276,8 +278,8 @@ def decode(
     scale: float,
     logit_cap: float,
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing. Chunks need
-    memory for ``min(batch, QUERIES) * heads * SPLITS`` outputs, at most ``ELEMENTS * SPLITS`` fp32 numbers."""
+    """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing. The chunks' outputs
+    take ``min(batch, QUERIES) * heads * v_dim * SPLITS`` fp32 numbers, but at most ``ELEMENTS * SPLITS``."""
     batch, heads, _ = query.shape
     if not batch:
         return

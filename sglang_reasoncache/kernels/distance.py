@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV distance of block pairs (ReasonCache, arXiv 2507.21433v3, stage 2).
+"""The KV distance between two blocks, as in stage 2 of the ReasonCache paper (arXiv 2507.21433v3).
 
 ``dist = (1/N) sum_layers (||K_c - K_k||_2 + ||V_c - V_k||_2) / (2 d h)`` for blocks c and k as flat fp32
 tensors, with N layers, d tokens per block and h KV heads. Elements are subtracted before they are squared,
@@ -21,9 +21,9 @@ Layer = tuple[Tensor, Tensor]
 
 
 class DistanceKernel:
-    """Sums squared differences of pairs of blocks; a call compares all its pairs in one pass over the pool.
+    """Sums the squared differences between the KV of two blocks, for many pairs of blocks in one call.
 
-    The buffers must be the pool's own memory, because their addresses are kept.
+    The buffers must be the pool's own memory, not copies, because the kernel keeps their addresses.
 
     Attributes:
         backend: The implementation that runs: "native" (C++), "triton" or "torch".
@@ -36,10 +36,10 @@ class DistanceKernel:
         *,
         backend: str | None = None,
     ) -> None:
-        """``layers``: keys and values of every layer, see ``PagedKv``; all layers have one layout.
-        ``rotation``: how to rotate keys; None compares all keys as cached. ``backend``: None takes C++ in host
-        memory, Triton on a CUDA device, and PyTorch elsewhere or if C++ cannot be compiled. Raises ValueError
-        for layers of several layouts, and NativeUnavailable if "native" is given but cannot be compiled."""
+        """``layers``: keys and values of every layer, see ``PagedKv``; all layers have the same dtypes, shapes
+        and strides. ``rotation``: how to rotate keys; if None, keys are compared as cached. ``backend``: None
+        chooses C++ in host memory, Triton on a CUDA device, and PyTorch elsewhere or if C++ cannot be compiled.
+        Raises ValueError if layers differ, NativeUnavailable if "native" is given but cannot be compiled."""
         keys = layers[0][0]
         layouts = {tuple((x.dtype, x.shape, x.stride()) for x in layer) for layer in layers}
         if len(layouts) > 1:
@@ -64,18 +64,18 @@ class DistanceKernel:
         """Sums of squared differences. On a CUDA device the call only launches a kernel.
 
         Args:
-            dst_slots: int64 ``[pairs, d]`` on the pool's device, slots of the blocks that would give them up.
-            src_slots: int64 ``[pairs, d]``, the slots that these blocks would read instead.
-            shift: int32 ``[pairs, d]``, positions by which to rotate each source key (where it
-                would be used minus where it was cached). None compares keys as cached.
+            dst_slots: int64 ``[pairs, d]`` on the pool's device, slots of a pair's block that would be freed.
+            src_slots: int64 ``[pairs, d]``, slots of the other block, which would be read in its place.
+            shift: int32 ``[pairs, d]``, by how many positions to rotate each key of ``src_slots`` (where it
+                would be used minus where it was cached). If None, keys are compared as cached.
 
         Returns:
-            fp64 ``[pairs, num_layers, 2]``, for keys and values. Not finite if an element that was read is not
-            finite. The sums of tensor-parallel ranks can be added.
+            fp64 ``[pairs, num_layers, 2]``, one sum for keys and one for values. A sum is not finite if one of
+            its elements is not. The sums of tensor-parallel ranks can be added.
 
         Raises:
             ValueError: wrong dtype, shape or device; ``shift`` without a rotation; with the backend "native"
-                also a slot or shift out of range. With "triton" a pair with such an entry gets NaN.
+                also a slot or shift out of range. With "triton" such an entry makes sums of its pair NaN.
         """
         shape, device = dst_slots.shape, self._device
         if len(shape) != 2 or not shape[1]:
@@ -116,6 +116,6 @@ def block_distances(squares: Tensor, block: int, num_heads: float) -> Tensor:
     """The paper's distance, fp64 ``[pairs]``, 0 for equal blocks.
 
     ``squares``: the results of :meth:`DistanceKernel.squares`, added up over all ranks. ``block``: d.
-    ``num_heads``: h, over all ranks (for latent attention see :class:`BlockMeter`).
+    ``num_heads``: h, counted over all ranks (for latent attention see ``sharing.measure.BlockMeter``).
     """
     return squares.sqrt().sum(dim=-1).mean(dim=-1) / (2 * block * num_heads)

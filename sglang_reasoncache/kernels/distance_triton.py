@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV distance on a GPU: one program per pair, layer and side (K or V) reads both blocks once."""
+"""KV distance of block pairs on a GPU: one program per pair, layer and side (K or V) reads both blocks once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
-#: Elements of a block that a program holds at once.
+#: Number of elements of each block that a program loads at a time.
 TILE = 2048
 
 
@@ -23,7 +23,8 @@ def _pairs(
     at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Load the rotated elements of some rows: the first elements of all pairs, and their second elements."""
+    """For some rows (a token and a head each), load the elements that are rotated in pairs: the first element
+    of every pair, and the second element of every pair."""
     if NEOX:
         angle = tl.arange(0, COLS)[None, :]
         mask = ok[:, None] & (angle < HALF)
@@ -40,11 +41,9 @@ def _squares(
     ELEMENT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
     FIRST: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum of squared differences over all tokens and heads; NaN if a slot or shift is out of range.
-
-    HALF > 0: compares elements [0, 2 HALF), with the source rotated by its shift; HALF 0: compares elements
-    [FIRST, DIM) as cached.
-    """
+    """Sum of squared differences between two blocks in one buffer. The sum is NaN if a slot or shift is out of
+    range. If HALF > 0, elements [0, 2 HALF) of every head are compared, after those of ``src`` are rotated by
+    ``shift``. If HALF is 0, elements [FIRST, DIM) are compared as cached."""
     column = FIRST + tl.arange(0, COLS)[None, :]
     total = tl.zeros([ROWS, COLS], tl.float32)
     bad = tl.zeros([ROWS], tl.int32)
@@ -67,7 +66,7 @@ def _squares(
             )
             x0, x1 = _pairs(x_at, ok, ELEMENT, HALF, NEOX, COLS, ROWS)
             y0, y1 = _pairs(y_at, ok, ELEMENT, HALF, NEOX, COLS, ROWS)
-            # An entry without a shift is not rotated, because inf * 0 would be NaN.
+            # A key with shift 0 keeps its value: rotation would multiply by the sine 0, and inf * 0 is NaN.
             still = (by == 0)[:, None]
             first = x0 - tl.where(still, y0, y0 * cosine - y1 * sine)
             total += first * first
@@ -84,23 +83,23 @@ def _squares(
 
 @triton.jit
 def distance_kernel(
-    keys,  # of any layer: only its type is read
+    keys,  # key buffer of any layer; only its dtype is used
     bases,  # int64 [layers, 2]: addresses of K and V
     dst,  # int64 [pairs, block]
     src,  # int64 [pairs, block]
-    shift,  # int32 [pairs, block], unused unless HALF
-    cosines,  # fp32 [table_rows, HALF], unused unless HALF
+    shift,  # int32 [pairs, block], read only if HALF > 0
+    cosines,  # fp32 [table_rows, HALF], read only if HALF > 0
     sines, table_rows,
     out,  # fp64 [pairs, layers, 2]
     block, num_slots, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
     ELEMENT: tl.constexpr,
-    ALIGNED: tl.constexpr,  # every base is a multiple of 16 bytes
+    ALIGNED: tl.constexpr,  # whether all addresses in ``bases`` are multiples of 16
     HALF: tl.constexpr,  # 0: nothing is rotated
     NEOX: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    REST: tl.constexpr,  # columns of a tile of the keys' dims that are not rotated
+    REST: tl.constexpr,  # number of key dims that are not rotated, rounded up to a power of 2
     V_COLS: tl.constexpr, HALF_COLS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (pairs, layers, 2). A pair with a slot or shift out of range gets NaN."""
+    """Grid (pairs, layers, 2). A program stores NaN if a slot or shift that it reads is out of range."""
     pair = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
     side = tl.program_id(2)
@@ -170,8 +169,8 @@ def squares(
     src: Tensor,
     shift: Tensor | None,
 ) -> Tensor:
-    """``DistanceKernel.squares`` for contiguous arguments on a device, with one launch and without waiting.
-    A pair with a slot or shift out of range gets NaN."""
+    """Computes ``DistanceKernel.squares`` on a GPU with one launch, without waiting for the result. Arguments
+    must be contiguous. A sum is NaN if it would use a slot or shift that is out of range."""
     (pairs, block), (bases, aligned) = dst.shape, addresses
     keys, values = layers[0]
     out = dst.new_empty((pairs, len(layers), 2), dtype=torch.float64)

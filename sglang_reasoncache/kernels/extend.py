@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extend attention: several new tokens of a request attend to its prefix and to one another.
+"""Extend attention: several new tokens of a request attend causally to its prefix and to one another.
 
 The entries of a request are the slots that it reads. If a request has few new tokens (one if it decodes in a
-mixed chunk), each token reads the entries from the pool, as in decode. If it has more, the entries are copied
-once, keys are rotated, and PyTorch's fused attention runs on the copies.
+mixed chunk), each token reads the entries from the pool, as in decode. If a request has more new tokens, each
+layer copies the entries once, rotates the copied keys, and runs PyTorch's fused attention on the copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,10 @@ from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
-#: If a request has at most this many new tokens, each token reads the pool by itself, as in decode.
+#: If a request has at most this many new tokens, each token is computed as in decode, without copying entries.
 MOST_SINGLE = 4
-#: Number of queries masked at a time, and most elements of a mask that is kept for the next layer.
-_BLOCK = 1024
-_MASK_ELEMENTS = 1 << 22
+_BLOCK = 1024  # queries in one call of PyTorch's attention, if the call needs a mask
+_MASK_ELEMENTS = 1 << 22  # most elements of a mask that is kept, or of weights computed at once
 _NONE = np.zeros(0, dtype=np.int64)
 
 
@@ -39,14 +38,15 @@ def gather_kv(
 
     Args:
         kv_indices: int32 ``[count]``, slots.
-        shift: int32 ``[count]``, positions by which to rotate each key. None rotates no key.
+        shift: int32 ``[count]``, by how many positions to rotate each key. None: no key is rotated.
         dtype: Dtype of the result: fp32, bf16 or fp16. Keys are rotated in fp32 and rounded once.
 
     Returns:
         Keys ``[heads, count, query_dim]`` and values ``[heads, count, v_dim]``, contiguous.
 
     Raises:
-        ValueError: as :func:`decode_attention`; for entries out of range "triton" returns zeros instead.
+        ValueError: wrong dtype; shifts without a rotation; with the backend "native" a slot or shift out of
+            range. "triton" returns zeros for such an entry.
     """
     kv.check(shift, dtype)
     kv_indices = kv_indices.contiguous()
@@ -65,19 +65,20 @@ def gather_kv(
 
 
 class ExtendPlan:
-    """What the new tokens of a forward read; the same for every layer with KV in the same pool.
+    """Which entries the new tokens of a forward read. Layers whose KV is in one pool share a plan. A token
+    reads its request's entries up to its *own* entry, the entry that names the token's slot.
 
     Args:
         plan: The entries of each request's row, up to and including those of the new tokens.
-        new: Number of new tokens of each request. These are the last entries of its row.
+        new: Number of new tokens of each request.
         dtype: Dtype of the queries.
-        singly: Whether every token reads the pool by itself, as in decode (for soft caps and sinks).
-        entries: Number of entries of each row. None reads them from ``plan``, which waits for the device.
-        placed: Index of a request -> int64 ``[n]``: which entries of its row its first ``n`` new tokens have.
-            Other new tokens have the last entries. Each token reads the entries up to its own.
+        singly: Whether all tokens are computed as in decode, without copies (for soft caps and sinks).
+        entries: Number of entries of each row. If None, ``plan`` is read, and the host waits for the device.
+        placed: Index of a request -> int64 ``[n]``: the first ``n`` new tokens' own entries, as indexes in the
+            row. The row's last entries belong to the other new tokens.
 
     Raises:
-        ValueError: more new tokens than a row has entries; ``new`` or ``entries`` of a wrong length.
+        ValueError: a request with more new tokens than entries; ``new`` or ``entries`` of a wrong length.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ExtendPlan:
     ) -> None:
         self.rows = plan
         self.num_tokens = sum(new)
-        #: For each request whose entries are copied: tokens, entries, the tokens' own entries (None: the last).
+        #: Per request whose entries are copied: tokens, entries, and the tokens' own entries (None: the last).
         self.pieces: list[tuple[slice, slice, Tensor | None]] = []
         self._device = device = plan.kv_indptr.device
         self._dtype = dtype
@@ -124,7 +125,7 @@ class ExtendPlan:
         self._spans: dict[int, tuple[Tensor, Tensor]] = {}
 
     def spans(self, reach: int) -> tuple[Tensor, Tensor]:
-        """For each token that is read singly: the first entry that it sees, and one past the last."""
+        """For each token that is computed as in decode: its first entry, and one past its last entry."""
         if reach not in self._spans:
             first = [max(begin, end - reach) if reach else begin for begin, end in self._read]
             bounds = first, [end for _, end in self._read]
@@ -135,9 +136,10 @@ class ExtendPlan:
     def mask(
         self, new: int, total: int, reach: int, places: Tensor | None = None, first: int = -1
     ) -> Tensor:
-        """Additive mask ``[new, total]`` for tokens in the last ``new`` entries. A token sees ``reach`` entries
-        up to its own (0: all). ``places``, int64 ``[new]``: the tokens' entries, if not the last. Small masks
-        are kept for the next layer; ``first``, the first token's index in the batch, tells them apart."""
+        """Additive mask for ``new`` tokens over ``total`` entries. A token sees the last ``reach`` entries up
+        to its own, or all if ``reach`` is 0. ``places``, int64 ``[new]``: the tokens' own entries; None if they
+        are the last. Small masks are kept for later layers. If ``places`` is given, ``first`` must be the index
+        in the batch of the first token, because kept masks are found by ``first``, not by ``places``."""
         key = new, total, reach, first
         found = self._masks.get(key)
         if found is None:
@@ -160,13 +162,12 @@ def extend_attention(
     sinks: Tensor | None = None,
     reach: int = 0,
 ) -> Tensor:
-    """Causal attention of every new token over its request's entries up to its own. A token reads the last
-    ``reach`` of these entries, or all if ``reach`` is 0.
+    """Causal attention: each new token attends to its request's entries up to the token's own entry. A token
+    reads the last ``reach`` of these entries, or all if ``reach`` is 0.
 
     ``query`` is ``[tokens, heads, query_dim]``, requests one after the other; the result is
     ``[tokens, heads, v_dim]``. The other arguments are those of :func:`decode_attention`. Soft caps and
-    sinks need a plan made with ``singly``.
-    """
+    sinks need a plan made with ``singly``."""
     if query.shape[0] != plan.num_tokens:
         raise ValueError(f"query must have {plan.num_tokens} tokens, got {query.shape[0]}")
     options: Any = dict(scale=scale, logit_cap=logit_cap, sinks=sinks, spans=plan.spans(reach))
@@ -192,18 +193,17 @@ def add_attention(
     received: Tensor,
     reach: int = 0,
 ) -> None:
-    """Add to ``received``, fp32 ``[n]``, the attention weights that a request's new tokens give to the first
-    ``n`` entries of its row, summed over tokens and heads.
+    """Sum the attention weights that a request's new tokens give to each of its entries, over tokens and heads.
+    Add the sums for the first ``n`` entries to ``received``, fp32 ``[n]``.
 
-    ``query``: queries of the request alone, ``[tokens, heads, query_dim]``. ``number``: index of the request in
-    the batch. ``reach``: as in :func:`extend_attention`.
-    """
+    ``query``: the queries of this request, ``[tokens, heads, query_dim]``. ``number``: index of the request in
+    the batch. ``reach``: as in :func:`extend_attention`."""
     entries = slice(plan.bounds[number], plan.bounds[number + 1])
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     keys = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)[0].float()
     new, total = len(query), keys.shape[1]
     last = torch.arange(total - new, total, device=keys.device)
-    # Weights are computed in steps, because all at once may take gigabytes.
+    # Weights are computed for some queries at a time, because the weights of all queries may take gigabytes.
     step = max(1, _MASK_ELEMENTS * len(keys) // (query.shape[1] * total))
     added = torch.zeros_like(received)
     for begin in range(0, new, step):
@@ -217,7 +217,7 @@ def add_attention(
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
-    """bool ``[n, total]``: entries that each token does not see. ``places``: the tokens' entries, ``[n]``."""
+    """Entries that each token does not see: bool ``[n, total]``. ``places``: the tokens' own entries."""
     entries = torch.arange(total, device=places.device)
     hidden = entries > places[:, None]
     return hidden | (entries <= places[:, None] - reach) if reach else hidden
@@ -234,8 +234,8 @@ def _extend_piece(
     places: Tensor | None,
     first_token: int,
 ) -> None:
-    """Attention of one request's new tokens over its gathered entries. ``first_token``: index in the batch of
-    the first new token."""
+    """Compute attention for one request's new tokens on copies of its entries. ``first_token``: index in the
+    batch of the first new token."""
     if reach >= entries.stop - entries.start:
         reach = 0
     elif reach and places is None:
@@ -247,12 +247,12 @@ def _extend_piece(
     new, total = len(query), keys.shape[2]
     queries = query.transpose(0, 1)[None]
     grouped, on_cuda = query.shape[1] != kv.num_heads, query.device.type == "cuda"
-    # On a GPU the flash kernel needs no mask for queries that begin after a prefix.
+    # On a GPU, PyTorch's flash kernel needs no mask in memory, even if the queries follow a prefix.
     sides = queries, keys, values, None, 0.0, False, grouped
     plain = on_cuda and not reach and places is None
     flash = plain and can_use_flash_attention(SDPAParams(*sides))
     if grouped and on_cuda and not flash:
-        # PyTorch's other fused kernel needs a KV head for every query head.
+        # PyTorch's memory-efficient kernel needs as many KV heads as query heads.
         group = query.shape[1] // kv.num_heads
         keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
         grouped = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies entries of a pool into contiguous K and V on a GPU; shifted keys are rotated on the way."""
+"""Copies entries of a pool to contiguous K and V on a GPU, and rotates each copied key by its shift."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gather_kernel(
     keys,  # [num_slots, heads, K_DIM]
     values,  # [num_slots, heads, V_DIM]
     kv_indices,  # int32 [count]
-    shift,  # int32 [count], unused unless HALF
-    cosines,  # fp32 [table_rows, HALF], unused unless HALF
+    shift,  # int32 [count], read only if HALF > 0
+    cosines,  # fp32 [table_rows, HALF], read only if HALF > 0
     sines, table_rows,
     out_k,  # [heads, count, K_DIM]
     out_v,  # [heads, count, V_DIM]
@@ -51,7 +51,7 @@ def gather_kernel(
                 cosines, sines, by[:, None], rotated, first, angle, turned, HALF
             )
             there = common.load_fp32(at + other, mask, ELEMENT)
-            # An element that is not rotated keeps its value, because inf * 0 is NaN.
+            # Other elements keep their values: this sum would multiply by the sine 0, and inf * 0 is NaN.
             k = tl.where(turned & rotated, k * cosine + there * sine, k)
     row = (head * count + entry)[:, None]
     mask = inside[:, None] & (column < K_DIM)
@@ -66,7 +66,7 @@ def gather_kernel(
 def gather(
     kv: PagedKv, kv_indices: Tensor, shift: Tensor | None, out_k: Tensor, out_v: Tensor
 ) -> None:
-    """See :func:`sglang_reasoncache.kernels.extend.gather_kv`; waits for nothing."""
+    """See :func:`sglang_reasoncache.kernels.extend.gather_kv`. Does not wait for the device."""
     count = len(kv_indices)
     if not count:
         return

@@ -7,14 +7,14 @@ from torch import Tensor
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.native.pool import NativePool
 
-#: Device of a pool -> the kernels that read the pool: C++ or Triton.
+#: Type of a pool's device -> the backend that reads the pool: "native" (C++) or "triton".
 BACKENDS = {"cpu": "native", "cuda": "triton"}
 #: Dtypes that queries and gathered entries may have.
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class PagedKv:
-    """A layer's pool, in the layout that FlashInfer calls NHD.
+    """A layer's K and V buffers, in the layout that FlashInfer calls NHD.
 
     The buffers must be the pool's own memory, not copies, because their addresses are kept.
 
@@ -23,13 +23,13 @@ class PagedKv:
             contiguous.
         values: ``[num_slots, kv_heads, v_dim]``, like ``keys``.
         rotation: The rotation of the layer's keys; None if keys are always used as cached.
-        latent: Whether a position has a single latent row (MLA): ``values`` is the part that is never rotated,
-            ``keys`` the rotated part. A query has the dims for ``values`` first, then those for ``keys``.
-        backend: "native" (C++) or "triton". None chooses by the device.
+        latent: Whether the layer caches one latent row per position (MLA): ``keys`` is the row's rotated part,
+            ``values`` the rest. A query's first dims are multiplied by ``values``, the other dims by ``keys``.
+        backend: "native" (C++) or "triton". None: as ``BACKENDS`` says for the device.
 
     Raises:
         ValueError: a device without kernels.
-        sglang_reasoncache.native.NativeUnavailable: "native" cannot be compiled.
+        sglang_reasoncache.native.NativeUnavailable: the C++ kernels cannot be compiled.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class PagedKv:
             raise ValueError(f"no attention kernels for {keys.device}")
 
     def check(self, shift: Tensor | None, dtype: torch.dtype) -> None:
-        """Raises ValueError for shifts without a rotation, or a query dtype that is not supported."""
+        """Raises ValueError for shifts if the pool has no rotation, or if queries cannot have ``dtype``."""
         if shift is not None and self.rotation is None:
             raise ValueError("the plan has shifted entries, but the pool was given no rotation")
         if dtype not in QUERY_DTYPES:
@@ -73,9 +73,9 @@ def read_rows(buffer: Tensor, slots: Tensor) -> Tensor:
 def read_keys(
     keys: Tensor, slots: Tensor, shift: Tensor | None, rotation: KeyRotation | None
 ) -> Tensor:
-    """fp32 keys ``[*slots.shape, heads, head_dim]``, rotated by ``shift`` in PyTorch."""
+    """The keys in ``slots``, rotated by ``shift`` in PyTorch: fp32 ``[*slots.shape, heads, head_dim]``."""
     found = read_rows(keys, slots)
     if shift is None or rotation is None:
         return found
-    # A key without a shift is not rotated, because inf * 0 would be NaN.
+    # A key with shift 0 keeps its value: rotation would multiply by the sine 0, and inf * 0 is NaN.
     return torch.where((shift != 0)[..., None, None], rotation.rotate(found, shift), found)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of a batch's rows, made once per forward: ``kv_indptr`` and ``kv_indices`` as in FlashInfer."""
+"""Plans which slots each request of a forward reads: ``kv_indptr`` and ``kv_indices`` as in FlashInfer."""
 
 import ctypes
 import functools
@@ -10,37 +10,37 @@ import torch
 from sglang_reasoncache import native
 from sglang_reasoncache.native.pool import call
 
-#: Number of entries of a request that share a list of rotations; a rotation has a bit for each entry.
+#: Number of entries in a tile. The entries share a list of rotations; each rotation has one bit per entry.
 TILE = 64
 
 
 class Rotations(NamedTuple):
-    """A list of rotations for each tile (``TILE`` entries) that uses a key at a position it was not cached for.
+    """How a merged :class:`RowPlan` rotates keys. A tile is ``TILE`` consecutive entries of a request.
+    It has a list of rotations if one of its keys is used at a position other than the key's cached position.
 
     Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each key
-    once, as cached. A list begins with the rotation by 0, whose bits are the keys that are used as cached. The
-    other rotations follow in any order. Bits beyond the entries of a tile mean nothing.
-    """
+    once, as cached. A list begins with the rotation by 0, whose bits mark the keys that are used as cached.
+    Other rotations follow in any order. In a tile of fewer than ``TILE`` entries the last bits mean nothing."""
 
     tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's list begins
-    by: torch.Tensor  # int32 [count]: by how many positions keys are rotated
+    by: torch.Tensor  # int32 [count], lists of all tiles: by how many positions keys are rotated
     bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile is used with this rotation
 
 
 class RowPlan(NamedTuple):
-    """Which slots the queries of a forward read. Layers share a plan; those with windows may have their own.
+    """Which slots the queries of a forward read. Layers share a plan; window layers may have their own.
 
-    Entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An entry
-    is a single token, whatever the page size. A slot's *cached position* is the one that its key was rotated
-    for. If a row names a slot at its cached position and at others, a merged plan has no entries for the
-    others. Merged plans have ``rotations`` in place of ``shift``."""
+    The entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An
+    entry is the slot of one token, whatever the page size. A slot's *cached position* is the position for which
+    its key was rotated. If a row names a slot at its cached position and at others, a *merged* plan has one
+    entry for all these positions. Merged plans have ``rotations`` in place of ``shift``."""
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [total], slots
-    #: int32 ``[total]``, positions by which to rotate each key (where it is used minus where it
-    #: was cached); None if all are 0, or if ``rotations`` has them.
+    #: int32 ``[total]``, by how many positions to rotate each key: the position where it is used, minus its
+    #: cached position. None in merged plans. ``plan_rows`` also makes it None if all shifts are 0.
     shift: torch.Tensor | None
-    rotations: Rotations | None = None  # None if every key is used once, as ``shift`` says
+    rotations: Rotations | None = None  # None: every key is used once, rotated by its ``shift``
 
 
 def plan_rows(
@@ -53,7 +53,7 @@ def plan_rows(
     reach: int = 0,
     merge: bool = False,
 ) -> RowPlan:
-    """Flatten the rows of a batch in host memory, in C++. On a GPU, ``plan_triton.plan_into`` does this.
+    """Plan a batch whose rows are in host memory, in C++. For rows on a GPU use ``plan_triton.plan_into``.
 
     Args:
         rows: int32 ``[num_rows, width]`` (``req_to_token``), the slot of each position. A value below 0 means
@@ -61,14 +61,14 @@ def plan_rows(
         requests: int ``[batch]``, index of each request's row.
         lengths: int ``[batch]``, positions in use, at most ``width``.
         cached_at: int32 ``[num_slots]``, the position for which each slot's key was rotated. None: no shifts.
-        num_slots: Slots of the pool, the bound of every entry.
+        num_slots: Number of slots in the pool. Every slot in a row must be below this number.
         reach: How many of each row's newest positions are read; 0 reads all.
         merge: Whether to merge entries (see :class:`RowPlan`): a slot that a row names at its cached position
             is then read once for all positions. Without ``cached_at`` nothing is merged.
 
     Raises:
         ValueError: tensors of wrong dtype or shape; a request, length or slot out of range.
-        sglang_reasoncache.native.NativeUnavailable: the library cannot be compiled.
+        sglang_reasoncache.native.NativeUnavailable: the C++ kernels cannot be compiled.
     """
     if rows.dtype != torch.int32 or rows.dim() != 2:
         raise ValueError(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The row planner on a GPU. The host never waits for the device, so planning can be part of a CUDA graph.
+"""Makes plans on a GPU. The host never waits for the device, so planning can be part of a CUDA graph.
 
-Grids depend on the batch alone. Each row is cut into ``PIECES``: a launch counts the entries of every piece,
-PyTorch adds the counts up, and a second launch writes the entries. For merged plans the launches also count and
-write runs of positions with equal shifts. ``rotations_triton`` turns runs into rotations.
-"""
+The size of a launch grid depends only on the number of requests in the batch. Each row is cut into ``PIECES``
+pieces: a first launch counts the entries of every piece, PyTorch adds the counts up, and a second launch writes
+the entries. For merged plans both launches also count and write *runs*: neighbouring positions with the
+same shift (but not 0). ``rotations_triton`` turns runs into rotations."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def plan_kernel(
     rows,  # int32 [num_rows, width]
     requests,  # int32 or int64 [batch]
     lengths,  # int32 or int64 [batch]
-    cached_at,  # int32 [num_slots], unused unless SHIFTS or MERGE
-    runs,  # int32 [2, capacity], written if MERGE: first and last position
-    run_indptr,  # int32 [batch + 1], unused unless MERGE
-    counts,  # int32 [2, stride]: [batch, PIECES] numbers of entries, then (MERGE) of runs; written unless WRITE
+    cached_at,  # int32 [num_slots], read only if SHIFTS or MERGE
+    runs,  # int32 [2, capacity], written if MERGE: first and last position of each run
+    run_indptr,  # int32 [batch + 1], read only if MERGE: where each request's runs begin
+    counts,  # int32 [1 + MERGE, batch, PIECES]: numbers of entries and of runs; read if WRITE, else written
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
-    positions,  # int32 [capacity], written if MERGE: entries' positions, minus the first that is read
+    positions,  # int32 [capacity], written if MERGE: each entry's position, counted from the first one read
     num_rows, width, row_stride, reach, num_slots, stride, capacity, SHIFTS: tl.constexpr,
     MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (PIECES, batch). Counts the entries and runs of every piece, or writes them."""
+    """Grid (PIECES, batch). If WRITE, writes the entries and runs of every piece, else counts them."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
     rows, length, first = common.row_of(
@@ -77,7 +77,7 @@ def plan_kernel(
                     rows, cached_at, position + 1, length, first, num_slots
                 )
                 ends = moved & ((goes_on != kind) | (then != home + 1))
-                # ``run_at``: each position's run. A run that began before this tile is the last one written.
+                # ``run_at``: each position's run. If the run began before this tile, it was written last.
                 run_at += begins.to(tl.int32) - 1
                 ends &= (run_at >= 0) & (run_at < capacity)
                 tl.store(runs + capacity + run_at, position, mask=ends)
@@ -106,9 +106,9 @@ class PlanBuffers:
 
     kv_indptr: torch.Tensor  # int32 [batch + 1]
     kv_indices: torch.Tensor  # int32 [capacity]; undefined beyond the last entry
-    counts: torch.Tensor  # int32 [2 with merge, else 1, batch, PIECES], used by the kernels only
+    counts: torch.Tensor  # int32 [1 + merge, batch, PIECES], used only while planning
     shift: torch.Tensor | None  # int32 [capacity], like kv_indices; None with ``merge``
-    merge: MergeBuffers | None = None  # None if all positions but evicted ones have entries
+    merge: MergeBuffers | None = None  # None if plans are not merged
 
     @classmethod
     def of(
@@ -138,7 +138,8 @@ class PlanBuffers:
         return sum(side.nbytes for side in sides if side is not None)
 
     def plan_of(self, batch: int) -> RowPlan:
-        """The plan of ``batch`` requests in these buffers. Only ``kv_indptr`` and ``tile_ptr`` are sliced."""
+        """The plan of ``batch`` requests in these buffers. ``kv_indptr`` and ``tile_ptr`` are cut to
+        fit ``batch``; the other tensors keep their full size."""
         rotations = None
         if self.merge is not None:
             tile_ptr, by, bits = self.merge.rotations
@@ -157,16 +158,15 @@ def plan_into(
     num_slots: int,
     reach: int = 0,
 ) -> RowPlan:
-    """Flatten the rows of a batch into ``buffers``, without a wait. Returns ``buffers.plan_of(batch)``.
+    """Plan a batch into ``buffers``, without waiting for the device. Returns ``buffers.plan_of(batch)``.
 
     Arguments are those of :func:`sglang_reasoncache.kernels.plan.plan_rows`. ``requests`` and ``lengths`` may
     be int32 or int64. The host cannot check values, so the kernels do: a request without a row gets no entries,
     a length is cut at the row's end, and entries that are not slots or exceed the capacity are skipped. Without
-    ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``, and get rotations.
+    ``cached_at`` all shifts are 0. Buffers made with ``merge`` need ``cached_at``; their plans have rotations.
 
     Raises:
-        ValueError: more requests than the buffers are for; ``rows`` whose last dimension is not contiguous.
-    """
+        ValueError: more requests than the buffers are for; ``rows`` whose last dimension is not contiguous."""
     batch, merge = len(requests), buffers.merge
     if batch > buffers.batch:
         raise ValueError(f"plan: {batch} requests, the buffers are for {buffers.batch}")
@@ -176,7 +176,7 @@ def plan_into(
     cached = counts if cached_at is None else cached_at.contiguous()
     read = rows, requests.contiguous(), lengths.contiguous(), cached
     sizes = *rows.shape, rows.stride(0), reach or rows.shape[1], num_slots
-    # Unused arguments need some tensor.
+    # Triton needs a tensor even for arguments that the kernel does not use: ``counts``.
     runs, run_indptr, shift, positions = counts, counts, buffers.shift, counts
     indptrs = [buffers.kv_indptr]
     if merge is not None:

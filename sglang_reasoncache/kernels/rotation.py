@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotate a cached key by a difference of positions, with the model's own frequencies.
+"""Rotates cached keys from one position to another, with the frequencies of the model's rotary embedding.
 
-``attention/served.py: key_rotation`` decides which models have such a rotation."""
+``attention/served.py`` makes a model's rotation, or says why the model's keys cannot be rotated."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 
 class KeyRotation:
-    """Rotation of the first ``rotary_dim`` dims of a head by whole positions.
+    """Rotates the first ``rotary_dim`` dims of each head by a whole number of positions.
 
-    A shift by ``n`` uses row ``|n|`` of the table. Row 0 tells the table's scale, the attention-scaling factor
-    (YaRN). The table is divided by this scale, because a cached key already has it.
+    A rotation by ``n`` positions uses row ``|n|`` of the rotary table. The cosines in row 0 are the table's
+    scale: 1, or YaRN's attention factor. Cached keys are scaled already, so the table is divided by the scale.
     """
 
     def __init__(self, table: torch.Tensor, rotary_dim: int, is_neox: bool) -> None:
-        """``table``: ``[max_positions, rotary_dim]``, cosines then sines, used in fp32. ``is_neox``: whether
-        to pair the two halves of the dims instead of neighbouring dims (GPT-J)."""
+        """``table``: ``[max_positions, rotary_dim]``; each row has its cosines first, then its sines.
+        ``is_neox``: whether to pair the two halves of the dims instead of neighbouring dims (GPT-J)."""
         table = table.float()
         scale = table[0, 0]
         half = rotary_dim // 2
@@ -37,13 +37,13 @@ class KeyRotation:
         return there
 
     def none(self) -> KeyRotation:
-        """A rotation of the same shape by angle 0, for layers that do not rotate keys."""
+        """A rotation by angle 0 with a table of the same shape, for layers that do not rotate keys."""
         still = copy.copy(self)
         still.cos, still.sin = torch.ones_like(self.cos), torch.zeros_like(self.sin)
         return still
 
     def rotate(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        """Rotate ``keys`` ``[..., heads, head_dim]`` by int ``[...]`` positions; fp32 result."""
+        """Rotate ``keys`` ``[..., heads, head_dim]`` by ``shift`` positions (int ``[...]``). Returns fp32."""
         row = shift.abs().long()
         cos = self.cos[row][..., None, :]
         sin = (self.sin[row] * shift.sign()[..., None])[..., None, :]
@@ -56,7 +56,7 @@ class KeyRotation:
         return torch.cat((out, keys[..., self.rotary_dim :]), dim=-1)
 
     def magnitudes(self, keys: torch.Tensor) -> torch.Tensor:
-        """The lengths of the pairs of dims that are rotated together; no rotation changes these lengths.
+        """The norm of each pair of dims that are rotated together. Rotating does not change these norms.
         ``keys``: ``[..., head_dim]``; returns ``[..., rotary_dim / 2]``."""
         return torch.hypot(*self._pairs(keys))
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a merged plan's lists of rotations (``Rotations``) on a GPU, from runs that ``plan_triton`` found.
+"""Makes rotation lists (``Rotations``) of a merged ``RowPlan`` on a GPU, from runs that ``plan_triton`` found.
 
-A run is a stretch of positions with equal shifts. It belongs to the tiles whose entries it uses. Many programs
-count each tile's rotations, and PyTorch adds the counts up. Then one program per request writes run after run,
-so that lists have a fixed order. No step takes time proportional to tiles times runs.
-"""
+A run is a stretch of positions whose keys are rotated by the same number of positions. A run adds a rotation
+to every tile of ``ENTRIES`` plan entries that holds keys of the run. First, many programs per request count
+each tile's rotations in parallel, and a ``cumsum`` of the counts gives the place of each list. Then one program
+per request writes the rotations of run after run, so lists have a fixed order. No part of this takes time
+proportional to the number of tiles times the number of runs."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels.plan import TILE as ENTRIES
 from sglang_reasoncache.kernels.plan import Rotations
 
-#: Number of programs that count a request's rotations, and of runs (or tiles) that a program takes at once.
+#: PIECES programs count a request's rotations. A program handles RUNS runs (or tiles) at once.
 PIECES, RUNS = 16, 64
 
 
@@ -27,8 +28,8 @@ PIECES, RUNS = 16, 64
 def _used_by(
     rows, cached_at, positions, first, last, inside, length, begin, num_slots, entries,
 ):  # fmt: skip
-    """For runs, given by first and last position: the first and last entry that a run uses, by how many
-    positions these entries are rotated, the run's kind, and whether the run uses any entries."""
+    """Returns, for runs of positions ``first`` to ``last``: the first and last entry that a run uses, by how
+    many positions their keys are rotated, the run's kind, and whether the run uses any entries."""
     _slot, home, kind = common.look(rows, cached_at, first, length, begin, num_slots)
     wanted = tl.where(kind == common.ALIAS, home, first)
     # Binary search: entries are in the order of their positions.
@@ -49,16 +50,16 @@ def rotation_kernel(
     rows, requests, lengths, cached_at,  # as plan_kernel reads them
     kv_indptr,  # int32 [batch + 1]
     positions,  # int32 [run_capacity]: positions of the entries
-    runs,  # int32 [2, run_capacity]: first and last position
+    runs,  # int32 [2, run_capacity]: first and last position of each run
     run_indptr,  # int32 [batch + 1]
     tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
-    following,  # int32, sized as tile_ptr: count of a tile's rotations; if WRITE, place of the next one
+    following,  # int32, shape of tile_ptr: a tile's number of rotations; if WRITE, place of its next one
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
     num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
     ENTRIES: tl.constexpr, RUNS: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (PIECES, batch). Counts the rotations of every tile, or writes them (PIECES is then 1)."""
+    """Grid (PIECES, batch). Counts the rotations of every tile, or writes them if WRITE (PIECES is then 1)."""
     request = tl.program_id(1)
     rows, length, from_ = common.row_of(
         rows, requests, lengths, request, num_rows, width, row_stride, reach
@@ -72,7 +73,9 @@ def rotation_kernel(
     count = tl.load(run_indptr + request + 1) - first_run
     start, stop = common.piece_of(count, tl.program_id(0), PIECES, RUNS)
     lane = tl.arange(0, RUNS)
-    if WRITE:  # begin each list with the rotation by 0: so far all keys are used as cached
+    if (
+        WRITE
+    ):  # Each list begins with the rotation by 0. Its bits are all set; runs clear some below.
         for some in range(0, tl.cdiv(entries, ENTRIES), RUNS):
             tile = some + lane
             own = tl.load(tile_ptr + tile, mask=tile * ENTRIES < entries, other=capacity)
@@ -94,7 +97,7 @@ def rotation_kernel(
             on = tile <= most
             if not WRITE:
                 had = tl.atomic_add(following + tile, 1, mask=on)
-                # A tile's first rotation counts twice, because the list also has the rotation by 0.
+                # The first rotation of a tile adds 2 to the count, because the list also has the rotation by 0.
                 tl.atomic_add(following + tile, 1, mask=on & (had == 0))
             else:
                 low = tl.maximum(at - tile * ENTRIES, 0).to(tl.int64)
@@ -128,7 +131,7 @@ class MergeBuffers(NamedTuple):
     def of(cls, batch: int, capacity: int, device: torch.device | str) -> MergeBuffers:
         made = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         tiles = capacity // ENTRIES + batch
-        # Each position has at most one rotation, and each tile may have one more, the rotation by 0.
+        # Each position adds at most one rotation, and each tile one more: the rotation by 0.
         most = capacity + tiles
         bits = torch.zeros(most, dtype=torch.int64, device=device)
         rotations = Rotations(made(tiles + 1), made(most), bits)
@@ -143,11 +146,10 @@ def rotate(
     sizes: tuple[int, ...],
     kv_indptr: torch.Tensor,
 ) -> None:
-    """Write the rotations of a plan, after its entries and runs were written. Waits for nothing.
+    """Write the rotations of a plan whose entries and runs are already written. Waits for nothing.
 
-    ``read``: rows, requests, lengths and cached positions. ``sizes``: shape and stride of the rows, how
-    many positions are read, and the number of slots.
-    """
+    ``read``: the arguments ``rows`` to ``cached_at`` of ``plan_into``. ``sizes``: the shape of ``rows``, the
+    stride of its rows, how many of a row's newest positions are read, and the number of slots."""
     (tile_ptr, by, bits), following, positions, runs, run_indptr = merge
     following.zero_()
     lists = tile_ptr, following, by, bits

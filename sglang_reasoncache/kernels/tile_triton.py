@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of attention programs on a tile of a pool: tensor-core products, rotated queries, logits."""
+"""What attention kernels do with a tile of KV entries: tensor-core products, rotated queries, logits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
 
-#: Bounds on the lines (rows) of a program's products. A tensor core multiplies at least 16 lines. More
-#: than 32 lines do not fit the registers, nor do more than 16 lines of more than 128 columns.
+#: Fewest and most lines (matrix rows) in a program's products. A tensor core multiplies at least 16 lines. The
+#: registers hold at most 32 lines, or 16 lines of more than 128 columns.
 LINES = 16, 32
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies bf16 as bit patterns, not as values, so :func:`dot` converts to fp32 first.
@@ -18,7 +18,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def operand(raw, ELEMENT: tl.constexpr):
-    """Elements of a pool in the type that tensor cores multiply, without rounding."""
+    """A pool's elements as tensor cores multiply them: fp8 becomes fp16, without rounding."""
     if ELEMENT == "e4m3" or ELEMENT == "e5m2":
         return common.fp8_to_fp16(raw, ELEMENT)
     else:
@@ -34,15 +34,15 @@ def dot(x, y, sums):
 
 @triton.jit
 def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
-    """``sums + x y`` for fp32 ``x``. If tensor cores multiply a narrower dtype, ``x`` is split into two numbers
-    of that dtype, whose sum keeps at least 16 bits of ``x``. EXACT: a single such number holds ``x``."""
+    """``sums + x @ y`` for fp32 ``x``. If products take a narrower dtype, elements of ``x`` are split into
+    pairs, whose sums keep at least 16 significant bits. EXACT: ``x`` fits that dtype and is not split."""
     y = operand(y, ELEMENT)
     if ELEMENT == "fp32":
         sums = dot(x, y, sums)
     elif EXACT:
         sums = dot(x.to(y.dtype), y, sums)
     else:
-        if ELEMENT == "bf16":  # whose bits are the upper half of an fp32's
+        if ELEMENT == "bf16":  # a bf16 is the upper half of an fp32's bits
             high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
         else:
             high = x.to(y.dtype).to(tl.float32)
@@ -63,11 +63,11 @@ def turned(
     q_at, q_mask, k, by, cosines, sines, column, zeros, ELEMENT: tl.constexpr,
     HALF: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
-    """Products of a tile's keys with queries that are rotated back by ``by`` positions, a number or
-    ``[HEADS, 1]``."""
+    """``zeros`` plus the products of the queries with the tile's keys rotated by ``by`` positions, a number or
+    ``[HEADS, 1]``. Instead of the keys, the queries are rotated, by ``-by``."""
     rotated, other, earlier, angle = common.pairing(column[None, :], HALF, NEOX)
     cosine, sine = common.load_factors(cosines, sines, -by, rotated, earlier, angle, True, HALF)
-    # The query is loaded for every rotation, because keeping it would take registers from every tile.
+    # The query is loaded again for every rotation, because keeping it would occupy registers all the time.
     q = tl.load(q_at + column[None, :], mask=q_mask, other=0.0)
     there = tl.load(q_at + other, mask=q_mask, other=0.0)
     back = q.to(tl.float32) * cosine + there.to(tl.float32) * sine
@@ -76,8 +76,8 @@ def turned(
 
 @triton.jit
 def rotations(by, bits, which, last, bit, ok, table_rows):
-    """Load rotations ``which`` of a tile: by how many positions, and bool ``[which, entries]``, whether a
-    rotation uses an entry. Rotations from ``last`` on, and those beyond the rotary table, use no entry."""
+    """Load the rotations ``which``: by how many positions each one rotates, and which entries use it, as bool
+    ``[which, entries]``. No entry uses a rotation from index ``last`` on, or one beyond the rotary table."""
     back = tl.load(by + which, mask=which < last, other=0)
     sound = (back > -table_rows) & (back < table_rows)
     word = tl.load(bits + which, mask=(which < last) & sound, other=0)
@@ -87,7 +87,7 @@ def rotations(by, bits, which, last, bit, ok, table_rows):
 
 @triton.jit
 def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
-    """Logits of base 2, for ``exp2``; -inf where a key is not ``seen``, or its product is -inf."""
+    """Logits times log2(e), as ``exp2`` needs them; -inf where ``seen`` is false or the product is -inf."""
     if CAPPED:  # tanh x = 1 - 2 / (exp 2x + 1)
         seen &= products != float("-inf")
         products = logit_cap * (1 - 2 / (tl.exp(2 / logit_cap * scale * products) + 1))
@@ -97,20 +97,20 @@ def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def finite(most):
-    """What to subtract from logits: the largest so far, or 0 if that is -inf, because -inf - -inf is NaN."""
+    """What to subtract from logits: ``most``, or 0 where ``most`` is -inf, because -inf - -inf is NaN."""
     return tl.where(most == float("-inf"), 0.0, most)
 
 
 def columns(dim: int) -> int:
-    """Columns of a tile that holds heads of ``dim`` elements; at least 16 for tensor cores."""
+    """Number of columns for heads of ``dim`` elements: a power of 2, and at least 16 for tensor cores."""
     return max(16, triton.next_power_of_2(dim))
 
 
 def lines(group: int, columns: int) -> int:
-    """Lines of a program that multiplies ``group`` query heads of one KV head."""
+    """Number of lines (matrix rows) in a program's products, for ``group`` query heads per KV head."""
     return min(max(LINES[0], triton.next_power_of_2(group)), LINES[columns <= 128])
 
 
 def tile(columns: int, element_size: int) -> int:
-    """Number of entries that a program reads at once: 16 KiB of K or V, but at least 16 and at most 64."""
+    """Number of entries read at once: 16 KiB of K or V (fp8 counts as fp16), but at least 16 and at most 64."""
     return max(16, min(64, 2**14 // (columns * max(2, element_size))))

@@ -3,7 +3,7 @@
 interpreter lock.
 
 The first use compiles the library, once for each combination of sources, ``CXX`` and CPU. The environment
-variable ``CXX`` chooses the compiler. Without it and a compiler on PATH, the package ``ziglang`` compiles.
+variable ``CXX`` chooses the compiler. Without ``CXX`` and a compiler on PATH, the package ``ziglang`` compiles.
 ``REASONCACHE_CACHE_DIR`` is the folder for built libraries (default: ``sglang-reasoncache`` under
 ``XDG_CACHE_HOME`` or ``~/.cache``).
 """
@@ -37,12 +37,12 @@ class NativeUnavailable(RuntimeError):
     """The library cannot be built or loaded here. The message says why."""
 
 
-# Result of the first call of ``library``. After a failure the library is not built again.
+# Result of the first call of ``library``. If this call failed, later calls do not try again.
 _found: ctypes.CDLL | NativeUnavailable | None = None
 
 
 def library() -> ctypes.CDLL:
-    """The loaded library, which this call builds if there is no build of these sources yet.
+    """The loaded library. The library is built first if there is no build of the current sources yet.
 
     Several processes may call this at once: one of them builds, the others wait.
 
@@ -70,7 +70,7 @@ def _build(root: Path) -> Path:
     if cache is not None and (cache / key / _NAME).is_file():
         return cache / key / _NAME
     if cache is None or not os.access(cache, os.W_OK):
-        # This folder is deleted when the process ends. A loaded library does not need its file.
+        # The private folder is deleted when the process ends. Once loaded, a library no longer needs its file.
         cache = Path(_private_folder().name)
     target = cache / key / _NAME
     compiler = _compiler()
@@ -83,7 +83,7 @@ def _build(root: Path) -> Path:
 
 
 def _source_root() -> Path:
-    """``csrc`` inside the installed package, or beside it in a checkout."""
+    """The folder ``csrc``: inside an installed package, but beside the package in a checkout."""
     for root in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc"):
         if root.is_dir():
             return root
@@ -113,7 +113,7 @@ def _key(root: Path, flags: Sequence[str]) -> str:
 
 
 def _cpu() -> str:
-    """The CPU's features, because ``-march=native`` depends on them and machines may share a home folder."""
+    """The CPU's features. ``-march=native`` depends on them, and different machines may share a home folder."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as info:
         for line in info:
             if line.startswith(("flags", "Features")):
@@ -122,12 +122,12 @@ def _cpu() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """The folder for built libraries; None if it is unsafe or cannot be made. A folder is unsafe if neither
-    this user nor root owns it, or if others can write to it, because its files are executed."""
+    """The folder for built libraries; None if it is unsafe or cannot be made. Its files are executed, so the
+    folder is unsafe if neither this user nor root owns it, or if others can write to it."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(os.environ.get("REASONCACHE_CACHE_DIR") or Path(base) / "sglang-reasoncache")
     if not folder.is_absolute():
-        return None  # a relative path: perhaps the user has no home folder
+        return None  # for example "~/.cache/...": the user has no home folder
     try:
         with contextlib.suppress(PermissionError):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

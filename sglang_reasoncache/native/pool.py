@@ -23,7 +23,7 @@ _SIGNATURES = {
     "gather": "pppqppqq",
     "distance": "ppppqqqp",
 }
-#: Types of arguments that are passed on as they are. All others are tensors, whose addresses are passed on.
+#: Types of arguments that are passed on as they are. All other arguments are tensors, passed by address.
 _PLAIN = {int, float, bool, type(None), type(ctypes.byref(_int32()))}
 _NO_MEMORY = 9
 _MESSAGES = {
@@ -60,7 +60,7 @@ class _Pool(ctypes.Structure):
 
 
 class NativePool:
-    """The KV of layers with the same layout, described to C++ once for many calls.
+    """The KV buffers of layers with the same layout, described to C++ once for many calls.
 
     Buffers are ``[num_slots, heads, head_dim]`` in host memory, of a dtype of :data:`DTYPES`, with a
     contiguous last dimension. ``rotation``: a ``KeyRotation`` in host memory; None to read keys as cached.
@@ -98,7 +98,7 @@ class NativePool:
         call(self._library, name, self._struct, *arguments)
 
     def distance(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
-        """Computes ``kernels.distance.DistanceKernel.squares`` in C++. Slots and shifts must be contiguous."""
+        """Computes ``kernels.distance.DistanceKernel.squares`` in C++. All tensors must be contiguous."""
         pairs, block = dst.shape
         out = torch.empty((pairs, self._num_layers, 2), dtype=torch.float64)
         self.call("distance", dst, src, shift, pairs, block, cpu_threads(), out)
@@ -106,10 +106,10 @@ class NativePool:
 
 
 def call(library: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """Calls ``reasoncache_NAME(*arguments)``, see :data:`_SIGNATURES`. Pointers are tensors or None.
+    """Calls ``reasoncache_NAME(*arguments)``, see :data:`_SIGNATURES`. Pointers are tensors, ``byref`` or None.
 
-    Callers check dtypes and shapes. The kernels check slots, lengths, ranges and shifts before they read
-    or write anything. Raises ValueError if one of these is out of bounds, MemoryError if memory runs out.
+    Callers check dtypes and shapes. The kernels check slots, lengths, ranges and shifts before they use
+    them. Raises ValueError if one of these is out of bounds, MemoryError if memory runs out.
     """
     function = getattr(library, "reasoncache_" + name)
     if function.argtypes is None:

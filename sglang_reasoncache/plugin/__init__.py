@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attaches to SGLang through SGLang's own entry points, hooks and registries."""
+"""Attaches reasoncache to SGLang through SGLang's own entry points, hooks and registries."""
 
 import os
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a server's attention backend, and says what it offers to sharing and to policies that evict."""
+"""Makes a server's attention backend, and says which sharing and eviction features the backend supports."""
 
 import dataclasses
 import functools
@@ -29,9 +29,9 @@ _DECODE_VOTE = 2
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """What an attention backend offers. *Corrected* keys are rotated to the positions that read them."""
+    """What an attention backend offers. *Corrected* keys are rotated to the positions where they are used."""
 
-    #: Layer id -> rotation of the layer's keys. None if keys cannot be corrected.
+    #: Layer id -> rotation of the layer's keys. None if keys are not corrected.
     rotations: Mapping[int, KeyRotation] | None = None
     queries: RecentQueries | None = None  # None if no policy reads recent queries
     serves_policies: bool = False
@@ -39,8 +39,8 @@ class AttentionParts:
 
 
 def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """Called before SGLang chooses a default backend. If ``config`` needs our kernels on an NVIDIA GPU, declare
-    one of ``compat.CUDA_BACKENDS`` to SGLang. Declare none if SGLang's default is one of them, or if the
+    """If ``config`` needs our kernels on an NVIDIA GPU, make SGLang use one of ``compat.CUDA_BACKENDS``. Called
+    before SGLang chooses a default backend. Does nothing if the default would be one of these, or if the
     operator or SGLang's rules for the model name a backend. ``server_args``: not resolved yet."""
     resolved, platform = compat.resolving_view(server_args), compat.get_platform()
     named = any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS)
@@ -71,9 +71,9 @@ def attention_backend(
     stock: Callable[[ModelRunner], Any],
     cached: CachedPositions,
 ) -> tuple[Any, AttentionParts]:
-    """Make our backend if the settings allow it, else SGLang's (``stock``). Ours records in ``cached`` the
-    position that each key was rotated for. ``name``: one of ``compat.OUR_BACKENDS``. Raises ValueError if a
-    requested backend or policy is not supported, or if memory is missing."""
+    """Make our backend if settings and server allow it, else the registered one (``stock``). ``cached``: where
+    our backend records the position that each key is rotated for. ``name``: one of ``compat.OUR_BACKENDS``.
+    Raises ValueError if a requested backend or policy is not supported, or if memory is missing."""
     layers = served.attention_layers(model_runner) if config.policies.evictors else ()
     if any(map(served.reach_of, layers)):
         reason = "does not support sliding windows: layers read different positions"
@@ -129,7 +129,7 @@ def resolve_positions(
 
 
 def check_latent_policies(config: ReasonCacheConfig, pool: Any) -> None:
-    """Raises ValueError for an evicting policy with latent attention. Called before anything is built."""
+    """Raises ValueError if a policy evicts and attention is latent (MLA). Called before backends are built."""
     if compat.latent_rank(pool) and config.policies.evictors:
         reason = "does not support latent attention: it scores keys and values of heads"
         raise refusals.of_policy(config.policy, reason)
@@ -161,7 +161,7 @@ def _why_not(model_runner: ModelRunner) -> str:
 def _own_backend(
     model_runner: ModelRunner, config: ReasonCacheConfig, name: str, cached: CachedPositions
 ) -> tuple[Any, str]:
-    """Our backend, or None for SGLang's; and why ours cannot correct keys, "" if it can or was not tried."""
+    """Our backend (None: use ``stock``), and why it cannot correct keys ("" if it can or was not tried)."""
     reason = ""
     if model_runner.is_draft_worker:
         return None, reason
@@ -172,7 +172,7 @@ def _own_backend(
             if config.positions == "corrected":
                 raise
             reason = str(error)
-            if error.__cause__ is not None:  # a failure, not a refusal
+            if error.__cause__ is not None:  # show the traceback of what failed
                 logger.warning("reasoncache: %s", reason, exc_info=error)
         # SGLang's backend needs the memory that our unfinished backend held.
         gc.collect()
@@ -205,8 +205,8 @@ def make_cuda(
 
     ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: records the position that each key is rotated for;
     None if keys are never corrected. ``requested_by``: the flag that asks for the backend; every message begins
-    with this flag. Raises ValueError if the server is not supported. A ValueError with a cause means a failure
-    at the start: memory or a compiler is missing, or SGLang could not apply a hook.
+    with this flag. Raises ValueError if the server is not supported. If the error has a ``__cause__``,
+    something failed: memory or a compiler is missing, or SGLang could not apply a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
@@ -236,8 +236,8 @@ def make_cuda(
 
 
 def backend_class(name: str, latent: bool = False) -> type:
-    """Our subclass of SGLang's backend ``name``, for latent or ordinary attention. Raises ImportError if
-    SGLang's class is missing."""
+    """Our subclass of SGLang's backend ``name``, for latent or ordinary attention. Raises ImportError or
+    AttributeError if SGLang's class is missing."""
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
     bases = (paged_cuda.SharedSlotReads, getattr(compat, stock))
@@ -262,15 +262,15 @@ def _install_hooks(backend: Any) -> None:
 def _after_forward_batch(
     result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
 ) -> None:
-    """Mark whether a new batch needs our kernels. Two kinds of batches stay unmarked: SGLang's own trial runs,
-    which lack our tree, and batches of a draft worker, which run SGLang's backend."""
+    """Mark in ``result.rids`` whether a new batch needs our kernels. Skip SGLang's own trial runs, which have
+    no prefix tree of ours, and batches of a draft worker, which runs SGLang's backend."""
     tree: Any = getattr(batch, "tree_cache", None)
     backend: Any = getattr(model_runner, "attn_backend", None)
     # A hybrid model has two backends. Take the backend of its attention layers.
     backend = getattr(backend, "full_attn_backend", backend)
     if not isinstance(backend, paged_cuda.SharedSlotReads) or not hasattr(tree, "reads_shifted"):
         return
-    # SGLang builds the forward now: polls that a vote (``_needs_ours``) stopped may change rows again.
+    # SGLang builds the forward now, so polls, which ``_needs_ours`` stopped, may change block tables again.
     with tree.controller.containment:
         tree.controller.holds = False
         result.rids = _marked(backend, batch, result.rids)
@@ -284,8 +284,8 @@ def _marked(backend: Any, batch: Any, rids: list[str]) -> paged_cuda.MarkedRids:
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:
-    """Whether a scheduled batch needs our kernels. ``batch``: None if this group of DP attention has no batch.
-    Also stops the controller's polls until SGLang builds the forward: they could change rows after the vote."""
+    """Whether a scheduled batch needs our kernels. ``batch``: None if this DP attention group has no batch.
+    Also stops the controller's polls until SGLang builds the forward, because polls could change the answer."""
     if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
         return False
     controller = batch.tree_cache.controller
@@ -298,7 +298,7 @@ def _needs_ours(backend: Any, batch: Any) -> bool:
 def _after_decode_vote(
     backend: Any, result: bool, *, local_batch: Any, **_: Any
 ) -> paged_cuda.GraphVote | None:
-    """This group's vote on the next forward's decode graph. Groups of DP attention take the smallest vote."""
+    """This DP attention group's vote on the next decode graph. The smallest vote decides for all groups."""
     needed = _needs_ours(backend, local_batch)
     if not result:
         return None
@@ -306,7 +306,7 @@ def _after_decode_vote(
 
 
 def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
-    """Veto a prefill graph for all groups if this group's ``can_run_prefill_cuda_graph`` will refuse the graph.
+    """Veto a prefill graph for all groups if this group's ``can_run_prefill_cuda_graph`` may refuse the graph.
     Decode steps vote too, because SGLang may run them as prefills while another group prefills."""
     if not result or local_batch is None or local_batch.forward_mode.is_idle():
         return None
@@ -318,7 +318,7 @@ def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: An
 
 
 def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
-    """Restore the smallest decode vote, which SGLang has turned into a bool, from ``info.tp0_info_cpu``
+    """SGLang has turned the smallest decode vote into a bool. Restore the vote from ``info.tp0_info_cpu``
     ``[groups, columns]``. The batch carries this vote to ``SharedSlotReads.choose_graph``."""
     votes = info.tp0_info_cpu[:, _DECODE_VOTE]
     info.can_run_decode_cuda_graph = paged_cuda.GraphVote(int(votes.min()))

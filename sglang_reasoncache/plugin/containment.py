@@ -17,7 +17,7 @@ _LONGEST = 300
 
 
 class Containment:
-    """A context manager around all code of the plugin that SGLang calls at run time.
+    """A context manager around code of the plugin that SGLang's scheduler calls while it serves requests.
 
     This class suppresses exceptions. The first exception is logged and makes every tensor-parallel rank call
     ``disable`` with a reason: immediately if there is a single rank, else at the next reduction over the ranks.
@@ -56,11 +56,11 @@ class Containment:
             self._ranks.agree()
 
     def once_more(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Return the result of ``work``, which SGLang cannot go on without.
+        """Return the result of ``work``. SGLang cannot go on without this result.
 
-        If ``work`` raises, sharing ends, unused memory is given back, and ``work`` is called a second
-        time. So ``work`` must change nothing before it raises. A second exception is raised and ends the
-        scheduler, and so does the first one while a CUDA graph is captured.
+        If ``work`` raises, sharing and evicting end (see the class), PyTorch's unused GPU memory is freed, and
+        ``work`` is called a second time. So ``work`` must change nothing before it raises. An exception in the
+        second call, or while a CUDA graph is captured, is not caught and ends the scheduler.
         """
         try:
             return work(*arguments, **named)

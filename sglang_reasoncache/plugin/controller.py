@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller of a scheduler process *polls* (looks at) the running requests, shares, evicts and reports."""
+"""The controller of a scheduler process. Every few decode steps it *polls* (looks at) the running requests, has
+their blocks share slots, has policies evict positions, and reports."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,20 +23,21 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Decode steps between two polls.
 INTERVAL = 4
-#: Polls between two updates of the Prometheus series while polls compare no blocks.
+#: While polls compare no blocks, the Prometheus series are updated once in this many polls.
 _METRICS_INTERVAL = 8
 
 
 @dataclass(eq=False)
 class Controller:
-    """Called by SGLang's scheduler (through hooks), by our allocator and by our prefix tree. The controller's
-    public methods do not raise (``containment.py``).
+    """SGLang's scheduler (through hooks), our allocator and our prefix tree call the controller. Its public
+    methods let no exception through (see ``containment.py``).
 
-    Ranks exchange numbers only inside :meth:`Containment.together`. All ranks call that method at the same
-    points, because what leads to a call is equal on all: decode steps, prefills, admissions, free slots.
+    In the controller, tensor-parallel ranks exchange numbers only inside :meth:`Containment.together`. All
+    ranks call that method at the same points, because the events that lead to a call are the same on all
+    ranks: decode steps, prefills, admissions and shortages of slots.
 
     Attributes:
-        config: Resolved settings: ``positions`` is not ``auto``.
+        config: The settings, with ``positions=auto`` already replaced.
         interval: Decode steps between two polls.
     """
 
@@ -51,9 +53,9 @@ class Controller:
         self.forecast = SharingForecast(self.config.admission_credit)
         self.containment = Containment(self.tracker.ranks, self._disable)
         self._decode_steps, self._is_active = 0, self.config.is_active
-        #: True between a vote of DP attention and the forward that was voted on: no poll runs meanwhile.
+        #: True from a DP attention vote on the next forward until that forward is built. No poll runs then.
         self.holds = False
-        #: Python ``id`` -> request: the requests of the last poll, without those released since.
+        #: The requests that ran at the last poll, by Python ``id``, without those released since.
         self._running: dict[int, Request] = {}
         with self.containment:
             self.report.publish()
@@ -69,22 +71,22 @@ class Controller:
 
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a request keeps its prompt out of the prefix tree while it runs. Only then can a policy
-        evict positions of the prompt, because the tree owns the slots of all that it holds."""
+        evict positions of the prompt: slots of a prompt that is in the tree belong to the tree."""
         return self.eviction.evicts_prompts and takes_part(req)
 
     def after_chunk(self, req: Request, written: int) -> None:
-        """Let policies evict after a chunk of a prompt was computed, if :meth:`keeps_prompt` holds.
-        ``written``: how many positions of the prompt have their KV written."""
+        """Called when a chunk of a prompt was computed. Lets policies evict positions if :meth:`keeps_prompt`
+        is true. ``written``: number of positions of ``req`` whose KV is written."""
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
     def on_release(self, req: Request, row: HostRow) -> None:
-        """Account for a request that finished, was aborted or retracted. ``row``: our copy of its freed row."""
+        """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
             self._on_release(req, state_of(req), row)
 
     def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
-        # ``forget`` comes before code that can fail, because SGLang's slot check needs the new count.
+        # ``forget`` is called before code that can fail: SGLang's slot check needs the new ``positions_now``.
         expected, evicted = 0.0, self.eviction.forget(row)
         try:
             if state is not None:
@@ -104,8 +106,8 @@ class Controller:
     def _on_end(
         self, req: Request, state: RequestState | None, row: HostRow, evicted: int, expected: float
     ) -> None:
-        """Count a request, unless it was aborted, and let the filter forget it. ``evicted``: evicted positions
-        of its ``row``. ``expected``: slots that its blocks would have freed in a shortage of slots."""
+        """Count a finished request unless it was aborted, and let the filter forget it. ``evicted``: evicted
+        positions in ``row``. ``expected``: slots that blocks not shared so far could have freed (estimate)."""
         ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
         if ended and state is None:
             self.tracker.count(req)
@@ -120,8 +122,8 @@ class Controller:
             state.followed.close()
 
     def reset(self) -> None:
-        """Start anew. SGLang calls this when it flushes its cache, while no request runs. Accepted distances
-        are dropped too, because requests that a pause retracted may go on with other weights."""
+        """Start anew. SGLang calls this when it flushes its cache, while no request runs. Distances
+        measured so far are dropped: a request that SGLang retracted for a pause may go on with new weights."""
         with self.containment:
             if self.report.disabled is None:
                 self.forecast = SharingForecast(self.config.admission_credit)
@@ -132,17 +134,15 @@ class Controller:
             self.report.clear()
 
     def describe(self, details: bool = False, blocks: bool = True) -> dict[str, Any]:
-        """JSON for the endpoint, from :meth:`Report.describe`. If that method fails, the JSON has only the
-        field ``disabled``."""
+        """JSON for ``GET /reasoncache``, from :meth:`Report.describe`. If that method fails, the JSON has only
+        the field ``disabled``."""
         with self.containment:
             return self.report.describe(self.forecast.credit, details, blocks)
         return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
-        """Called after a decode step. Every ``interval``-th call polls (:meth:`_poll`).
-
-        Returns by how much :attr:`_to_have` grew, in slots.
-        """
+        """Called after a decode step. Every ``interval``-th call polls (:meth:`_poll`). Returns how many slots
+        more than before the poll are saved or can be freed (:attr:`_to_have`)."""
         if self.holds:
             return 0
         self._decode_steps += 1
@@ -168,8 +168,7 @@ class Controller:
         return self.report.slots_saved + self.pipeline.ledger.slots
 
     def shareable(self) -> int:
-        """Slots that the blocks of the ledger can free: the smallest number of any rank. All ranks call
-        this together."""
+        """How many slots the blocks of the ledger can free on every rank. All ranks call this together."""
         least = 0
 
         def ask() -> None:
@@ -181,9 +180,9 @@ class Controller:
         return least if self.report.disabled is None else 0
 
     def reclaim(self, wanted: int) -> None:
-        """Free ``wanted`` slots when SGLang is short of slots and its prefix cache has nothing left to evict.
-        First blocks share, then policies with ``when=short`` evict. All ranks call this together, because all
-        ranks have the same number of free slots."""
+        """Try to free ``wanted`` slots, which SGLang lacks even if its prefix cache evicts all that it can.
+        First, blocks share. If slots are still missing, policies with ``when=short`` evict positions. All ranks
+        call this together, because all ranks have the same number of free slots."""
         if self._is_active and self.report.disabled is None:
             self.containment.together(self._reclaim, wanted)
 
@@ -191,7 +190,7 @@ class Controller:
         start = time.perf_counter()
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
-        # Policies with ``when=short`` free slots that sharing could not free, beginning with the longest rows.
+        # If sharing freed too few slots, policies with ``when=short`` evict, from the longest requests first.
         running = self._running.values() if self.eviction.waits else ()
         for req in sorted(running, key=lambda req: -req.kv.kv_allocated_len):
             if missing <= 0:
@@ -203,13 +202,13 @@ class Controller:
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
-        """Measure the blocks that the filter process found (with ``when=always`` they also share), hand new
-        tokens to the filter, then evict. The filter has until the next poll to compare these tokens."""
+        """Measure the blocks that the filter process found; with ``when=always``, let accepted blocks share.
+        Hand new tokens to the filter, whose results a later poll takes. Then have policies evict positions."""
         self.pipeline.advance()
         running = [req for req in reqs if is_running(req)]
         self._running = {id(req): req for req in running}
         logical = output = 0
-        # Admission reserves slots for output only, so evicted positions of prompts do not count.
+        # Admission's forecast is about output only, so ``saved`` leaves out evicted positions of prompts.
         saved = self.pipeline.saved
         for req in running:
             state = self.tracker.follow(req)
@@ -235,8 +234,8 @@ class Controller:
                 self._evict(req, self.tracker.follow(req), self.eviction.poll, None, ask)
 
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
-        """Let policies evict after prompts, or chunks of prompts, were computed. ``written``: for each of
-        ``reqs``, how many positions have their KV written. Returns how many slots were freed."""
+        """Called after prompts, or chunks of prompts, were computed. Lets policies evict positions. Returns how
+        many slots were freed. ``written``: for each of ``reqs``, number of positions whose KV is written."""
         before = self.report.slots_saved
         if self.eviction.evicts_prompts and self.report.disabled is None:
             self.containment.together(self._poll_prompts, reqs, written)
@@ -252,7 +251,8 @@ class Controller:
     def _evict(
         self, req: Request, state: RequestState, work: Callable[..., Any], *arguments: object
     ) -> None:
-        """Call ``work``, a method of ``eviction``. Then drop blocks of the ledger that lost positions."""
+        """If ``req`` takes part, call ``work``, a method of ``eviction``. Then remove blocks from the ledger
+        that contain or would read an evicted position."""
         if state.takes_part:
             evicted = self.stats.positions_evicted
             work(req, state, *arguments)

@@ -28,7 +28,7 @@ def install() -> None:
 
 
 def default_backend() -> str:
-    """Our backend's name, after compiling its C++ if need be; ``torch_native`` if compiling fails."""
+    """Name of our backend, whose C++ code is compiled now if need be; ``torch_native`` if compiling fails."""
     if compat.CPU_BACKEND in compat.ATTENTION_BACKENDS:
         try:
             native.library()
@@ -40,7 +40,7 @@ def default_backend() -> str:
 
 def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner) -> Any:
     """Make SGLang compute latent attention (MLA) in absorbed form, because the CPU backends read cached latent
-    vectors. SGLang treats an unknown backend like Triton's, and would write the vectors with Triton kernels."""
+    vectors. Else SGLang would treat these backends like ``triton`` and write vectors with Triton kernels."""
     if model_runner.use_mla_backend:
         absorbed = compat.AttnForwardMethod.MLA
         compat.AttentionBackendRegistry.register(name, lambda *_: absorbed)
@@ -48,9 +48,9 @@ def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner
 
 
 def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> Any:
-    """Make the backend of a scheduler process. ``cached``: records the position that each key is rotated for;
-    None to read keys as cached, without rotation. Raises ValueError if the server is not supported, and
-    RuntimeError if SGLang could not apply a hook."""
+    """Make the backend of a scheduler process. ``cached``: records the position that each key is rotated for.
+    With None, keys are read as cached. Raises ValueError if the server is not supported or the C++ code cannot
+    be compiled, and RuntimeError if SGLang could not apply a hook."""
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
     # Without this hook SGLang launches a Triton kernel for unknown backends at page sizes above 1.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares documents (parts of prompts, see ``custom_params.py``) in the server's main process: finds marked
-messages in the tokens of a prompt, and has documents prefilled before the request that reads them."""
+"""Prepares documents (marked parts of a prompt, see ``custom_params.py``) in the server's main process: finds
+the tokens of marked chat messages, and has documents prefilled before the request that contains them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def _custom(params: dict[str, Any]) -> dict[str, Any]:
 async def _behind_documents(
     original: Callable[..., AsyncIterator[Any]], manager: Any, obj: Any, request: Any
 ) -> AsyncIterator[Any]:
-    """Prefill the documents of ``obj``, then generate. Of a document that is cached already only the last token
-    is computed. Raises ValueError for wrongly marked documents. If the schedulers do not compose prompts of
-    cached documents, they compute this prompt in full."""
+    """Prefill the documents of ``obj``, then generate. If a document is cached already, only its last token is
+    computed. Raises ValueError for wrongly marked documents. If the schedulers do not compose prompts (read
+    cached documents at new positions), no document is prefilled first."""
     prompt = obj.input_ids
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
         told = "needs a single prompt, as input_ids or as messages"
@@ -52,11 +52,11 @@ async def _behind_documents(
     config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
     custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
-    # SGLang sets this only when it prepares the request, but reads it if the client leaves before that.
+    # SGLang sets ``is_single`` only when it prepares the request, but reads it if the client leaves earlier.
     obj.is_single = True
     ranks = manager.server_args.dp_size
     if obj.routed_dp_rank is None:
-        # Clients may still send the deprecated name of this field.
+        # Clients may still use ``data_parallel_rank``, the deprecated name of this field.
         obj.routed_dp_rank = obj.data_parallel_rank
     if obj.routed_dp_rank is None and ranks > 1:
         # Send documents and request to one replica, because each replica has a cache of its own.
@@ -67,20 +67,20 @@ async def _behind_documents(
     if several and marks.asks_to_share(custom) and await _composes(manager):
         base = prompt[: documents.start]
         alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
-        # The first document goes alone, so that the base (the tokens before it) is computed only once.
+        # One document is prefilled first, so that the base (the tokens before all documents) is computed once.
         groups = [
             alone[:1],
             *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
         ]
         if documents.repair.share:
             custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
-            # This request has no output: it measures which tokens the prompt behind the documents attends to.
+            # This request generates nothing. It measures which document tokens the text behind them attends to.
             groups.append([_request(prompt, obj, custom)])
         for group in groups:
             sent = (anext(original(manager, each, request)) for each in group)
             for answer in await asyncio.gather(*sent):
                 if (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort":
-                    # If a document was aborted, for instance by an abort of all requests, ``obj`` ends too.
+                    # If a document's prefill was aborted, perhaps with all requests, ``obj`` ends too.
                     yield answer
                     return
     async for response in original(manager, obj, request):
@@ -101,7 +101,7 @@ def _verified_length(manager: Any, obj: Any) -> int:
 
 
 async def _composes(manager: Any) -> bool:
-    """Whether the schedulers compose prompts. Once all of them have answered, they are not asked again."""
+    """Whether the schedulers compose prompts of cached documents, asked until all of them have answered."""
     known: bool | None = getattr(manager, "_reasoncache_composes", None)
     if known is None:
         # Start the loop that receives answers, because this may be the server's first request.
@@ -115,8 +115,8 @@ async def _composes(manager: Any) -> bool:
 
 
 def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | None = None) -> Any:
-    """A request without output that uses the same cached prefixes as ``obj`` (same LoRA, cache keys and
-    replica) and has its grammar, so that SGLang refuses a wrong grammar before it computes anything."""
+    """A request without output. It has the LoRA, cache keys and replica of ``obj``, so it uses the same cached
+    prefixes. It also has the grammar of ``obj``, so that SGLang refuses a wrong grammar before any prefill."""
     sampling = {name: obj.sampling_params.get(name) for name in _GRAMMARS}
     sampling |= {"max_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
@@ -128,7 +128,7 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
 
 def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None) -> None:
     """Hook after SGLang turned a chat request into tokens: replaces the numbers of marked messages by spans of
-    tokens. Raises ValueError for wrong numbers, and if the tokens of a message are no span of the prompt."""
+    tokens. Raises ValueError for wrong numbers, and if later messages change the tokens of a marked message."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
     asked, messages = custom.get(marks.KEY), request.messages
@@ -151,8 +151,8 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
         raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")
     for number in asked:
         start = end
-        # Render the message directly behind the messages before all documents, as it will be prefilled. If its
-        # tokens differ from the prompt's, render it behind all earlier messages: the template may need those.
+        # Render the message directly behind the base, as it will be prefilled. If its tokens differ from the
+        # prompt's, render it behind all earlier messages: the template may need those.
         for before, count in ((messages[: asked[0]], len(base)), (messages[:number], start)):
             with contextlib.suppress(Exception):
                 marks.check_before(count, len(asked))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command-line flags and ``sglang.Engine`` keywords, which switch the plugin on."""
+"""Command-line flags and ``sglang.Engine`` keywords that switch the plugin on and hold its settings."""
 
 import argparse
 import logging
@@ -30,7 +30,7 @@ _SET = _PREFIX + "set"
 
 
 def install() -> None:
-    """Hook the functions that read SGLang's command line, and replace what makes ``Engine``'s ServerArgs."""
+    """Hook SGLang's command-line functions, and let :func:`engine_server_args` make ``Engine``'s ServerArgs."""
     register, kind = compat.HookRegistry.register, compat.HookType
     register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
     register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
-    """Hook after ``ServerArgs.add_cli_args``: adds our flags. A flag that is not given stays None."""
+    """Hook after ``ServerArgs.add_cli_args``: adds our flags. A setting whose flag is not given is None."""
     group = parser.add_argument_group("ReasonCache: repeated reasoning shares KV memory")
     text = (
         "Let blocks that repeat in a response share KV slots: once an earlier block is old enough, "
@@ -98,7 +98,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
             raise ValueError(f"{flag} does nothing without --enable-reasoncache")
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
-    # The scheduler process repeats this check, with the real page size. Here the operator gets a plain message.
+    # The scheduler process repeats this check with the real page size. An error here is easier to read.
     filter_config(config, config.block, page_size=1)
     if config.span == "reasoning" and not server_args.reasoning_parser:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
@@ -118,12 +118,12 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
         except native.NativeUnavailable as error:
             logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
-    # SGLang's ServerArgs accept underscore attributes, and are pickled with them for the scheduler process.
+    # ServerArgs accept attributes that begin with an underscore, and keep them when pickled for the scheduler.
     server_args._reasoncache = config
     os.environ[ENABLED_ENV] = "1"
     hooks.install()
     hooks.install_frontend()
-    # In child processes SGLang's load_plugins() applies the hooks. In this process load_plugins() ran earlier.
+    # Child processes apply the hooks in SGLang's load_plugins(), which has run already in this process.
     compat.HookRegistry.apply_hooks()
     compat.check_applied(compat.HOOK_TARGETS.values())
     return server_args

@@ -15,13 +15,14 @@ if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
 
-#: HTTP paths: totals as JSON, one entry per scheduler; totals with details of single requests; a page that
-#: shows both; a single response. The schedulers are asked with such a path in place of a request id.
-_ROUTE = "/reasoncache"
-_DETAILS = "/reasoncache/details"
-_PAGE = "/reasoncache/ui"
-_RESPONSE = "/reasoncache/response"
-#: Request id of a call for details without the lists of shared blocks.
+#: HTTP paths. To say what is requested, ``_schedulers`` sends such a path to the schedulers as ``rid``.
+_ROUTE = "/reasoncache"  # JSON: the totals of each scheduler
+_DETAILS = (
+    "/reasoncache/details"  # JSON: the totals of each scheduler and its last finished requests
+)
+_PAGE = "/reasoncache/ui"  # a web page that shows what the other paths return
+_RESPONSE = "/reasoncache/response"  # JSON: a single response
+#: Sent in the same way, to request details without the lists of shared blocks and evicted positions.
 _BRIEF = _DETAILS + "?blocks=false"
 #: The plugin's parts in a scheduler process; None in other processes.
 _server: ServerParts | None = None
@@ -29,8 +30,8 @@ _server: ServerParts | None = None
 
 @functools.cache
 def install() -> None:
-    """Register hooks, prefix tree and attention backends with SGLang, which applies them later. Only the
-    first call does anything."""
+    """Register our hooks, prefix tree and attention backends with SGLang. ``HookRegistry.apply_hooks`` applies
+    the hooks later. Calls of ``install`` after the first do nothing."""
     hooks: dict[str, Callable[..., Any]] = {
         "decode_done": _after_decode,
         "prefill_done": _after_prefill,
@@ -48,14 +49,14 @@ def install() -> None:
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.OUR_BACKENDS:
-        # ``compat.CPU_BACKEND`` is registered on our CPU platform only.
+        # ``compat.CPU_BACKEND`` is in this registry only on our CPU platform (``cpu_platform.py``).
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
             compat.register_attention_backend(name)(make)
 
 
 def install_frontend() -> None:
-    """Hook the server's main process, where requests are parsed."""
+    """Install the hooks of the server's main process, which parses requests."""
     from sglang_reasoncache.plugin import documents
 
     target, kind = compat.FRONTEND_HOOK_TARGETS, compat.HookType
@@ -65,8 +66,8 @@ def install_frontend() -> None:
 
 def add_routes() -> None:
     """Add ``GET /reasoncache`` and the paths below it to SGLang's HTTP application, in the server's main
-    process. Details and responses show other clients' requests, so a caller needs the ``--admin-api-key`` if
-    the server has one."""
+    process. Details and responses show other clients' requests, so reading them requires the
+    ``--admin-api-key`` if the server has one."""
     from sglang_reasoncache.plugin import page
 
     present = {getattr(route, "path", None) for route in compat.http_app.routes}
@@ -87,7 +88,7 @@ async def _details(blocks: bool = True) -> dict[str, Any]:
 
 
 async def _response(rid: str) -> dict[str, Any]:
-    """JSON of a finished request. ``parts``: see ``page.parts_of``; null if the request is not kept."""
+    """JSON of a finished response. ``parts``: see ``page.parts_of``; null if no scheduler keeps a copy."""
     from sglang_reasoncache.plugin import page
 
     found = next(filter(None, await _schedulers(f"{_RESPONSE}/{rid}")), None)
@@ -96,8 +97,8 @@ async def _response(rid: str) -> dict[str, Any]:
 
 
 async def _schedulers(rid: str) -> list[Any]:
-    """Our part of each scheduler's internal state, requested as ``/server_info`` requests the state. ``rid``: a
-    path (see ``_ROUTE``) that says what is requested."""
+    """Ask every scheduler for our entry in its internal state, in the way ``/server_info`` asks for that state.
+    ``rid``: a path (see ``_ROUTE``) that says what is requested."""
     manager = compat.http_global_state().tokenizer_manager
     manager.auto_create_handle_loop()
     asked = compat.GetInternalStateReq(rid=rid)
@@ -106,9 +107,10 @@ async def _schedulers(rid: str) -> list[Any]:
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
-    """Raise ValueError for wrong values of our ``custom_params``: SGLang then answers with status 400
-    before the scheduler sees the request. Workers of ``--tokenizer-worker-num`` load no plugins, so they let
-    wrong values through. A request with wrong values then counts as opted out."""
+    """Raise ValueError if ``custom_params`` has wrong values for our keys: SGLang then answers with status 400
+    before a scheduler sees the request. The worker processes of ``--tokenizer-worker-num`` load no plugins, so
+    they let wrong values through. The scheduler then treats a request with a wrong opt-out value as opted out,
+    and ignores wrong documents."""
     from sglang_reasoncache.custom_params import asks_to_share, documents_of
 
     asks_to_share(params.custom_params)
@@ -116,19 +118,19 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
 
 
 def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
-    """Replace the allocator that SGLang just built by ours."""
+    """Replace SGLang's new allocator (``result``) with ours."""
     from sglang_reasoncache.config import config_of
     from sglang_reasoncache.plugin.server import ServerParts
 
     global _server
     config = config_of(compat.get_server_args())
-    # Without a config this server runs without the plugin: an earlier server in this process left its hooks.
+    # No config: this server runs without the plugin; an earlier server in this process installed the hooks.
     _server = None if config is None else ServerParts(config, result)
     return None if _server is None else _server.allocator
 
 
 def _make_tree(context: TreeCacheBuildContext) -> Any:
-    """Factory of the radix-cache registry: builds this scheduler's prefix tree and controller."""
+    """Called by SGLang's radix-cache registry. Builds this scheduler's prefix tree and controller."""
     compat.check_applied(compat.HOOK_TARGETS.values())
     assert _server is not None, "SGLang builds the allocator before the prefix cache"
     return _server.tree(context)
@@ -151,16 +153,16 @@ def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -
 
 
 def _after_hybrid_backend(result: Any, _runner: Any, attention: Any) -> None:
-    """For a hybrid model SGLang wraps the ``attention`` backend in one that also runs the state layers. SGLang
-    asks the wrapper whether a prefill may run in a CUDA graph. Have the wrapper ask our backend."""
+    """For a hybrid model SGLang wraps the backend ``attention`` in a backend that also runs state layers (such
+    as Mamba). SGLang asks the wrapper whether a prefill may run in a CUDA graph: let our backend answer."""
     ours = getattr(attention, "can_run_prefill_cuda_graph", None)
     if ours is not None and result is not attention:
         result.can_run_prefill_cuda_graph = ours
 
 
 def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Call ``hook`` with the controller as first argument, in processes that have a controller. A hook
-    that returns None or fails leaves the result of SGLang's function as it is."""
+    """Wrap ``hook``: pass the controller as first argument, and do nothing in processes without a controller.
+    A hook that returns None or fails leaves the result of SGLang's function as it is."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
         controller = None if _server is None else _server.controller
@@ -176,10 +178,10 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
 def _after_prefill(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    """Hand a prefill batch to the controller. With ``--enable-mixed-chunk`` the last requests decode."""
+    """Hand a prefill batch to the controller. ``--enable-mixed-chunk`` appends decode requests to the batch."""
     riders = batch.decoding_reqs or []
     count = len(batch.reqs) - len(riders)
-    # The map is lazy: the controller evaluates it where a failure is reported to the other ranks.
+    # ``map`` is lazy, so the sums are computed in the controller, which reports a failure to the other ranks.
     written = map(operator.add, batch.prefix_lens[:count], batch.extend_lens)
     freed = controller.after_prefill(batch.reqs[:count], written)
     if riders:
@@ -188,7 +190,7 @@ def _after_prefill(
 
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
-    """Prepare repairs (``cache/repair.py``) once SGLang has allocated a prefill's slots, before the forward."""
+    """Before a prefill's forward, prepare to recompute tokens of cached documents (``cache/repair.py``)."""
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.concerns(batch):
         controller.containment.together(repairs.prepare, batch, controller.tracker.ranks)
@@ -204,15 +206,15 @@ def _after_decode(
 
 def _admit_again(processor: Any, yes: bool) -> None:
     if yes:
-        # SGLang sets this to True when slots run out, and then admits nothing until a request leaves.
+        # SGLang sets this flag when slots run out. It then admits no request until a running request leaves.
         processor.metrics_reporter.scheduler.running_batch.batch_is_full = False
 
 
 def _after_count_uncached(
     controller: Controller, result: tuple[int, int], _checker: Any
 ) -> tuple[int, int]:
-    """SGLang counts one slot per position in the rows of running requests. Subtract the slots that sharing and
-    evicting saved, so that SGLang's slot check passes."""
+    """SGLang counts one slot for each position that running requests hold outside the prefix tree. Subtract the
+    slots that sharing and evicting saved, so that SGLang's check for leaked slots passes."""
     full, window = result
     return full - controller.report.slots_saved, window
 
@@ -222,8 +224,8 @@ def _after_decode_log_parts(controller: Controller, result: list[str], _stats: A
 
 
 def _around_internal_state(stock: Callable[..., Any], owner: Any, asked: Any) -> Any:
-    """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. A call for our entry
-    alone skips SGLang's entries, because these take the scheduler three milliseconds."""
+    """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. If only our entry is
+    requested, leave out SGLang's entries, which take the scheduler three milliseconds to collect."""
     controller, rid = None if _server is None else _server.controller, asked.rid or ""
     if controller is None or not rid.startswith(_ROUTE):
         result = stock(owner, asked)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The page at ``GET /reasoncache/ui``, and the text of a response, cut where sharing begins or ends."""
+"""Makes the page at ``GET /reasoncache/ui``, and cuts a response's text where sharing begins or ends."""
 
 import asyncio
 import base64
@@ -22,7 +22,7 @@ async def show() -> HTMLResponse:
 
 @functools.cache
 def _page() -> HTMLResponse:
-    """Build the page, a single file. Its headers forbid other scripts and connections to other servers."""
+    """Build the page. HTTP headers forbid all scripts but the page's own, and connections to other servers."""
     text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     script = text.partition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -35,10 +35,10 @@ def _page() -> HTMLResponse:
 
 
 async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
-    """Cut a response (``found``, from ``Report.response``) into runs of tokens, each with ``text``. ``start``
-    and ``end`` are positions in prompt plus output. A run's first token reads the slot of position ``source``
-    of the request ``rid``. ``source`` is null if the run has its own slots; ``rid`` is null for this request.
-    Runs are also cut where the source of another run begins or ends."""
+    """Cut a response (``found``, from ``Report.response``) into runs of tokens, each with its ``text``. A run's
+    ``start`` and ``end`` are positions in prompt plus output. Position ``start + i`` reads the slot of position
+    ``source + i`` of request ``rid``. ``source`` is null if the run reads no other position's slots. ``rid`` is
+    null if the source is in this request. Runs are also cut where the source of another run begins or ends."""
     ids, first = found["output_ids"], found["prompt_tokens"]
     source = {
         dst + at: (src + at, *rid)

@@ -11,11 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | None:
-    """Start and end tokens of the parser's format. None if the whole response counts as reasoning.
-
-    If SGLang's detector ends reasoning at a tool call, the start of a tool call is an end marker too. If the
-    start or the end marker is not a single token, or the detector fails, this logs a warning and returns None.
-    """
+    """The tokens that start and end reasoning in the format of ``parser``. None without a parser or tokenizer:
+    the whole response then counts as reasoning. Other markers at which SGLang's detector ends reasoning, such
+    as the start of a tool call, count as end tokens if they are single tokens. If the start or the end marker
+    is not a single token, or the detector fails, the function logs a warning and returns None."""
     if not parser or tokenizer is None:
         return None
     try:
@@ -29,7 +28,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
             both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
             raise ValueError(f"{both} are not single tokens here")
     except Exception as error:
-        # A detector's code may raise anything. SGLang itself refuses parsers that it cannot use.
+        # A detector may raise any exception. The server goes on: SGLang itself refuses parsers it cannot use.
         why = f"--reasoning-parser {parser} cannot be followed ({error})"
         logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None
@@ -43,7 +42,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
 
 
 def _single(tokenizer: Any, text: str, ids: list[int] | None = None) -> int | None:
-    """The token of a marker. None if the marker has several tokens, or is unknown to the tokenizer."""
+    """The token id of the marker ``text``. None if the tokenizer splits the marker or does not know it."""
     if ids is None:
         ids = tokenizer.encode(text, add_special_tokens=False)
     if len(ids) != 1 or str(tokenizer.decode(list(ids))).strip() != text.strip():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses, at start-up, flags and settings that exclude each other. Messages give names and reasons."""
+"""At start-up, refuses flags, settings and environment variables that cannot be combined, and says why."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from sglang_reasoncache.config import ReasonCacheConfig
 _OWN_TREE = "it brings its own prefix cache or KV tier, which does not count shared slots"
 _OWN_ROW = "a session keeps its row after the request"
 
-#: Field of SGLang's ServerArgs -> why this plugin cannot run if the field is set (a size: if it is above 1).
+#: Field of SGLang's ServerArgs that excludes this plugin when set (a size: when above 1) -> reason.
 CONFLICTS: Mapping[str, str] = {
     "radix_cache_backend": "the prefix cache must be ours to count shared slots",
     "hicache_host_memory_mode": "it loads into slots of a request, not of the prefix cache",
@@ -39,7 +39,7 @@ CONFLICTS: Mapping[str, str] = {
     "enable_prefill_cp": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
-#: Field of ServerArgs -> why keys cannot be *corrected* (rotated to where they are read) on CUDA if it is set.
+#: ServerArgs field that excludes *corrected* keys (rotated to the position that reads them) on CUDA -> reason.
 CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_pdmux": "it makes one attention backend a stream",
     "enable_two_batch_overlap": "it cuts a batch between two attention backends",
@@ -47,8 +47,8 @@ CORRECTED_CONFLICTS: Mapping[str, str] = {
     "enable_torch_compile": "our kernels would be traced",
     "enable_deterministic_inference": "a batch decides which kernel reads its requests",
 }
-#: Environment variable -> why keys cannot be corrected on CUDA when the variable is set. SGLang itself sets
-#: the second variable for some models.
+#: Environment variable that excludes corrected keys on CUDA when set -> reason. SGLang itself sets the second
+#: variable for some models, and the third with ``--dwdp-size``.
 CORRECTED_VARIABLES: Mapping[str, str] = {
     "SGLANG_ENABLE_METADATA_GLUE_GRAPH": (
         "it replays one preparation for both variants of a decode graph"
@@ -65,18 +65,18 @@ _UNSET = (None, False, "", "null", "none", "cache", compat.TREE_BACKEND)
 
 
 def of_policy(policy: str, reason: str) -> ValueError:
-    """The error that refuses a policy. The message is the flag, the policy's name and ``reason``."""
+    """The error that refuses ``policy``. Its message: ``--reasoncache-policy``, ``policy`` and ``reason``."""
     return ValueError(f"{flag_of('policy')} {policy} {reason}")
 
 
 def check(args: ServerArgs) -> None:
-    """Raises ValueError that names every flag that excludes this plugin. ``args``: raw ``ServerArgs``."""
+    """Raises ValueError if flags exclude this plugin, and names all of them. ``args``: raw ``ServerArgs``."""
     refuse("--enable-reasoncache", _found(args, CONFLICTS))
     check_page_size(args.page_size or 1)
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
-    """Flags and variables that exclude corrected keys on CUDA, with reasons. Some are set by SGLang itself."""
+    """The flags and variables in use that exclude corrected keys on CUDA, with reasons. SGLang may set some."""
     found = _found(compat.resolving_view(args), CORRECTED_CONFLICTS)
     variables = [name for name in CORRECTED_VARIABLES if _is_set(name)]
     return [*found, *(f"{name} ({CORRECTED_VARIABLES[name]})" for name in variables)]
@@ -96,21 +96,21 @@ def _option(field: str) -> str:
 
 
 def refuse(subject: str, found: list[str]) -> None:
-    """Raises ValueError if something was ``found`` that excludes ``subject``. The message names both."""
+    """Raises ValueError if ``found`` lists anything that ``subject`` excludes. The message names both."""
     if found:
         raise ValueError(f"{subject} cannot be combined with: {'; '.join(found)}")
 
 
 def other_attention(args: ServerArgs) -> list[str]:
-    """Flags that choose attention backends without support for policies, with the backends' names."""
+    """The flags that choose an attention backend without support for evicting policies, and its name."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]
 
 
 def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
-    """Raises ValueError if a policy evicts positions and there are ``others``: flags with names of attention
-    backends that would read evicted positions."""
+    """Raises ValueError if a policy evicts positions and ``others`` is not empty. ``others``: flags, each with
+    the name of an attention backend that would read evicted positions."""
     if others and config.policies.evictors:
         use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
         raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")
@@ -125,5 +125,5 @@ def check_page_size(page_size: int) -> None:
 
 
 def _is_set(variable: str) -> bool:
-    # These words mean true to SGLang.
+    # SGLang's ``EnvBool`` reads these words as true.
     return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")

@@ -15,19 +15,19 @@ from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.state import RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
-#: The endpoint lists at most this many finished requests.
+#: ``GET /reasoncache/details`` lists at most this many finished requests.
 _RECENT_REQUESTS = 32
-#: For a request at most this many blocks that share within it are listed, and as many that read other requests.
+#: A request's entry lists at most this many blocks that share within the request, and as many across requests.
 _RECENT_BLOCKS = 1024
 #: At most this many tokens of a response are kept in order to show its text.
 _KEPT_TOKENS = 16_384
-#: Fields of a finished request that are listed only if the caller asks for blocks.
+#: Fields of a finished request that ``GET /reasoncache/details?blocks=false`` leaves out.
 _OF_BLOCKS = ("blocks", "blocks_across", "evictions")
-#: The endpoint describes at most this many groups of requests with equal prompts.
+#: ``GET /reasoncache`` describes at most this many groups of requests with equal prompts.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 
-#: Stats field -> help of the counter ``sglang:reasoncache_<field>_total``.
+#: Field of ``SharingStats`` -> help text of the Prometheus counter ``sglang:reasoncache_<field>_total``.
 _COUNTERS = {field.name: field.metadata["help"] for field in fields(SharingStats) if field.metadata}
 _GAUGES = {
     "slots_saved_now": "Slots that sharing and evicting save the running requests.",
@@ -44,11 +44,10 @@ _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
 
 class SharingMetrics:
-    """Our Prometheus series. ``labels``: names and values of the labels of SGLang's scheduler series."""
+    """Our Prometheus series. ``labels``: name -> value of each label, as in SGLang's scheduler series."""
 
     def __init__(self, labels: dict[str, Any]) -> None:
-        # Imported only now that SGLang has set ``PROMETHEUS_MULTIPROC_DIR``, because the import decides whether
-        # metrics are collected over several processes.
+        # Imported late, because the import reads ``PROMETHEUS_MULTIPROC_DIR``, which SGLang has set by now.
         from prometheus_client import Counter, Gauge, Histogram
 
         self._labels = {key: str(value) for key, value in labels.items()}
@@ -60,7 +59,7 @@ class SharingMetrics:
         text = "Blocks not shared, by reason."
         self._counters["refusals"] = Counter(_PREFIX + "refusals", text, [*names, "reason"])
         for reason in Refusal:
-            # Made now, because Prometheus computes a rate only for a series that exists from the start on.
+            # Create the series at 0 now: Prometheus's ``rate`` ignores the value at which a series begins.
             self._counters["refusals"].labels(**self._labels, reason=reason.value)
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
@@ -74,7 +73,7 @@ class SharingMetrics:
     def update(
         self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
     ) -> None:
-        """Set all series. ``latency``: seconds of the controller's last poll if it judged blocks, else None."""
+        """Set all series. ``latency``: see :meth:`Report.publish`."""
         for name in _COUNTERS:
             self._count(name, getattr(stats, name))
         for reason, total in stats.refusals.items():
@@ -87,7 +86,7 @@ class SharingMetrics:
     def _count(self, name: str, total: int, **reason: str) -> None:
         key = (name, *reason.values())
         seen, self._seen[key] = self._seen.get(key, 0), total
-        # A flush sets our totals to 0, but a Prometheus counter only ever grows.
+        # A cache flush sets our totals to 0, but a Prometheus counter must never fall.
         added = total - seen if total >= seen else total
         self._counters[name].labels(**self._labels, **reason).inc(added)
 
@@ -98,12 +97,12 @@ class Report:
 
     Attributes:
         metrics: Prometheus series. None without ``--enable-metrics``.
-        uncorrected: Why keys cannot be rotated to where they are read, so nothing is shared. None otherwise.
+        uncorrected: Why keys cannot be rotated to positions that read them, so nothing is shared. Else None.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         disabled: The failure that ended sharing and evicting (``containment.py``); None if nothing failed.
         recent: The last finished requests, oldest first.
-        kept: The newest ``keep_responses`` finished requests, each with the token ids of its output.
-        dp_rank: Number of the scheduler's replica, or of its group under DP attention.
+        kept: The newest ``keep_responses`` finished requests, each with the first token ids of its output.
+        dp_rank: Index of the scheduler's data-parallel replica, or of the scheduler's DP-attention group.
     """
 
     config: ReasonCacheConfig
@@ -123,12 +122,12 @@ class Report:
 
     @property
     def slots_saved(self) -> int:
-        """Slots that sharing and evicting save the running requests now."""
+        """How many slots the running requests save now, by sharing and by evicting."""
         return self.pipeline.saved + self.eviction.positions_now
 
     @property
     def _now(self) -> dict[str, int]:
-        """Slots or positions of the running requests now."""
+        """Current slot and position counts of the running requests, named and described in ``_GAUGES``."""
         return {
             "slots_saved_now": self.slots_saved,
             "slots_shareable_now": self.pipeline.ledger.slots,
@@ -139,7 +138,8 @@ class Report:
     def request_finished(
         self, req: Request, state: RequestState, shared: int, evicted: int
     ) -> None:
-        """Count and keep a finished request with ``shared`` shared and ``evicted`` evicted positions."""
+        """Count and remember a finished request. ``shared`` of its positions read another position's slot, and
+        ``evicted`` of its positions were evicted."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
         blocks = [
@@ -168,7 +168,7 @@ class Report:
             self.kept.append((self.recent[-1], array("i", req.output_ids[:_KEPT_TOKENS])))
 
     def response(self, rid: str) -> dict[str, Any] | None:
-        """A finished request with its first 16,384 ``output_ids``. None if the request is not kept."""
+        """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None."""
         told = (
             entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == rid
         )
@@ -180,7 +180,7 @@ class Report:
         self.kept.clear()
 
     def publish(self, latency: float | None = None) -> None:
-        """Update the Prometheus series. ``latency``: seconds of a poll that judged blocks; None without one."""
+        """Update the Prometheus series. ``latency``: seconds that the poll just took, if it compared blocks."""
         if self.metrics is None:
             return
         gauges = {
@@ -193,8 +193,8 @@ class Report:
         self.metrics.update(self.stats, gauges, latency)
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
-        """JSON for the endpoint. ``credit``: share of future output that admission counts as shared.
-        ``details``: add ``recent``. ``blocks``: with their blocks and evictions, up to 295,000 numbers."""
+        """JSON for the endpoint. ``credit``: fraction of future output for which admission reserves no slots.
+        ``details``: add ``recent``. ``blocks``: include the fields ``_OF_BLOCKS``, up to 295,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]

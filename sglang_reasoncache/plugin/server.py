@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds the plugin's parts of a scheduler process, in the order in which SGLang asks for them."""
+"""Builds the plugin's parts in a scheduler process: allocator, attention backend, prefix tree, controller."""
 
 import dataclasses
 import functools
@@ -35,12 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 class ServerParts:
-    """The plugin's parts of a scheduler process. SGLang asks for the allocator first, then for the
-    attention backends, then for the prefix tree. The controller is made with the tree.
+    """The plugin's parts in a scheduler process. SGLang asks for the allocator first, then for the
+    attention backends, then for the prefix tree. The controller is built together with the tree.
 
-    ``stock``: SGLang's allocator, which ours replaces. Raises ValueError for a KV pool that is not
-    supported.
-    """
+    ``stock``: SGLang's allocator, which ours replaces. Raises ValueError for a KV pool that the plugin or an
+    evicting policy does not support."""
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
@@ -66,7 +65,7 @@ class ServerParts:
         return backend
 
     def _read_as_cached(self, model_runner: ModelRunner) -> None:
-        """Choose as-cached for a model that does not rotate its keys, because there is nothing to correct."""
+        """Set ``positions`` to ``as-cached`` if the model does not rotate its keys: they need no correction."""
         if served.is_without_positions(model_runner.model):
             self.config = dataclasses.replace(self.config, positions="as-cached")
 
@@ -134,7 +133,7 @@ class ServerParts:
         allocator = self.allocator
 
         def use() -> float:
-            # The share of the slots that are neither free nor evictable. SGLang's log line shows the same.
+            # The fraction of slots that are neither free nor evictable. SGLang logs it as ``token usage``.
             return 1.0 - (allocator.free_size() + tree.evictable_size()) / allocator.size_full
 
         pipeline = self._pipeline(context, source, stats, ranks, use)
@@ -162,7 +161,8 @@ class ServerParts:
         config, params, page = self.config, context.params, context.params.page_size
         block = page if page > 1 else config.block
         pool = source.pool
-        # All n ranks have the same latent rows, so the root of a sum over the ranks is sqrt(n) times too large.
+        # With latent attention all n ranks hold the same rows. ``BlockMeter`` adds up squares over ranks, so
+        # the root of a sum is sqrt(n) times too large. Dividing by ``heads`` corrects this.
         latent = bool(compat.latent_rank(pool))
         heads = math.sqrt(self.attention_ranks) if latent else pool.head_num * self.attention_ranks
         meter = BlockMeter(*source[:4], heads, ranks)
@@ -183,15 +183,15 @@ class ServerParts:
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:
     """Raise ValueError if this tensor-parallel rank can correct shared keys and another rank cannot. All ranks
-    of all groups of DP attention call this together, because all need the same CUDA graphs."""
+    call this together, even those of different DP-attention groups, because all need the same CUDA graphs."""
     if ranks.least(corrects) < corrects:
         told = "a tensor-parallel rank cannot correct shared keys and others can"
         raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")
 
 
 def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:
-    """Tokens around the reasoning part. None if all output may share. Raises ValueError if ``span`` is
-    ``reasoning`` and these tokens are unknown."""
+    """The tokens that start and end reasoning. None if all output may share. Raises ValueError if
+    ``config.span`` is ``reasoning`` and these tokens are unknown."""
     if config.span == "response":
         return None
     parser = context.server_args.reasoning_parser
@@ -205,12 +205,12 @@ def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> Reaso
 
 
 def _dp_rank() -> int:
-    """Number of the scheduler's replica, or of the scheduler's group under DP attention."""
+    """Index of the scheduler's data-parallel replica, or of the scheduler's DP-attention group."""
     return compat.get_parallel().dp_rank or 0
 
 
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
-    """Prometheus labels: those labels of SGLang's scheduler series that tell servers and ranks apart."""
+    """Labels of our Prometheus series: the labels by which SGLang's own series tell servers and ranks apart."""
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
         "tp_rank": context.tp_rank,

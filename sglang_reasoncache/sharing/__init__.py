@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the KV distance of block pairs, accepts some, and redirects rows (block tables) to shared slots."""
+"""Measures KV distances of block pairs, and changes rows (block tables) so that accepted pairs share slots."""

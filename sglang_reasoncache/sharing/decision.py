@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block proposed for sharing, and the rules that may refuse it, however small its KV distance is.
+"""A block proposed for sharing, and the rules that must allow the block before it may share.
 
-The rules do not look at text or similarity. They check what must hold so that the server's memory stays
-correct, and that the block is old enough.
+The rules look neither at text nor at KV distances. They check that sharing keeps the KV cache consistent, and
+that enough tokens follow the block.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from sglang_reasoncache.sharing.state import Candidate, has_row, state_of
 
 
 class Refusal(Enum):
-    """Why a proposed block was not shared (docs/architecture.md). The values label a Prometheus series."""
+    """Why a block does not share (explained in docs/architecture.md). The values are Prometheus labels."""
 
     WARMUP = "warmup"
     DISTANCE = "distance"
@@ -34,19 +34,19 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, eq=False)
 class BlockProposal:
-    """Redirect ``[dst_start, dst_end)`` of ``req`` to the slots of ``[src_start, src_end)`` of ``lender``.
+    """A proposal: positions ``[dst_start, dst_end)`` of ``req`` (the block, or *destination*) shall read the
+    slots of positions ``[src_start, src_end)`` of ``lender`` (the *source*).
 
-    Positions are indexes into prompt plus output; either block may come first. A position *names* the slot in
-    its entry of the request's row (block table). Every other position that names a slot of the destination is
-    redirected too, so the destination's slots become free. Slots are looked up when the block shares: if the
-    source was redirected meanwhile, the destination reads the slots that the source then names.
+    Positions are indexes into the prompt followed by the output. A position *names* a slot if the request's row
+    (block table) holds the slot there. Other positions of ``req`` that name a slot of the destination are
+    redirected too, so the slot becomes free. The source may come before or after the destination. The source's
+    slots are looked up when the block shares.
 
     Attributes:
-        length: Tokens.
-        row: The row of ``req`` when the block was proposed. If ``req`` no longer has it, the block is refused.
-        lender: The request whose slots are read, ``req`` itself or another request.
-        lender_row: The row of ``lender`` when the block was proposed. If ``lender`` no longer has it, the block
-            is refused.
+        length: Number of tokens in the block.
+        lender: The request whose slots would be read: ``req`` itself or another request.
+        row, lender_row: The rows of ``req`` and ``lender`` when the block was proposed. The block is refused if
+            either request no longer has that row.
     """
 
     req: Request
@@ -66,12 +66,12 @@ class BlockProposal:
 
     @property
     def is_across(self) -> bool:
-        """Whether another request's slots are read."""
+        """Whether the block would read slots of a request other than ``req``."""
         return self.lender is not self.req
 
     @property
     def rows(self) -> tuple[HostRow, HostRow]:
-        """Both rows of a block that the rules allow."""
+        """``row`` and ``lender_row`` of a block that the rules allowed, so neither is None."""
         assert self.row is not None and self.lender_row is not None, "refused before"
         return self.row, self.lender_row
 
@@ -85,16 +85,16 @@ class BlockProposal:
 
 
 def refusal_of(block: BlockProposal, min_age: int = 0, page: int = 1) -> Refusal | None:
-    """Why ``block`` must not share now, or None. ``min_age``: tokens; ``page``: tokens of a page."""
+    """Why the rules refuse ``block`` now, or None. ``min_age`` tokens must follow it. ``page``: page size."""
     req, lender, across = block.req, block.lender, block.is_across
     if not (_has_row(req, block.row) and _has_row(lender, block.lender_row)):
         return Refusal.LATE
     row, lender_row = block.rows
     if block.dst_start < req.kv.cache_protected_len:
-        # The prefix tree owns the destination; another request may read it.
+        # The prefix tree owns slots of the destination, so other requests may read these slots.
         return Refusal.TREE_OWNED
     if across and block.src_start < lender.kv.cache_protected_len:
-        # The prefix tree owns the source and may evict it once the lender is gone.
+        # The prefix tree owns slots of the source, and may evict them once ``lender`` no longer locks them.
         return Refusal.TREE_OWNED
     written, there = written_positions(req), written_positions(lender)
     if block.dst_end > written or block.src_end > there:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accepted blocks that do not share yet, but will when SGLang is short of slots."""
+"""Stores accepted blocks that do not share yet. :class:`BlockPipeline` decides when they share."""
 
 import heapq
 import itertools
@@ -7,15 +7,15 @@ import itertools
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.sharing.decision import BlockProposal
 
-#: The queue keeps removed blocks until they outnumber the ledger's blocks by this number. Then it is rebuilt.
+#: ``Ledger._queue`` is rebuilt when the removed blocks in it outnumber the remaining ones by more than this.
 _DEAD = 1024
 
 
 class Ledger:
-    """Accepted blocks by distance. One per scheduler; the same on all tensor-parallel ranks.
+    """Accepted blocks by KV distance. Each scheduler has one ledger, equal on all tensor-parallel ranks.
 
     Attributes:
-        slots: Slots that become free if every block shares.
+        slots: How many slots become free if all blocks of the ledger share.
     """
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class Ledger:
 
     def clear(self) -> None:
         self.slots = 0
-        # A heap by distance, then by order of arrival. Removed blocks may still be in it.
+        # A heap of (distance, order of arrival, block). Removed blocks may still be in the heap.
         self._queue: list[tuple[float, int, BlockProposal]] = []
-        # ``id`` of a request -> blocks in its row, and blocks that read its row.
+        # ``id(request)`` -> the blocks whose destination or source is in the request's row.
         self._of: dict[int, dict[BlockProposal, None]] = {}
         self._length = 0
 
@@ -35,7 +35,7 @@ class Ledger:
         return self._length
 
     def add(self, block: BlockProposal, distance: float) -> None:
-        """Add a block after :meth:`HostRow.locate` for it and its source. ``distance``: their KV distance."""
+        """Add a block after :meth:`HostRow.locate` was called for its destination and for its source."""
         heapq.heappush(self._queue, (distance, next(self._numbers), block))
         for req in (block.req, block.lender):
             self._of.setdefault(id(req), {})[block] = None
@@ -43,11 +43,11 @@ class Ledger:
         self._length += 1
 
     def of(self, req: Request) -> list[BlockProposal]:
-        """Blocks in the row of ``req``, and blocks that read its row."""
+        """The blocks whose destination or source is in the row of ``req``."""
         return list(self._of.get(id(req), ()))
 
     def slots_of(self, req: Request) -> int:
-        """Slots that the row of ``req`` frees if its blocks share."""
+        """How many slots become free if all blocks whose destination is in the row of ``req`` share."""
         return sum(block.length for block in self._of.get(id(req), ()) if block.req is req)
 
     def remove(self, block: BlockProposal) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the KV distances of block pairs, and tells which distances are small enough."""
+"""Measures KV distances of block pairs (see ``kernels/distance.py``), and decides which pairs may share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -20,43 +20,43 @@ from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal
 
 _LOW, _HIGH, _PER_DECADE = 1e-7, 1e3, 256
-#: Upper edges of the bins of the histogram of distances: 0, 1e-7, then 256 edges per factor of ten up to 1e3.
-#: The last bin counts larger distances as 1e3. A distance in [1e-7, 1e3] counts as the upper edge of its bin,
-#: which is at most 10 ** (1 / 256) = 1.00904 times the distance.
+#: Upper edges of the bins in the histogram of distances: 0, 1e-7, then 256 edges per factor of ten up to 1e3.
+#: One more bin holds larger distances and counts them as 1e3. A distance in [1e-7, 1e3] counts as the upper
+#: edge of its bin, which is at most 10 ** (1 / 256) = 1.00904 times the distance.
 _EDGES = np.concatenate(
     [[0.0, _LOW], _LOW * 10.0 ** (np.arange(1, 10 * _PER_DECADE + 1) / _PER_DECADE), [_HIGH]]
 )
-#: All counts are halved when their sum exceeds this, so that the percentile of a server that runs for
-#: weeks still follows its load.
+#: All counts of the histogram are halved when their sum exceeds this number. Recent distances then weigh more,
+#: so the percentile follows the load of a server that runs for weeks.
 _FULL = 2.0**21
 
 
 class Measurement(Download):
-    """Slots of a batch of block pairs, and sums of their squared KV differences, on the way to host memory.
+    """Copies the slots of block pairs, and the pairs' sums of squared KV differences, to host memory.
 
-    Made as ``Measurement(dst_slots, src_slots, sums)``, with slots int64 ``[blocks, length]``.
+    Created as ``Measurement(dst_slots, src_slots, sums)``. Both slot tensors are int64 ``[blocks, length]``.
     """
 
     @property
     def sums(self) -> torch.Tensor:
-        """Sums over this rank's heads, on the host; :class:`DistanceKernel` gives shape and dtype."""
+        """The sums over this rank's KV heads, in host memory: fp64 ``[blocks, num_layers, 2]``."""
         return self.host[2]
 
     def slots(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Destination and source slots of every block, each ``[blocks][length]``."""
+        """The slots of the destinations and the slots of the sources, two lists ``[blocks][length]``."""
         return self.host[0].tolist(), self.host[1].tolist()
 
 
 class BlockMeter:
-    """Computes KV distances over all layers that share, and over the KV heads of all tensor-parallel ranks.
+    """Computes KV distances over all layers in which blocks share slots, and over the KV heads of all ranks.
 
     Args:
         rows: ``req_to_token``, int32 ``[max_requests, max_context]``.
-        rotations: Layer id -> rotation of its keys. Before a source key is compared, it is rotated to the
-            position that would read it. None means that keys are compared as cached.
-        num_heads: KV heads of all ranks together. With latent attention (MLA), where every rank holds the
-            whole KV, sqrt(number of ranks): the ranks' equal sums are added too, so that all get the same bits.
-        ranks: Ranks whose sums are added. All ranks measure the same blocks in the same order.
+        rotations: Layer id -> rotation of the layer's keys. Before a source key is compared, it is rotated to
+            the position that would read it. None means that keys are compared as cached.
+        num_heads: KV heads of all ranks together. With latent attention (MLA) each of n ranks has the whole KV.
+            Their sums are added too, so that all ranks get identical results, and ``num_heads`` is sqrt(n).
+        ranks: Adds up the sums of all ranks, which measure the same blocks in the same order.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class BlockMeter:
         for layer in shared_layers(pool):
             rotation = None if rotations is None else rotations[layer]
             self._layers.setdefault(rotation, []).append(kv_of(pool, layer))
-        # One kernel for each rotation. Most models have one rotation.
+        # One kernel for each rotation. In most models all layers have the same rotation.
         self._kernels = [DistanceKernel(some, rotation) for rotation, some in self._layers.items()]
-        #: What computes the distances: see ``kernels.paged.BACKENDS``.
+        #: The implementation that computes the distances, see ``DistanceKernel.backend``.
         self.backend = self._kernels[0].backend
         self._rows, self._cached_at, self._corrects = rows, cached_at, rotations is not None
         self._num_heads, self._ranks = num_heads, ranks
 
     def warm_up(self, block: int) -> None:
-        """Compile the kernels for blocks of ``block`` tokens, before requests come."""
+        """Run the kernels once for blocks of ``block`` tokens, so they are compiled before requests arrive."""
         slots = torch.zeros((1, block), dtype=torch.int64, device=self._rows.device)
         self._squares(slots, slots, slots.int() if self._corrects else None)
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        """Compare K and V of block pairs of one length. On a GPU this launches kernels without waiting."""
+        """Compare K and V of block pairs, all of one length. On a GPU this does not wait for the kernels."""
         device = self._rows.device
         within = torch.arange(blocks[0].length, device=device)
         reqs = [(b.req.kv.req_pool_idx, b.lender.kv.req_pool_idx) for b in blocks]
@@ -101,32 +101,32 @@ class BlockMeter:
     def _squares(
         self, dst_slots: torch.Tensor, src_slots: torch.Tensor, shift: torch.Tensor | None
     ) -> torch.Tensor:
-        """Sums of squared differences, per layer. Layers with the same rotation follow one another."""
+        """Sums of squared differences: fp64 ``[pairs, num_layers, 2]``. Layers are grouped by rotation."""
         sides = dst_slots, src_slots, shift
         first, *others = (kernel.squares(*sides) for kernel in self._kernels)
         return torch.cat((first, *others), dim=1) if others else first
 
     def distances(self, measured: Measurement) -> list[float]:
-        """KV distance of each block. All tensor-parallel ranks call this together."""
+        """The KV distance between each block and its source. All tensor-parallel ranks call this together."""
         sums = measured.sums
         self._ranks.add(sums)
         return block_distances(sums, measured.host[0].shape[1], self._num_heads).tolist()
 
 
 class AdaptiveThreshold:
-    """The adaptive threshold on KV distances (ReasonCache, stage 2): the p-th percentile of the distances seen,
-    kept as a histogram of constant size. A pair may share if its distance is at most this percentile.
+    """The adaptive threshold on KV distances (ReasonCache, stage 2): the p-th percentile of the distances seen.
+    A pair may share if its distance is at most this percentile, which is computed from a histogram.
 
-    For distances that are 0 or in [1e-7, 1e3] the value is between the exact percentile (numpy's default:
-    linear interpolation between order statistics) and 0.91% above it. After 2**21 distances older distances
-    count less. Not thread safe.
+    If all distances are 0 or in [1e-7, 1e3], the threshold is at least the percentile that ``numpy.percentile``
+    computes, and at most 0.91% above it. Once more than 2**21 distances were seen, older ones count less than
+    newer ones. Not thread safe.
 
     Args:
-        percentile: p, 0 to 100. 0 accepts nothing, 100 accepts every finite distance after the warm-up.
-        warmup: Distances seen before the first distance is accepted.
+        percentile: p, 0 to 100. With 0 no distance is accepted, with 100 every finite one after the warm-up.
+        warmup: No distance is accepted before this many were seen.
 
     Attributes:
-        num_observed: Distances seen since the start or the last :meth:`reset`.
+        num_observed: Number of distances seen since the start or the last :meth:`reset`.
         epoch: How often :meth:`reset` was called.
     """
 
@@ -136,14 +136,14 @@ class AdaptiveThreshold:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all distances, such as those of earlier weights."""
+        """Forget all distances. Called when SGLang flushes its cache, because the weights may have changed."""
         self._bins = np.zeros(len(_EDGES))
         self.num_observed = 0
         self.epoch += 1
 
     @property
     def share(self) -> float:
-        """The share of distances that is accepted in the long run, 0 to 1."""
+        """The fraction of distances that are accepted in the long run, 0 to 1."""
         return self._percentile / 100
 
     @property
@@ -158,7 +158,7 @@ class AdaptiveThreshold:
         return math.inf if self._percentile >= 100 else self._value()
 
     def decide(self, distances: Sequence[float]) -> npt.NDArray[np.bool_]:
-        """Observe ``n`` distances, then judge each: bool ``[n]``, whether the pair may share.
+        """Observe ``n`` distances, then judge them. Returns bool ``[n]``: for each, whether the pair may share.
 
         NaN, infinite and negative distances are neither observed nor accepted.
         """
@@ -172,7 +172,7 @@ class AdaptiveThreshold:
         return is_distance & (values <= self.value)
 
     def describe(self) -> dict[str, Any]:
-        """JSON for the endpoint. ``distance`` is None if every finite distance is accepted."""
+        """JSON for the endpoint. ``distance`` is :attr:`value`, or None if that is infinite."""
         value = self.value
         return {
             "percentile": self._percentile,
@@ -182,13 +182,13 @@ class AdaptiveThreshold:
         }
 
     def _value(self) -> float:
-        """The percentile; negative if nothing was observed."""
+        """The percentile, computed from the histogram; -1 if no distance was seen."""
         cumulated = np.cumsum(self._bins)
         if not cumulated[-1] > 0:
             return -1.0
         rank = max(0.0, (cumulated[-1] - 1.0) * self._percentile / 100.0)
         lower = math.floor(rank)
-        # ``last`` bounds the indexes, because ``lower + 1`` finds no bin after a single distance.
+        # ``last`` is the last bin in use. After a single distance, the search for ``lower + 1`` ends beyond it.
         last = np.searchsorted(cumulated, cumulated[-1])
         at = np.minimum(np.searchsorted(cumulated, [lower, lower + 1], side="right"), last)
         low, high = _EDGES[at].tolist()

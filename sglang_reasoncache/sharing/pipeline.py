@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes block pairs from the filter's proposal to shared slots: checks the rules, measures and judges the KV
-distances, enters accepted blocks in the ledger, and redirects these blocks' positions in the row (the request's
-block table), at once or when SGLang is short of slots. Nothing here waits for the filter process or the device.
-"""
+"""Takes block pairs that the filter process proposes, checks the rules, and measures and judges the pairs' KV
+distances. Accepted blocks enter the ledger. They share at once or when SGLang is short of slots: then their
+positions in the request's row (block table) are redirected to the source's slots. Nothing here waits for the
+filter process or the device."""
 
 import collections
 import math
@@ -18,30 +18,29 @@ from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
-#: At most this many blocks are measured, or replies taken, at once, because many steps may end together.
+#: Largest number of blocks in a batch, and of filter replies taken at once. Bounds the time of a poll.
 _MAX_BATCH = 256
-#: A block is redirected only if at most this many positions name each of its slots. All these positions move
-#: with the block: more of them would save little and keep the scheduler's thread busy for long.
+#: A block is accepted only if at most this many positions name, or will name, each of its slots. Redirecting
+#: the block redirects all these positions. More of them would keep the scheduler's thread busy for long.
 MAX_READERS = 16
-#: Blocks are measured while more than this share of the pool is in use. With less in use, SGLang will not
-#: run out of slots soon.
+#: Unless ``at_once``, blocks are measured while more than this fraction of the KV pool is in use. While less is
+#: in use, SGLang will not run out of slots soon.
 _MEASURED_FROM = 0.5
 #: Blocks are also measured for this many polls after a request had to wait for slots.
 _POLLS_AFTER_WAIT = 256
-#: At a shortage at least this many slots are freed, because shortages return with every decode step.
+#: In a shortage at least this many slots are freed, so that the next decode step is not short of slots again.
 _LEAST_RECLAIMED = 64
 
 Batch = list[BlockProposal]
 
 
 class BlockPipeline:
-    """Takes block pairs from the filter to the ledger, and from the ledger to rows. One per scheduler.
-
-    A batch is judged once its distances are in host memory on all ranks.
+    """Takes block pairs from the filter, enters accepted blocks in the ledger, and redirects them. Each
+    scheduler has one pipeline. A batch is judged once all ranks have its measurement in host memory.
 
     Args:
-        at_once: Whether blocks share when they are accepted. Otherwise they share in :meth:`reclaim`.
-        use: Returns the share of the pool in use, 0 to 1, the same on all ranks.
+        at_once: Whether blocks share as soon as they are accepted. Otherwise :meth:`reclaim` lets them share.
+        use: Returns the fraction of the KV pool that is in use, 0 to 1. It must be the same on all ranks.
 
     Attributes:
         block: Tokens per block.
@@ -69,7 +68,7 @@ class BlockPipeline:
 
     @property
     def saved(self) -> int:
-        """Slots that sharing saves the running requests now."""
+        """The number of slots that sharing saves now."""
         return self.redirector.saved
 
     @property
@@ -83,24 +82,25 @@ class BlockPipeline:
         return [*self._waiting, *(self._in_flight[0] if self._in_flight else ())]
 
     def expected(self, running: Iterable[RequestState]) -> float:
-        """Slots that the ledger's blocks free when they share, plus those that blocks still to be measured are
+        """The number of slots that the ledger's blocks can free, plus the number that blocks not judged yet are
         expected to free. All ranks call this together."""
         unmeasured = len(self._unjudged) + sum(len(state.pending) for state in running)
         if self.tracker.in_groups:
-            # The least number counts: ranks may differ in which sources of pending blocks still exist.
+            # Ranks may differ in which pending blocks still have a source, so all take the smallest number.
             unmeasured = self._ranks.least(unmeasured)
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
     def expected_of(self, req: Request, state: RequestState) -> float:
-        """:meth:`expected` for ``req`` alone: its blocks in the ledger, and pending ones that read its row."""
+        """Like :meth:`expected`, for one request: counts its blocks in the ledger, and its pending blocks whose
+        source is in ``req`` itself."""
         unmeasured = sum(candidate.source is None for candidate in state.pending)
         return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
     def advance(self) -> None:
-        """Judge and launch batches until the next batch would have to wait, or ``_MAX_BATCH`` pairs are done.
+        """Measure and judge batches until one is not ready yet, none is left, or ``_MAX_BATCH`` pairs are done.
 
-        Only a single batch is measured at a time. Meanwhile finished steps wait in the filter, which leaves new
-        steps uncompared when too many wait.
+        Only a single batch is measured at a time. Meanwhile the results of finished steps wait. While too many
+        wait, the filter does not compare new steps.
         """
         self._polls_to_measure = max(self._polls_to_measure - 1, 0)
         self._measures = self.at_once or self._polls_to_measure > 0 or self._use() > _MEASURED_FROM
@@ -116,33 +116,33 @@ class BlockPipeline:
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
-                # The rules allowed none of the blocks. Checking them took time, so it counts as one pair.
+                # The rules allowed none of the blocks. Count one pair, because checking the rules took time.
                 done += 1
         if self.at_once:
             self._share(math.inf)
 
     def request_waits(self) -> None:
-        """SGLang had no slots for a request: measure blocks during the next polls."""
+        """Called when SGLang has no slots for a request. The next polls then measure blocks."""
         self._polls_to_measure = _POLLS_AFTER_WAIT
 
     def reclaim(self, wanted: int) -> int:
-        """Let blocks share, the smallest distance first, until ``wanted`` slots are free again or the ledger is
-        empty. Returns how many slots became free. All ranks call this together."""
+        """Let blocks of the ledger share, the smallest distance first, until ``wanted`` slots became free or
+        the ledger is empty. Returns how many slots became free. All ranks call this together."""
         before = self.saved
         while self.ledger.slots and self.saved - before < wanted:
             self._share(max(wanted - (self.saved - before), _LEAST_RECLAIMED))
         return self.saved - before
 
     def requeue(self, req: Request, state: RequestState) -> None:
-        """Queue the pending blocks of ``req`` to be measured; ``req`` must have its row. Does nothing while
-        no blocks are measured (see ``_MEASURED_FROM``). A block stays pending while its source has no row."""
+        """Queue the pending blocks of ``req`` to be measured. ``req`` must have its row. Does nothing while no
+        blocks are measured (see ``_MEASURED_FROM``). A block stays pending while its source has no row."""
         if not self._measures:
             return
         waiting, state.pending = state.pending, []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
-            # A block cannot share once its source is gone. The block stays in ``candidates``, because ranks may
-            # differ in whether a request that SGLang dropped still exists.
+            # The block cannot share, because the source's request has ended. The block stays in
+            # ``state.candidates``, because a request that SGLang dropped may still exist on some ranks.
             if source is None or source.finished():
                 continue
             if has_row(source):
@@ -151,12 +151,12 @@ class BlockPipeline:
                 state.pending.append(candidate)
 
     def returning(self) -> set[int]:
-        """``id`` of every request with a block that shared before a retraction and is not judged yet."""
+        """``id`` of every request with a block that shared before a retraction and is not judged again yet."""
         return {id(block.req) for block in self._unjudged if block.candidate.shared_at}
 
     def forget(self, req: Request) -> None:
-        """The row of ``req`` is gone. Blocks of other requests that would have read this row become pending
-        until ``req`` has a row again."""
+        """Forget the freed row of ``req`` and the row's blocks in the ledger. Blocks of other requests that
+        would have read the row become pending until ``req`` has a row again."""
         state = _state_of(req)
         if state.row is not None:
             state.merges.remove(state.row.number)
@@ -166,34 +166,34 @@ class BlockPipeline:
                 _state_of(block.req).pending.append(block.candidate)
 
     def evicted(self, req: Request) -> None:
-        """Positions of ``req`` were evicted: remove the blocks of the ledger that contain, or would read, an
-        evicted position."""
+        """Remove the ledger's blocks that contain or would read an evicted position of ``req``."""
         for block in self.ledger.of(req):
             if not self._allows(block):
                 self.ledger.remove(block)
 
     def drop(self) -> None:
-        """Forget all blocks that do not share yet, and earlier calls of :meth:`request_waits`."""
+        """Forget the blocks that are queued, being measured or in the ledger, and earlier calls of
+        :meth:`request_waits`."""
         self._waiting.clear()
         self._polls_to_measure = 0
         self._in_flight = None
         self.ledger.clear()
 
     def reset(self) -> None:
-        """Forget what was judged: weights may have changed, and requests may wait to be computed with the new
-        weights."""
+        """Call :meth:`drop` and forget all distances, because the weights may have changed. Retracted
+        requests may be computed again with the new weights."""
         self.drop()
         self.threshold.reset()
 
     def _collect(self) -> bool:
-        """Take blocks from the filter's replies. False if no reply had a result."""
+        """Take blocks from the filter's replies. Returns False if the replies had no result."""
         results = self.tracker.take(_MAX_BATCH, _MAX_BATCH)
         for req, result in results:
             if req is None:
                 self._stats.refusals[Refusal.LATE.value] += len(result.pairs) + len(result.across)
                 continue
-            # The rules are checked here and again later. A request that SGLang dropped may still exist on some
-            # ranks. There the rules refuse its blocks now, so all ranks make the same batches.
+            # The rules are checked again before measuring. The check here makes the batches equal on all ranks:
+            # a request that SGLang dropped may still exist on some ranks, which refuse its blocks here.
             for block in self._blocks(req, result):
                 if not self._allows(block):
                     continue
@@ -222,7 +222,7 @@ class BlockPipeline:
         return BlockProposal(req, candidate, self.block, rows[0], lender, rows[1])
 
     def _launch(self) -> bool:
-        """Measure the next waiting blocks. False if the rules allow none of them."""
+        """Start to measure the next queued blocks. Returns False if the rules allow none of them."""
         some = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MAX_BATCH))]
         batch = [block for block in some if self._allows(block)]
         if batch:
@@ -231,7 +231,7 @@ class BlockPipeline:
 
     def _judge(self, batch: Batch, measured: Measurement) -> None:
         """Judge a measured batch, and enter the accepted blocks in the ledger."""
-        # Ranks add up the sums of the whole batch, so no block is left out before this.
+        # Ranks add up the sums of the whole batch, so blocks that the rules now refuse are left out only below.
         distances = self.meter.distances(measured)
         allowed = [i for i, block in enumerate(batch) if self._allows(block)]
         epoch = self.threshold.epoch
@@ -256,8 +256,8 @@ class BlockPipeline:
                 self._refuse(block, refusal)
 
     def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
-        """Why other accepted blocks forbid ``block``. If none does, joins the block's positions with the
-        source's in :class:`Merges` and returns None."""
+        """Returns why ``block`` cannot be accepted besides the blocks accepted before. If it can, joins the
+        block's positions with the source's in :class:`Merges` and returns None."""
         merges, (row, lender_row) = _state_of(block.req).merges, block.rows
         pages = range(0, self.block, self.redirector.page)
         dst = [(row.number, block.dst_start + at) for at in pages]
@@ -269,7 +269,7 @@ class BlockPipeline:
         return None if merges.join(dst, src) else Refusal.SAME_SLOTS
 
     def _share(self, wanted: float) -> None:
-        """Redirect one batch of blocks, which ends early once ``wanted`` slots became free."""
+        """Redirect one batch of the ledger's blocks. Stops early once ``wanted`` slots became free."""
         for block, refusal in self.redirector.share(self.ledger, wanted):
             self._stats.blocks_missed += 1
             self._refuse(block, refusal)
@@ -289,7 +289,7 @@ class BlockPipeline:
         if refusal not in (Refusal.LATE, Refusal.IN_WINDOW):
             del state.candidates[block.dst_start]
         elif state.row is not None and state.row is block.row:
-            # The request has its row. The block waits for a row of the source, or until the window has passed.
+            # The block waits until the request of the source has a row, or until the sliding window has passed.
             state.pending.append(candidate)
 
 

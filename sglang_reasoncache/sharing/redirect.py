@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Redirects blocks of the ledger (accepted blocks): at a block's positions the request's row (its block table)
-then names the slots of the source block, and the block's own slots become free."""
+"""Redirects accepted blocks, taken from the ledger. At the positions of a redirected block, the request's row
+(block table) names the slots of the source block. The block's former slots become free."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from sglang_reasoncache.sharing.ledger import Ledger
 from sglang_reasoncache.sharing.state import state_of
 from sglang_reasoncache.sharing.stats import SharingStats
 
-#: At most this many blocks are redirected at once, because each takes some of the scheduler's time.
+#: Bounds the work of one ``share``: a block counts 1, plus 1 for every ``block.length`` positions redirected.
 _MAX_BATCH = 256
 
 
 class Redirected(NamedTuple):
-    """A block that is being redirected. ``row``: index of its row in ``req_to_token``."""
+    """A block that is being redirected. ``row``: the index of the request's row in ``req_to_token``."""
 
     block: BlockProposal
     row: int
@@ -35,11 +35,11 @@ class Redirected(NamedTuple):
 
 
 class Redirector:
-    """Redirects blocks between two forwards. One per scheduler.
+    """Redirects blocks between two forwards. Each scheduler has one redirector.
 
-    A forward in flight may still read the old slots. SGLang can hand these out at once, because only a later
-    forward on the same stream overwrites them. ``min_age``: a block shares only if at least this many tokens of
-    its response follow.
+    A forward in flight may still read the old slots. SGLang may allocate these slots again at once, because
+    only a later forward on the same stream can overwrite them. ``min_age``: how many tokens of the response
+    must follow a block before the block may share.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Redirector:
 
     @property
     def saved(self) -> int:
-        """Slots that sharing saves now."""
+        """The number of slots that sharing saves now."""
         return self._allocator.saved
 
     @property
@@ -64,13 +64,13 @@ class Redirector:
         return sum(row.saved for row in self._allocator.rows.values())
 
     def row_of(self, req: Request) -> HostRow:
-        """The row of ``req``, which must hold one."""
+        """The host's copy of the row of ``req``. The request must have a row in ``req_to_token``."""
         return self._allocator.row_of(req.kv.req_pool_idx)
 
     def share(self, ledger: Ledger, wanted: float) -> list[tuple[BlockProposal, Refusal]]:
         """Take blocks from ``ledger``, the smallest distance first, and redirect them, until ``wanted`` slots
-        became free or ``_MAX_BATCH`` is reached. Returns the taken blocks that can no longer share, and the
-        reasons. If this raises, no row or count has changed."""
+        became free, ``_MAX_BATCH`` is reached or no block is left. Returns the taken blocks that must not share
+        by now, with the reasons. If this raises, rows and reference counts are as before."""
         done, refused = list[Redirected](), list[tuple[BlockProposal, Refusal]]()
         freed = moved = 0
         try:
@@ -101,18 +101,18 @@ class Redirector:
         return refused
 
     def refusal_of(self, block: BlockProposal) -> Refusal | None:
-        """Why the rules forbid the block now, or None."""
+        """Why the rules refuse the block now, or None if they allow it."""
         refusal = refusal_of(block, self._min_age, self.page)
         if refusal is None and self._allocator.has_window_pool:
             start, end = compat.freed_of_window(block.req.kv, self.page)
-            # Positions that a window still covers would read the source's window slot, and free it too early.
+            # Positions in the window need their own window-pool slots: a shared one would be freed too early.
             if not start <= block.dst_start < block.dst_end <= end:
                 return Refusal.IN_WINDOW
         return refusal
 
     def refusal_of_slots(self, block: BlockProposal) -> Refusal | None:
-        """Why a block must not share now because of its slots, although the rules allow it; or None. For the
-        block and its source :meth:`HostRow.locate` must have been called."""
+        """Why the slots of a block that the rules allow must not be shared now, or None. :meth:`HostRow.locate`
+        must have been called for the block and for its source."""
         row, lender = block.rows
         read = range(block.src_start, block.src_end)
         if block.is_across:
@@ -125,9 +125,9 @@ class Redirector:
         return None if row.in_other_rows.isdisjoint(slots) else Refusal.ACROSS
 
     def prepare(self, done: Sequence[Redirected]) -> Callable[[], None]:
-        """Do all work of the change that can fail. The returned function then writes the rows and moves the
-        references."""
-        # A position may move twice. ``new`` has its slot after all moves, ``old`` its slot before them.
+        """Do the work that may fail, such as allocating memory. The returned function then writes the rows and
+        moves the references from the old slots to the new ones."""
+        # A position may be redirected twice. ``new`` has the slot after all moves, ``old`` the slot before.
         new: dict[tuple[int, int], int] = {}
         old: dict[tuple[int, int], int] = {}
         lost, gained = list[int](), list[int]()

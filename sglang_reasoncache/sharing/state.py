@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What sharing stores about one request, as an attribute of SGLang's request."""
+"""What reasoncache stores about one request, in an attribute of SGLang's request object."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -18,15 +18,15 @@ Key = tuple[int, int]
 
 @dataclass(eq=False)
 class Candidate:
-    """A block of a response that reads another block's slots, or may do so later; kept after a retraction.
+    """A block of a response that reads the KV slots of another block (its source), or may read them later.
 
     Attributes:
         dst_start, src_start: First positions of the block and of its source.
-        source: The request whose block is the source; None if the source is in the same request.
-        source_rid: SGLang's id of ``source``.
-        accepted: ``AdaptiveThreshold.epoch`` when the distance was accepted, or -1. During that epoch the
-            distance is not judged again, even after a retraction.
-        shared_at: Written positions of the request when the block last began to share; 0 if it never did.
+        source: The request that the source belongs to; None if both blocks belong to the same request.
+        source_rid: SGLang's id of the request ``source``.
+        accepted: ``AdaptiveThreshold.epoch`` when the KV distance of the two blocks was accepted; -1 if it was
+            never accepted. During that epoch the distance is not judged again, even after a retraction.
+        shared_at: How many positions had written KV when the block last began to share; 0 if it never did.
     """
 
     dst_start: int
@@ -38,16 +38,16 @@ class Candidate:
 
 
 class Merges:
-    """Disjoint sets of positions. A set's positions will name the same slot once all accepted blocks share.
+    """Disjoint sets of positions. All positions of a set will map to one slot once all accepted blocks share.
 
-    Accepting a block joins each position's set with the set of the position to read. A block is refused if two
-    such sets are the same already. So every accepted block frees one slot per position, in whatever order
-    blocks share, and ``Ledger.slots`` is exact.
+    Accepting a block joins the set of each of its positions with the set of the position at the same place in
+    the source. If the two positions of such a pair are in one set already, the block is refused. So every
+    accepted block frees one slot per position, in whatever order blocks share, as ``Ledger.slots`` assumes.
     """
 
     def __init__(self) -> None:
-        # Row number -> position -> its set. All positions of a set map to the same object. A position
-        # without an entry is alone in its set.
+        # The set of a position, by row number and position. All positions of a set refer to the same object.
+        # A position without an entry is alone in its set.
         self._sets: dict[int, dict[int, set[Key]]] = {}
 
     def _set(self, key: Key) -> set[Key]:
@@ -55,22 +55,22 @@ class Merges:
         return self._sets.get(number, {}).get(position, {key})
 
     def _label(self, key: Key) -> Hashable:
-        """A label that is the same for all positions of a set, and differs from those of other sets."""
+        """A label that is the same for all positions of a set, and differs from the labels of other sets."""
         number, position = key
         found = self._sets.get(number, {}).get(position)
         return key if found is None else id(found)
 
     def size(self, key: Key) -> int:
-        """How many positions will name the slot of ``key``."""
+        """How many positions, ``key`` included, will map to the slot of ``key``."""
         return len(self._set(key))
 
     def is_across(self, key: Key) -> bool:
-        """Whether positions of several requests will name the slot of ``key``."""
+        """Whether a position of another request will map to the same slot as ``key``."""
         return any(number != key[0] for number, _ in self._set(key))
 
     def join(self, dst: Sequence[Key], src: Sequence[Key]) -> bool:
-        """Join the sets of ``dst[i]`` and ``src[i]``, pair after pair. Returns False and changes nothing if the
-        two positions of a pair are in the same set already."""
+        """For every ``i``, join the set of ``dst[i]`` with the set of ``src[i]``. Returns False and changes
+        nothing if a pair's two positions are in one set already, or would be after joining earlier pairs."""
         joined: dict[Hashable, Hashable] = {}
         pairs = list(zip(dst, src, strict=True))
         for one, other in pairs:
@@ -90,13 +90,13 @@ class Merges:
         return True
 
     def remove(self, number: int) -> None:
-        """Forget the positions of row ``number``, which is gone. Positions of other rows stay in their sets."""
+        """Forget the positions of the freed row ``number``. Positions of other rows stay in their sets."""
         for position, positions in self._sets.pop(number, {}).items():
             positions.discard((number, position))
 
 
 class PromptGroup:
-    """Requests with equal prompts. A group lives as long as any of them. ``number``: unique in a process."""
+    """Requests with equal prompts. A group exists while a request refers to it. ``number``: its filter id."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -104,9 +104,10 @@ class PromptGroup:
 
 
 class Followed:
-    """A request that the filter follows, until :meth:`close`.
+    """Registers a request with the filter (the process that looks for similar blocks) until :meth:`close`.
 
-    If ``group`` is not None, the request is a member of the group while its row is complete.
+    If ``group`` is not None, the request is a member of this group, except from a retraction until a poll (see
+    ``Controller``) finds the request's prefill done again.
 
     SGLang does not call our code when it drops a request that is aborted while waiting to be scheduled again.
     When such a request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The
@@ -128,7 +129,7 @@ class Followed:
         self.join(True)
 
     def join(self, yes: bool) -> None:
-        """Join the group (``yes``) once the row is complete, or leave the group once the row is gone."""
+        """Join the group if ``yes`` (the prefill is done), otherwise leave it (the request lost its row)."""
         if self.group is not None and self._dropped.alive:
             self._process.join(self.id, self.group.number if yes else -1)
 
@@ -138,7 +139,7 @@ class Followed:
             self._process.close(self.id)
 
     def abandon(self) -> None:
-        """Never close the request: the filter process that followed the request has ended."""
+        """Give up the registration without telling the filter, because the filter process has ended."""
         self._dropped.detach()
 
 
@@ -147,18 +148,17 @@ class RequestState(RowState):
     """What sharing and eviction store about one request.
 
     Attributes:
-        followed: The filter's handle of the request. None if the filter does not follow the request, because
-            the request opted out, nothing is shared, or the filter process was restarted.
-        takes_part: False if our code never touches the row, because the request opted out or is of a kind that
-            cannot share (:func:`takes_part`).
-        fed: Output tokens handed to the filter.
-        row: The host's copy of the row (block table). None until a poll sees that the whole row was computed,
+        followed: The request's registration with the filter. None if the request does not take part, sharing
+            is off, or the filter process was restarted or given up.
+        takes_part: Whether we may change the request's block table (:func:`takes_part`, ``custom_params.py``).
+        fed: Number of output tokens handed to the filter.
+        row: Our copy of the request's row (block table). None until a poll finds the request's prefill done,
             and again from a retraction until the next such poll.
-        candidates: ``dst_start`` -> block that shares or may share later. Candidates outlive a retraction.
-        pending: Candidates that wait to be measured, because this row or the source's row is missing, or
-            because SGLang has enough slots.
-        redirected: Candidates that share in this row, in the order in which they began.
-        merges: Sets of the positions of the group's rows, or of the request's row if it has no group.
+        candidates: Blocks that share or may share later, by ``dst_start``. A retraction does not remove them.
+        pending: Candidates that wait for their KV distance to be measured, because this row or the source's
+            row is missing, a sliding window still covers the block, or SGLang has enough slots.
+        redirected: Candidates that share now, in the order in which they began to share.
+        merges: The :class:`Merges` of the request's group, or of the request alone if it has no group.
     """
 
     followed: Followed | None = None
@@ -171,8 +171,8 @@ class RequestState(RowState):
     merges: Merges = field(default_factory=Merges)
 
     def claim(self, candidate: Candidate, length: int) -> bool:
-        """Add ``candidate`` to ``candidates``. Returns False, without adding, if another candidate has some of
-        its positions. ``length``: tokens of a block."""
+        """Add ``candidate`` to ``candidates``. Returns False, without adding it, if its block overlaps
+        another candidate's block. ``length``: tokens per block."""
         start = candidate.dst_start
         if any(at in self.candidates for at in range(start - length + 1, start + length)):
             return False
@@ -180,7 +180,7 @@ class RequestState(RowState):
         return True
 
     def forget_row(self, row: HostRow) -> None:
-        # This comes first, because the call below may fail.
+        # ``row`` is cleared first, because the call below may fail.
         self.row = None
         super().forget_row(row)
         self.redirected = []
@@ -202,7 +202,7 @@ def is_running(req: Request) -> bool:
 
 
 def has_row(req: Request) -> bool:
-    """Whether the request runs and a poll has seen its row complete. Between a retraction and that poll, some
-    positions may not even have slots."""
+    """Whether the request runs and its state has a ``row``. A retracted request has none until a poll finds its
+    prefill done again; before that, some positions may have no slots."""
     state = state_of(req)
     return state is not None and state.row is not None and is_running(req)

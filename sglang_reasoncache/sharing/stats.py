@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of what a scheduler process shared, evicted and composed."""
+"""Counts what a scheduler process shared and evicted, and the prompts that it composed of cached documents."""
 
 import collections
 from dataclasses import dataclass, field
@@ -10,17 +10,16 @@ from sglang_reasoncache.eviction.row_state import EvictionStats, counter
 
 @dataclass
 class SharingStats(EvictionStats):
-    """Totals since the start or the last flush: requests, steps, blocks, slots or positions.
+    """Totals since the start of the scheduler or the last flush of its cache.
 
     Attributes:
-        filter_restarts: Restarts since the start; a flush does not reset it.
-        filter_given_up: 0 or 1; a flush does not reset it.
-        filter_seconds: CPU seconds of the filter process.
-        scheduler_seconds: Seconds of the scheduler's thread spent on sharing and evicting.
+        filter_restarts: Restarts of the filter process since the start; not reset by a flush.
+        filter_given_up: 1 once the filter process failed too often or was shut down, else 0; a flush keeps it.
+        filter_seconds: CPU seconds that the filter process spent on comparing steps.
+        scheduler_seconds: Seconds that the scheduler's thread spent on sharing and evicting.
         finished_positions: Positions of finished requests, prompts included.
-        finished_redirected: The finished positions that read another position's slot.
-        finished_evicted: The finished positions that were evicted.
-        sum_saved: Slots that the running requests saved by sharing and eviction, added up over all polls.
+        finished_redirected: Those of ``finished_positions`` that read another position's slot.
+        sum_saved: Slots saved by sharing and eviction, added up over all polls (one every fourth decode step).
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
 
@@ -62,7 +61,7 @@ class SharingStats(EvictionStats):
     refusals: collections.Counter[str] = field(default_factory=collections.Counter)
 
     def reset(self) -> None:
-        """Set all counts to 0 in place, because every part of a scheduler holds this object."""
+        """Set all totals to 0 in place, because other objects of the scheduler keep references to this one."""
         vars(self).update(vars(SharingStats()))
 
     def poll(self, running: int, saved: int, logical: int, across: int = 0) -> None:
@@ -85,8 +84,9 @@ class SharingStats(EvictionStats):
             self.sum_final_ratio += (redirected + evicted) / logical
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
-        """Count a prompt composed of ``documents`` documents. ``tokens``: read from cache, those before the
-        first document included. ``repaired``: computed again. ``missed``: the repair asked for was not made."""
+        """Count a prompt composed of ``documents`` cached documents. ``tokens``: how many tokens were read from
+        the cache, including those before the first document. ``repaired``: how many tokens were computed again.
+        ``missed``: whether the request asked for a repair that was not made."""
         self.prompts_composed += 1
         self.documents_composed += documents
         self.tokens_composed += tokens
@@ -99,7 +99,7 @@ class SharingStats(EvictionStats):
         return self.sum_step_ratio / max(self.polls, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """The totals as JSON, with ratios in place of the sums. docs/evaluation.md explains each."""
+        """The totals as JSON, with ratios and means instead of sums; see docs/evaluation.md."""
         affected = self.finished_redirected + self.finished_evicted
         return {
             **{name: value for name, value in vars(self).items() if not name.startswith("sum_")},

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the running requests: which of them take part, and which of their tokens the filter has."""
+"""Keeps track of which requests take part in sharing, and which of their tokens the filter has received."""
 
 import collections
 import weakref
@@ -34,12 +34,13 @@ def group_of(req: Request) -> PromptGroup | None:
 
 
 class RequestTracker:
-    """Hands tokens to the filter and takes the filter's results. One per scheduler; all ranks act alike.
+    """Hands tokens to the filter (the process that looks for similar blocks) and takes the filter's results.
+    One per scheduler. All tensor-parallel ranks make the same calls.
 
     Args:
-        process: The scheduler's side of the filter. None if nothing is shared; then no request is followed.
+        process: The scheduler's side of the filter. None if sharing is off; then no request is followed.
         ranks: Lets all ranks take the same results at the same poll.
-        markers: Tokens around the reasoning part. None if all output may share.
+        markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         groups: Whether requests with the same prompt share with each other.
 
     Attributes:
@@ -60,11 +61,11 @@ class RequestTracker:
         self._groups = weakref.WeakValueDictionary()
         # The filter's ids of requests that SGLang dropped; any thread may append an id.
         self._orphans: collections.deque[int] = collections.deque()
-        # The filter's id -> SGLang's request, as long as the request lives.
+        # SGLang's requests by the filter's ids. A request that SGLang dropped disappears from here.
         self._requests: weakref.WeakValueDictionary[int, Request] = weakref.WeakValueDictionary()
 
     def follow(self, req: Request) -> RequestState:
-        """The request's state, made if there is none. The filter follows a new request that may share."""
+        """The state of ``req``, created if it is missing. The filter follows a new ``req`` that may share."""
         state = state_of(req)
         if state is not None:
             return state
@@ -80,9 +81,9 @@ class RequestTracker:
         return state
 
     def _group_of(self, req: Request) -> PromptGroup | None:
-        """The group of requests with the same prompt tokens and equal keys of the prefix tree. None if requests
-        are not grouped. Also None if ``req`` is kept out of the prefix tree or has documents, because the KV
-        then depends on more than the tokens."""
+        """The group of ``req``: the requests with the same prompt tokens, ``extra_key``, ``cache_salt`` and
+        ``lora_id``. None if requests are not grouped. Also None if ``req`` is kept out of the prefix tree or
+        has documents, because its KV may then depend on more than these."""
         if not self.in_groups or req.skip_radix_cache_insert or marked(req):
             return None
         prompt = array("q", req.origin_input_ids).tobytes()
@@ -94,13 +95,13 @@ class RequestTracker:
         return group
 
     def source(self, req: Request, number: int) -> Request | None:
-        """The request with the filter's id ``number``; None if it is gone or not in the group of ``req``."""
+        """The request whose filter id is ``number``; None if SGLang dropped it or ``req`` has another group."""
         source, group = self._requests.get(number), group_of(req)
         return source if source and group and group_of(source) is group else None
 
     def describe_groups(self, most: int) -> list[dict[str, Any]]:
-        """JSON of at most ``most`` groups with several running requests. The groups whose members read the most
-        slots of each other come first."""
+        """JSON of at most ``most`` groups with several running requests. The groups whose requests read the
+        most slots of other requests come first."""
         members: dict[PromptGroup, list[tuple[Request, HostRow]]] = {}
         for req in list(self._requests.values()):
             state, group = state_of(req), group_of(req)
@@ -136,7 +137,7 @@ class RequestTracker:
             state = self.follow(req)
             if state.followed is None:
                 continue
-            # The newest token is left out, because the next forward writes its KV.
+            # The newest token is left out, because its KV is not written before the next forward.
             ready = len(req.output_ids) - 1
             if ready > state.fed:
                 ids.append(state.followed.id)
@@ -148,8 +149,8 @@ class RequestTracker:
         self._count(self._process)
 
     def take(self, limit: int, max_pairs: int) -> list[tuple[Request | None, StepResult]]:
-        """Results of up to ``limit`` replies that every rank's filter has given. Takes no further reply once
-        there are ``max_pairs`` pairs. A result's request is None if SGLang dropped the request."""
+        """Results from up to ``limit`` of the filter's replies that have arrived on all ranks. Takes no more
+        replies once the results have ``max_pairs`` block pairs. The request is None if SGLang dropped it."""
         if self._process is None or not self._process.outstanding:
             return []
         ready = self.ranks.least(self._process.ready())
@@ -169,10 +170,9 @@ class RequestTracker:
         return [(self._requests.get(result.request), result) for result in results]
 
     def _lose(self, process: FilterProcess) -> None:
-        """The filter process of some rank failed: at this poll all ranks restart their processes, or give up.
-
-        The new process lacks the tokens of running requests, so these requests are not followed any more.
-        """
+        """Restart the filter process, or give it up, because some rank's filter process failed. All ranks do
+        this at the same poll. The new process lacks the tokens of running requests, so these requests are not
+        followed any more."""
         for req in list(self._requests.values()):
             state = state_of(req)
             if state is not None and state.followed is not None:
@@ -183,7 +183,7 @@ class RequestTracker:
         process.restart()
 
     def stop(self) -> None:
-        """End the filter process. Nothing is fed or taken any more."""
+        """End the filter process. It gets no more tokens, and :meth:`take` returns no more results."""
         self._requests.clear()
         self._orphans.clear()
         if self._process is not None:
@@ -195,6 +195,6 @@ class RequestTracker:
         self.stats.filter_given_up = int(process.given_up)
 
     def reset(self) -> None:
-        """Restore the counts of the filter process, because a flush has set all counts to 0."""
+        """Restore ``filter_restarts`` and ``filter_given_up``, because a flush has set all counts to 0."""
         if self._process is not None:
             self._count(self._process)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks all that we use of SGLang against the installed version.
+"""Checks that the installed SGLang still has everything that we use of it, in the form that we expect.
 
 A failure here names what changed in SGLang. Adapt ``sglang_reasoncache/compat`` to that change."""
 
@@ -40,7 +40,7 @@ def test_name_exists(name: str) -> None:
 
 _ALLOCATOR = "sizes token_to_kv_pool is_dsv4_model req_to_token_pool token_to_kv_pool_allocator"
 _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
-#: Hook's name -> parameters of SGLang's function. ``...``: more may follow, as our hook needs none of them.
+#: For each hook, the parameters of the hooked function. ``...`` stands for further ones, which we do not need.
 HOOKS = {
     "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
     "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
@@ -65,7 +65,7 @@ def test_version_and_hook_target_signatures() -> None:
 
 
 def _ours() -> Iterator[type]:
-    """The classes of this package but ``cpu_platform``'s, and our CUDA backends, which are made at run time."""
+    """Our CUDA backends, which are classes made at run time, and all our classes outside ``cpu_platform``."""
     for module in pkgutil.walk_packages(sglang_reasoncache.__path__, "sglang_reasoncache."):
         if not module.name.endswith(("cpu_platform", "__main__")):
             for value in vars(importlib.import_module(module.name)).values():
@@ -76,7 +76,7 @@ def _ours() -> Iterator[type]:
 
 
 def _overrides() -> Iterator[tuple[Any, Any]]:
-    """Pairs of a method of ours and the method of SGLang that it overrides."""
+    """Pairs of our method and the SGLang method that it overrides."""
     for cls in _ours():
         stock = [base for base in cls.__mro__ if base.__module__.startswith("sglang.")]
         for base in cls.__mro__ if stock else ():
@@ -100,8 +100,8 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
 
 
 #: Functions of SGLang, each followed by texts that its source must contain in this order. Without this test, a
-#: change of such a function would show only on a GPU or in a race. If the first text begins with ``>``, only
-#: the source after that text is searched.
+#: change of such a function would be noticed only on a GPU or in a race. If the first text begins with ``>``,
+#: only the source after that text is searched.
 STEPS = """
 # The decode runner selects a variant before it prepares a replay, and captures every one.
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
@@ -182,7 +182,7 @@ def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
     assert ends.max_of((ends.PRE_REPLAY, ends.IN_REPLAY)) is ends.IN_REPLAY
 
 
-#: Our protocol -> path in ``sglang.srt`` of the class that it describes.
+#: Each of our protocols, and the path in ``sglang.srt`` of the SGLang class that the protocol describes.
 CLASSES: dict[type, str] = {
     types.RequestKV: "managers.schedule_batch.ReqKvInfo",
     types.Request: "managers.schedule_batch.Req",
@@ -221,7 +221,7 @@ def test_every_protocol_has_a_class() -> None:
     ("protocol", "attribute"), ATTRIBUTES, ids=lambda value: getattr(value, "__name__", value)
 )
 def test_attribute_exists(protocol: type, attribute: str) -> None:
-    """The class or one of its bases sets the attribute, or declares it."""
+    """SGLang's class for the protocol, or one of its base classes, sets or declares the attribute."""
     found = pkgutil.resolve_name(f"sglang.srt.{CLASSES[protocol]}")
     assigned = re.compile(rf"\bself\.{attribute}\b[^=\n]*(:[^=\n]+)?=[^=]")
     assert hasattr(found, attribute) or any(

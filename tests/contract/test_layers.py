@@ -47,7 +47,7 @@ def test_no_import_runs_upward(file: Path) -> None:
 
 
 def test_rooms_import_in_no_circle() -> None:
-    """Removes, again and again, the rooms that import no other remaining room. In the end no room is left."""
+    """Repeatedly removes the rooms that import no other remaining room. Rooms in a circle would be left."""
     needs: dict[str, set[str]] = {room: set() for room in LAYER}
     for file in FILES:
         room = room_of(file)

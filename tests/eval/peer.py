@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fake server of chat completions (the peer), a ``Server`` that talks to it, and makers of runs' records."""
+"""A fake chat-completions server (the peer), a ``Server`` backed by it, and functions that make records."""
 
 import asyncio
 import contextlib
@@ -49,9 +49,11 @@ def ask_all(url: str, model: str, requests: Sequence[Request]) -> list[Response]
 
 
 class Peer(ThreadingHTTPServer):
-    """Answers with one script (a raw HTTP response) after another; repeats the last. Serves within ``with``."""
+    """Sends one script (a raw HTTP response) per request, then repeats the last. Serves inside ``with``."""
 
-    request_queue_size = 256  # connections that may wait; a run sends all requests at once
+    request_queue_size = (
+        256  # connections that may wait for acceptance; a run sends all requests at once
+    )
 
     def __init__(self, *scripts: bytes, pause: float = 0.0, endless: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

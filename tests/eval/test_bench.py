@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests two benchmarks. Servers: ``eval.run`` accepts the flags of all runs, and a small run works on the CPU.
-Attention: batches, turns and the check of results, but not kernels: the benchmark checks those it times."""
+"""Tests two benchmarks. The tests of ``eval.bench.servers`` include a small run on the CPU. Those of attention
+cover batches, order of calls and the check of results. The benchmark itself checks the timed kernels."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ from tests.triton_runs import interpreted
 
 @pytest.fixture
 def traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of recorded responses: six of the tiny reasoner's task, and two of these repeated 20 times."""
+    """A folder with two trace files. Each has six responses, and two that repeat one of the six 20 times."""
     monkeypatch.chdir(tmp_path)
     texts = [problem.response for problem in generate(seed=5, count=6)]
     texts += [text * 20 for text in texts[:2]]
@@ -95,7 +95,7 @@ def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) ->
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())
     assert shifted == pytest.approx(percent / 100, abs=RUN / SHAPE.tokens)
-    # An entry with a shift names a slot that its own request wrote a number of whole runs earlier.
+    # A position reads its own slot, or the slot of a position of its request a multiple of ``RUN`` earlier.
     assert bool((shift >= 0).all()) and bool((shift % RUN == 0).all())
     assert torch.equal((rows - 1) % SHAPE.requests, torch.arange(3)[:, None].expand(3, 989).int())
     unshared = lay_rows(SHAPE, 0)
@@ -144,7 +144,7 @@ with torch.inference_mode():
 
 
 def test_the_gpu_batch_interpreted() -> None:
-    """The GPU benchmark plans and decodes with PyTorch and Triton alone. Its check detects a wrong result."""
+    """The GPU benchmark works without SGLang and FlashInfer. Its check detects a wrong result."""
     done = interpreted("-c", GPU_BATCH, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     *lines, last = done.stdout.splitlines()

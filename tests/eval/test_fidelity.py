@@ -24,7 +24,7 @@ from tests.eval.peer import write_rows
 STEP = "We add three and four and get seven, so the sum is seven.\n\n"
 OTHER = "Now we look at another way to write the same thing: {} of them.\n\n"
 ARMS = ["newest-runs-8-age0", "oldest-runs-8", "newest-random-8-age0", "random-evict", "keydiff"]
-#: Arms (ways to edit a KV cache) that share nothing: p0 accepts no distance, age1000 finds no block old enough.
+#: Arms (ways to edit a KV cache) that share nothing: p0 accepts no KV distance, age1000 needs older blocks.
 NOTHING = ["newest-runs-8-age0-p0", "newest-runs-8-age1000"]
 CHOOSING = ["query:.2", "deviation:.2"]
 TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT)
@@ -190,10 +190,10 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     lines = out.with_suffix(".jsonl")
     main([*arguments, "--limit=1"])
     [first, second] = lines.read_text().splitlines()
-    # The second record is cut, as if the process had died. Complete records are not measured again.
+    # The second record is cut, as if the process had died. Responses with whole records are not measured again.
     lines.write_text(first + "\n" + second[:40])
     main(arguments)
-    # Both files have the same four questions. Each question is measured once.
+    # Both input files have the same four questions. Each question is measured once.
     assert len(lines.read_text().splitlines()) == 4 and lines.read_text().startswith(first)
     assert "| right   | newest-runs-8-age0 |" in capsys.readouterr().out
     found = json.loads(out.read_text())
@@ -236,10 +236,10 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     found = measured.scores(prompt)
     again = {name: round(38 * score["recomputed"]) for name, score in found.items()}
     assert again == dict(zip(found, (38, 0, 8, 8, 26, 26), strict=True))
-    # These arms compute every moved token in full context, so their caches equal a full prefill.
+    # ``first:99`` and ``query:1`` recompute all documents but the first, so their caches equal a full prefill.
     assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
     assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
-    # ``query`` chooses by attention to the cached KV, ``deviation`` by distance from a full prefill's KV.
+    # ``query`` chooses tokens with most attention, ``deviation`` tokens with KV farthest from full prefill's.
     cache, known = measured.caches["none"], DynamicCache()
     for layer in range(2):
         known.update(cache.keys[layer, :, :, :44], cache.values[layer, :, :, :44], layer)
@@ -267,7 +267,7 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     selected = measured.caches["samkv-select:2"].visible[0, :44]
     ends = [at for a, b in ((6, 18), (18, 30), (30, 44)) for at in (a, a + 1, *range(b - 4, b))]
     assert selected[:6].all() and selected[ends].all()
-    # Between the ends lie 3 + 3 + 4 blocks. At most 4 of them are selected: the mean of a document, rounded up.
+    # Between their ends the documents have 3, 3 and 4 blocks. At most 4 are selected: the mean, rounded up.
     assert len(ends) <= int(selected[6:].sum()) <= len(ends) + 2 * 4
     for name in names[2:]:
         assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)
@@ -299,7 +299,7 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         place = torch.tensor(block.start)
         cache.keys[1, 0, :, block.start] = reader.rotation.rotate(sign * towards, place)
     for sign, most, least in ((1e3, 4, 1), (-1e3, 1, 4)):
-        # ``select`` weights the second document's query by an absolute cosine, so ``sign`` is kept.
+        # ``select`` multiplies the second document's query by a cosine's absolute value, which keeps ``sign``.
         asked = [one._replace(query=0 * one.query) for one in (first, second)]
         asked[0] = asked[0]._replace(most=[most], least=[least])
         asked[1] = asked[1]._replace(query=sign * second.query)

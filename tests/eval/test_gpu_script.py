@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ``tools/gpu.sh`` with fakes of the programs that the script calls; checks its calls and its summary."""
+"""Runs ``tools/gpu.sh`` with fakes of Python, ``setup.sh`` and GPU tools; checks its calls and its summary."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "gpu.sh"
 #: Real programs on the script's PATH; the tests add fakes.
 TOOLS = "cat date dirname env git grep ls mkdir rm sed sh sleep tail timeout"
-#: A fake Python. Logs its arguments. Fails, hangs or skips if these contain $FAILS, $HANGS or $SKIPS.
+#: A fake Python that logs its arguments. If these contain $FAILS, $HANGS or $SKIPS, it fails, hangs or skips.
 PYTHON = """#!/bin/sh
 echo "$*" >>calls
 case "$*" in
@@ -33,7 +33,7 @@ def program(path: Path, text: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the script, fakes of ``setup.sh`` and Python, and a PATH with a fake ``nvidia-smi``."""
+    """A folder with the script, and fakes of ``setup.sh``, of Python and (in ``path``) of ``nvidia-smi``."""
     (tmp_path / "tools").mkdir()
     shutil.copy(SCRIPT, tmp_path / "tools")
     program(tmp_path / "tools" / "setup.sh", "#!/bin/sh\n: >installed\n")

@@ -55,7 +55,7 @@ def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None
 
 
 def test_grading(recorded: Path) -> None:
-    """A response is right if it equals the record, <think> tags included. Blanks at both ends do not count."""
+    """A response is right if it equals the record, <think> tags included. Whitespace at the ends is ignored."""
     task = load(recorded, 1)
     (problem,) = task.problems
     record = records(recorded)[problem.id]
@@ -96,7 +96,7 @@ def test_the_model_spells(
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert max(ids) < VOCABULARY_SIZE
         assert tokenizer.decode(ids) == text
-    # Bytes of weights / bytes of a token's KV. ``eval/replay/model.py`` documents this ratio.
+    # ``eval/replay/model.py`` documents this ratio of the weights' size to the KV size of one token.
     config = AutoConfig.from_pretrained(folder)
     heads, size = config.num_key_value_heads, config.head_dim
     kv_bytes = 4 * config.num_hidden_layers * heads * size

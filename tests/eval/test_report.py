@@ -36,7 +36,7 @@ def write_run(
     problems: int = 3,
     **config: Any,
 ) -> Path:
-    """Writes a run. ``methods``: name -> share of slots saved. The method's time is shorter by this share."""
+    """Writes a run. ``methods``: name -> share of slots saved. Times are shorter by about this share."""
     asked = {"tasks": list(tasks), "methods": list(methods), "seeds": list(seeds)}
     asked |= {"kv_budget": 4000, "decode_log_interval": 10}
     where = {"machine": {"cpu": "A CPU", "cores": 2}, "date": "2026-01-02T03:04:05+00:00"}
@@ -57,7 +57,7 @@ def fill(cell: Cell, problems: int, saving: float, **answered: Any) -> None:
         row: dict[str, Any] = {"text": problem.response, "output_tokens": length, **times}
         rows.append(response(name, **row, **answered))
         results.append(result(name, i >= 1, "error" if problem.error else "clean", length))
-    # A method that saves gets 40 steps more, so that timelines of unequal length are drawn.
+    # A method that saves slots gets 40 more steps, so that the report draws timelines of unequal length.
     used = [min(4000, 200 * step) for step in range(800 + 40 * (saving > 0))]
     timeline = [moment(i, 1 + i // 4, n, int(saving * n)) for i, n in enumerate(used)]
     totals = {"memory_saving_ratio": saving, "polls": 40}
@@ -147,7 +147,7 @@ def test_a_replay_is_cut_where_it_differs_from_the_record(tmp_path: Path) -> Non
     run = write_run(tmp_path / "run", {"dense": 0.0}, ("aime24_replay",))
     cell = Cell(run, "aime24_replay", "dense", 0)
     fill(cell, 3, 0.0, finish_reason="length")
-    # All three answers end by length. Only the wrong answer counts as cut: the others equal the record.
+    # All three answers have finish reason "length". Only the wrong one counts as cut: two equal the record.
     assert list(load([run]).cells["cut"]) == [1]
 
 
@@ -183,7 +183,7 @@ def test_shares_have_wilsons_interval_and_copies_add_nothing(right: list[int], s
 
 def test_difference_of_shares_as_published() -> None:
     """Intervals equal those of Newcombe 1998, Improved confidence intervals for the difference between binomial
-    proportions based on paired data, method 10. ``cells``: pairs with both right, only x, only y, neither."""
+    proportions based on paired data, method 10. ``cells`` counts pairs: both right, only x, only y, neither."""
     for cells, interval in {
         (36, 12, 2, 0): (0.0569, 0.3404),
         (54, 0, 0, 0): (-0.0664, 0.0664),
@@ -198,7 +198,7 @@ def test_intervals_cover_the_truth_with_seeds_that_resemble_each_other(share: fl
     draw = np.random.default_rng(7)
     problems, seeds, repeats = 60, 3, 300
     hits = {"mean": 0, "difference": 0}
-    # A problem has the same chance of being right on both sides and for all seeds.
+    # A problem has the same chance of a right answer in x and y and for all seeds.
     for _ in range(repeats):
         chance = draw.beta(3.0 * share, 3.0 * (1 - share), problems)
         x, y = (values(*(draw.random((seeds, problems)) < chance)) for _ in range(2))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests how cells (task, method, seed) are measured, clients of faulty servers, figures of logs and reports."""
+"""Tests measuring cells (task, method, seed), clients of faulty servers, and figures of logs and reports."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eval.peer import END, HEAD, Peer, PeerServer, answer, event, raw, response, served
 
 SAVING = {"requests_finished": 2, "final_saving_ratio": 0.2, "polls": 4, "memory_saving_ratio": 0.1}
-# Log lines of stock and sharing servers of SGLang 0.5.23.
+# Log lines of SGLang 0.5.23 without and with reasoncache.
 CUT = (
     "[2026-11-21 16:57:55{rank}] Request length is longer than the KV cache pool size or the max "
     "context length. Truncated. len(req.origin_input_ids)=90, max_req_input_len=50.\n"
@@ -53,8 +53,8 @@ def run_cell(cell: Cell, server: PeerServer) -> Served:
 
 
 def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, int]:
-    """Runs a session over ``peer``. Returns whether all cells were measured without a failed request, and how
-    often the session closed its servers. ``fault``: the method on whose server ``settle`` fails."""
+    """Runs a session whose server is ``peer``. Returns whether all cells were measured and no request failed,
+    and how often the session closed its servers. ``fault``: the method on whose server ``settle`` fails."""
     closed: list[None] = []
 
     def get(name: str, flags: list[str]) -> PeerServer:
@@ -65,7 +65,7 @@ def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, i
 
     chosen = RunOptions(tasks=("tiny_reasoner",), methods=methods, limit=2, warm_up=3)
     plan = Plan(chosen, {"temperature": 0.0, "max_tokens": 5000})
-    # Problems without a ``max_tokens`` of their own take the run's.
+    # The problems lose their own ``max_tokens``, so that the run's ``max_tokens`` applies.
     problems = plan.tasks["tiny_reasoner", 0].problems
     problems[:] = [dataclasses.replace(p, max_tokens=None) for p in problems]
     config: dict[str, Any] = {"tasks": ["tiny_reasoner"], "methods": list(methods), "seeds": [0]}
@@ -110,7 +110,7 @@ def test_cut_responses_are_told(
     told = capsys.readouterr().out
     assert "max_tokens is 5000, the server has 4000 KV slots" in told
     assert "2 responses were cut before max_tokens" in told
-    # A response counts as cut if it ended by length before its ``max_tokens``.
+    # A response counts as cut if it has finish reason "length" and fewer tokens than its ``max_tokens``.
     cut = {"output_tokens": 50, "finish_reason": "length"}
     rows = [response("a", **cut | {"output_tokens": 99}), response("c", output_tokens=50)]
     rows += [response("b", **cut | {"output_tokens": 100}), response("d", **cut, error="broken")]

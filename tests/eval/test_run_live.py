@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m eval.run`` as an operator calls it, against real servers of the embedded model."""
+"""Runs ``python -m eval.run`` as an operator does, with real servers of the embedded model."""
 
 import os
 import signal
@@ -25,7 +25,7 @@ BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
 
 def start(*argv: str) -> subprocess.Popen[str]:
     command, pipe = [sys.executable, "-m", "eval.run", *argv], subprocess.PIPE
-    # A shell's background jobs, and their child processes, ignore SIGINT: ``heeded`` restores the default.
+    # Background jobs of shell scripts and their child processes ignore SIGINT: ``heeded`` restores the default.
     heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     return subprocess.Popen(
         command, cwd=ROOT, stdout=pipe, stderr=subprocess.STDOUT, text=True, preexec_fn=heeded
@@ -33,7 +33,7 @@ def start(*argv: str) -> subprocess.Popen[str]:
 
 
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
-    """Ctrl-C in the second of two cells leaves no server. The same command given again keeps the first cell."""
+    """Ctrl-C in the second cell leaves no server running. The same command, run again, keeps the first cell."""
     out = tmp_path / "run"
     argv = (*BASE, "--methods", "dense,reasoncache", "--kv-budget", "4000", "--out", str(out))
     first = start(*argv)

@@ -59,7 +59,7 @@ def test_flags_of_a_server() -> None:
         "--max-total-tokens", "500", "--of-task", "--tp", "2",
         *find_method("reasoncache").flags,
     ]  # fmt: skip
-    # A ``--stream-interval`` of the task or of the operator replaces ours.
+    # A ``--stream-interval`` of the task or of the operator replaces the default of 8.
     one, other = ["--stream-interval", "16"], ["--stream-interval=16"]
     for plan, own_flags in ((planned(one), one), (planned(server_flags=tuple(other)), other)):
         flags = flags_of(plan, "dense")
@@ -100,7 +100,7 @@ def test_a_folder_says_what_is_run_and_goes_on(tmp_path: Path) -> None:
     again = config_of(OPTIONS)
     again["machine"]["cores"] = 1024
     settle_config(tmp_path, again)
-    # The default folder depends only on the command.
+    # Equal options give the same default folder, other options another folder.
     folder = default_folder(config_of(OPTIONS))
     assert folder == default_folder(config_of(OPTIONS)) and folder.parent == Path("out")
     assert folder.name.startswith("tiny_reasoner-tiny_reasoner-")
@@ -142,7 +142,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
 
 
 def test_reasoning_that_the_prompt_opened_holds_no_answer(tmp_path: Path) -> None:
-    """A response cut off in reasoning that the prompt opened has no tag at all. A failed request is wrong."""
+    """If the prompt ends with <think>, a response without </think> is wrong. A missing response is wrong."""
     cell = Cell(tmp_path, "aime24", "dense", 0)
     task = EvalTask("aime24", Source(file=write(tmp_path / "x.jsonl", 7, 7, 7, 7)))
     rows = [response("0", text="Perhaps \\boxed{7}? No,")]

@@ -55,7 +55,7 @@ CLASS = {"question": "?", "context": "c", "answers": ["Number"], "all_classes": 
     ],
 )
 def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
-    """Tasks of mathematics read our field names. Other tasks read those of their data set on the hub."""
+    """Rows of mathematics need a question and an answer; other rows need the fields of the hub's data set."""
     file = write_rows(tmp_path / "x.jsonl", row, {**row, "id": 7})
     task = EvalTask(name, Source(file=str(file), limit=2))
     assert len(task.problems) == 2
@@ -135,7 +135,7 @@ _HYBRID = "{%- if enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }
 def test_templates_that_open_the_reasoning(tmp_path: Path) -> None:
     tokenizer = build_tokenizer()
     r1 = "{% if add_generation_prompt %}{{'<|Assistant|><think>\\n'}}{% endif %}"
-    # The ends of chat templates: QwQ-32B and R1 distills (opening), Qwen3 and Qwen2.5 (others).
+    # ``opening`` ends like templates of QwQ-32B and R1 distills, ``others`` like those of Qwen3 and Qwen2.5.
     opening = [_TURNS + _ASKED + "{{- '<think>\\n' }}{%- endif %}", _TURNS + r1]
     others = [_TURNS + _ASKED + _HYBRID + "{%- endif %}", _TURNS + _ASKED + "{%- endif %}"]
     # This template has no generation prompt, and closes the reasoning that it opens.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers that run requests in a ``World`` (a scheduler without a model), and a fixture that checks that every
-slot is free in the end. Other helpers make views (what a policy sees of a request) and evict from a view."""
+"""Helpers run requests in a ``World`` (a scheduler without a model), and a fixture checks that every slot is
+free in the end. Other helpers make views (what policies see of a request) and list what a policy evicts."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -52,13 +52,13 @@ def world_of(setup: Setup, *policies: Any, **options: Any) -> World:
 
 
 def begun(setup: Setup, *policies: Any, **options: Any) -> tuple[World, Req]:
-    """A world and a request whose KV is computed. Without ``policies`` a test scripts the evictions."""
+    """A world and a request whose KV is computed. Without ``policies`` the test chooses what is evicted."""
     world = world_of(setup, *policies, **options)
     return world, world.start()
 
 
 def steps(world: World, *reqs: Req, count: int = 1, first: int = 0) -> None:
-    """Runs decode steps, each followed by a poll; ``first``: token of the first step."""
+    """Runs ``count`` decode steps, a poll after each. The tokens are ``first``, ``first + 1`` and so on."""
     for token in range(first, first + count):
         for req in reqs:
             world.step(req, token)
@@ -71,8 +71,8 @@ def evicted(world: World, req: Req) -> list[int]:
 
 @dataclass
 class GivenLayer:
-    """A ``Layer`` of a view. ``keys``: ``[held, heads, dim]``. ``given``: attention weights
-    ``[queries, held]``, the last row by the query of position ``written - 1``."""
+    """A layer of a ``View``. ``keys``: ``[held, heads, dim]``. ``given``: attention weights
+    ``[queries, held]``; the last row has the weights of the query at position ``written - 1``."""
 
     keys: torch.Tensor
     given: torch.Tensor | None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests policies on rows (block tables) over SGLang's pools; ``tests/property`` draws random evictions."""
+"""Tests evicting policies with SGLang's pools and block tables; ``tests/property`` tests random evictions."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Eviction, Pair, Setup, SlowMeter, World
 from tests.unit.test_pipeline import arrive, lack, used
 
-#: How many positions of the request of ``World.start`` have their KV written.
+#: Number of positions whose KV is written when ``World.start`` returns a request.
 WRITTEN = len(PROMPT) + OUTPUT
 
 
 def evict(world: World, req: Req, *evictions: Eviction) -> int:
-    """Lets the scripted policy give up ``evictions`` at a poll; returns how many slots came back."""
+    """Makes the scripted policy evict ``evictions`` at a poll; returns how many slots became free."""
     world.evictor.waiting[req.rid] = list(evictions)
     return world.controller.after_decode([req])
 
@@ -69,7 +69,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
         # Both positions of a shared slot stay, or both go.
         assert (row[8:12] == row[20:24]).all()
     assert before[-1] == budget + 4 + 1, "evicted while the slots were within the budget"
-    # All positions between the prompt and the newest positions are gone.
+    # The evicted positions are one run without gaps, which ends after the shared block.
     gone = evicted(world, req)
     assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
     totals = world.controller.stats
@@ -104,7 +104,7 @@ def test_a_retracted_row_gives_up_nothing_that_sharing_saved(setup: Setup) -> No
 
 @pytest.mark.parametrize("run", [Eviction(21, 1), Eviction(9, 2)], ids=["destination", "source"])
 def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
-    """The block is refused: its evicted slots, by then another request's, are neither shared nor freed."""
+    """The block is refused: its evicted slots belong to another request, and are neither shared nor freed."""
     world, req = begun(SINGLE, meter_type=SlowMeter)
     world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 0
@@ -135,7 +135,7 @@ def test_policies_in_sequence(order: int, decisions: int) -> None:
     assert world.controller.stats.eviction_decisions == decisions
 
 
-#: Pools smaller than a prompt.
+#: Setups whose pool has fewer slots than the prompt ``LONG`` has tokens.
 SMALL = pytest.mark.parametrize(
     "setup", [dataclasses.replace(setup, slots=64) for setup in (SINGLE, PAGED)], ids=str
 )
@@ -184,7 +184,7 @@ def held(world: World, req: Req) -> list[int]:
 @TREES
 @pytest.mark.parametrize("kind", [StreamingLLM, KeyDiff])
 def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind: type) -> None:
-    """A request takes at most budget + chunk slots, as in the KeyDiff paper. Its prompt exceeds the pool."""
+    """A request with a long prompt takes at most budget + chunk slots (as in the KeyDiff paper) and a page."""
     policy = kind(budget=BUDGET, slack=0, recent=1, prompt=True)
     world = world_of(setup, policy, no_tree=no_tree)
     req = world.request("r", LONG)
@@ -206,7 +206,7 @@ def test_memory_never_exceeds_budget_and_chunk(setup: Setup, no_tree: bool, kind
 @SMALL
 @TREES
 def test_the_prompt_stays_where_no_policy_asks_for_it(setup: Setup, no_tree: bool) -> None:
-    """The prompt stays even if no tree owns it, whatever positions a policy wants to evict."""
+    """The prompt stays, even without a prefix tree, and even if a policy asks to evict a part of it."""
     policy = StreamingLLM(budget=8, slack=0, recent=1)
     world = world_of(setup, policy, no_tree=no_tree)
     req = prefilled(world)
@@ -237,7 +237,7 @@ def grown(world: World, name: str, length: int) -> Req:
 def several(
     setup: Setup, policy: Evictor, *lengths: int, **options: Any
 ) -> tuple[World, list[Req]]:
-    """A world, and requests that a poll has seen, with responses of ``lengths`` tokens."""
+    """A world and requests after a poll. ``lengths``: how many response tokens of each request have KV."""
     world = world_of(setup, policy, **options)
     reqs = [grown(world, name, length) for name, length in zip("abc", lengths, strict=False)]
     world.controller.after_decode(reqs)
@@ -255,7 +255,7 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
     assert lack(world, 10) == -(-10 // setup.page) * setup.page
     assert evicted(world, short) == [] and len(evicted(world, long)) >= 10
     length = len(world.row(long))
-    # This is more than the longest request can free.
+    # ``length`` slots are more than the longest request can free, so the other request frees slots too.
     assert lack(world, length) >= length - 16
     assert length - len(evicted(world, long)) <= 16 + setup.page
     assert evicted(world, short) != []
@@ -298,7 +298,7 @@ def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -
 
 
 def test_sharing_comes_first() -> None:
-    """Accepted blocks (the ledger) share before positions are evicted, because sharing loses less."""
+    """Accepted blocks wait for a shortage, and share before positions are evicted: sharing loses less KV."""
     setup = dataclasses.replace(SINGLE, when="short")
     world, (req,) = several(setup, OLDEST, 60)
     world.propose(req, Pair(40, 20), Pair(48, 28))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares each policy with its formula in plain Python, on random inputs, and with results worked by hand."""
+"""Tests eviction policies against their formulas on random inputs, and against results worked out by hand."""
 
 import dataclasses
 import math
@@ -49,7 +49,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Scored(Evictor):
-    """A policy whose scores a test gives."""
+    """An eviction policy that returns the scores which a test passes as ``given``."""
 
     given: Any = None
     budget: int | None = 1
@@ -59,7 +59,7 @@ class Scored(Evictor):
 
 
 def test_a_slot_without_a_score_stays_longest() -> None:
-    """A slot whose positions include one with a NaN score is evicted last."""
+    """A slot that two positions share is evicted last if one of them has the score NaN."""
     now = view(8, owned=1, shared=[(5, 2, 1)])
     policy = Scored(given=[-9, -1, -9, -1, -1, np.nan, -1, -9.0], recent=1)
     assert evict(policy, now, 8, 4) == [1, 3, 4, 6]
@@ -69,7 +69,7 @@ def test_a_slot_without_a_score_stays_longest() -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("seed", range(10))
 def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -> None:
-    """Pages that name the same slots are evicted together, and their highest score decides when."""
+    """Pages that share slots are evicted together. The highest score among these pages decides when."""
     rng = np.random.default_rng(seed)
     pages = 40
     shared = [
@@ -79,7 +79,7 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
     gone = np.flatnonzero(np.repeat(rng.random(pages) < 0.2, page))
     now = view(pages * page + 1, owned=2 * page, page=page, gone=gone, shared=shared)
     scores = rng.random(len(now.held))
-    # ``slot_of``: page -> number of the page of slots that it names. ``names``: that number -> held pages.
+    # ``slot_of``: maps a page of positions to its page of slots. ``names``: the reverse, for held pages.
     slot_of = list(range(pages + 1))
     for dst, src, _ in shared:
         slot_of[dst // page] = slot_of[src // page]
@@ -108,22 +108,21 @@ STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4,
     ("policy", "now", "count", "expected"),
     [
         (STREAMING, view(20), 10, [*range(4, 14)]),
-        # Evictions at 20 positions left 4 sinks and the 6 newest positions; 2 more were written.
+        # Of 20 positions, only 4 sinks and the 6 newest positions stayed. Then 2 more were written.
         (STREAMING, view(22, gone=range(4, 14)), 2, [14, 15]),
         # The prompt stays.
         (StreamingLLM(budget=10, recent=3), view(20, owned=15), 10, [15, 16]),
-        # Sinks and the count are rounded up to whole pages.
+        # The number of sinks and ``count`` are rounded up to whole pages.
         (STREAMING, view(30, page=4), 13, [*range(4, 20)]),
         (StreamingLLM(budget=10, recent=1, sinks=5), view(30, page=4), 4, [8, 9, 10, 11]),
-        # Pooling takes neighbours among the held positions, whatever was evicted between them.
+        # Pooling uses the nearest held positions, even if evicted positions lie between them.
         (POOLING, BESIDE, 8, [0, 1, 2, 3, 4, 11, 12, 13]),
-        # Half of the budget goes to the newest positions, or ``recent`` positions if these are more.
+        # The newest positions stay: as many as half of the budget, or ``recent`` if that is more.
         (H2O(budget=4, recent=1), view(7, SEVEN), 3, [1, 2, 4]),
         (H2O(budget=4, recent=5), view(7, SEVEN), 3, [0, 1]),
-        # Of 10 positions in 7 slots, 4 slots stay: two for the newest positions, 8 and 9, and two
-        # by weight.
+        # 10 positions use 7 slots; 4 slots stay: those of positions 8 and 9 (newest) and two with most weight.
         (H2O(budget=4, recent=1), view(10, FALLING, shared=[(4, 0, 3)]), 3, [2, 3, 6, 7]),
-        # The prompt is within its budget already, however long the response is.
+        # The held part of the prompt fits the budget: nothing is evicted, however long the response is.
         (DONE, view(60, random_weights(30, 1), prompt=40, gone=range(5, 35)), None, []),
         # A prompt that belongs to the prefix tree stays.
         (DONE, view(30, random_weights(30, 1), prompt=25, owned=25), None, []),
@@ -149,7 +148,7 @@ def assert_uniform(counts: np.ndarray, expected: float) -> None:
 
 @pytest.mark.parametrize("page", [1, 4])
 def test_random_attention_is_uniform_however_it_got_there(page: int) -> None:
-    """After many small evictions every position is kept equally often."""
+    """Over all seeds, every position is kept about equally often, even after several small evictions."""
     kept: Counter[int] = Counter()
     tries, last = 400, 41 * page
     for seed in range(tries):
@@ -165,7 +164,7 @@ def test_random_attention_is_uniform_however_it_got_there(page: int) -> None:
 
 
 def test_random_attention_is_uniform_over_slots() -> None:
-    """A slot with two positions is kept as often as the others."""
+    """A slot that two positions share is kept about as often as a slot with one position."""
     kept, tries = np.zeros(40), 400
     for seed in range(tries):
         now = view(41, shared=[(20, 0, 10)])
@@ -191,7 +190,8 @@ def similarities(own: torch.Tensor) -> list[float]:
 
 
 def redundancies(own: torch.Tensor, threshold: float, reach: int) -> list[float]:
-    """Sums cosines pair by pair. Each key adds nothing to the newest similar key among the last ``reach``."""
+    """R-KV's redundancy, pair by pair: a softmax of each key's mean cosine with the other keys. For each key,
+    the newest similar key among the last ``reach`` is spared: its mean leaves out this pair's cosine."""
     held = range(len(own))
     sums = [0.0] * len(own)
     for i in held:
@@ -205,13 +205,13 @@ def redundancies(own: torch.Tensor, threshold: float, reach: int) -> list[float]
 
 
 def near(weights: np.ndarray, reach: int) -> list[list[float]]:
-    """Weights of each position and its neighbours; zeros beyond the ends."""
+    """For each position, the weights at most ``reach`` positions away; 0 beyond the first and last position."""
     padded = [0.0] * reach + weights.tolist() + [0.0] * reach
     return [padded[i : i + 2 * reach + 1] for i in range(len(weights))]
 
 
 def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[float]:
-    """The policy's formula, with the sign turned: positions with the highest numbers are evicted."""
+    """The policy's scores by its formula, negated: the positions with the highest values are evicted."""
     if isinstance(policy, L2Norm):
         return averaged(keys, norms)
     if isinstance(policy, KeyDiff):
@@ -219,15 +219,15 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
-        # The newest of the ``alpha`` queries is that of a forward in flight, which ``weights`` lacks.
+        # Of the ``alpha`` (5) newest queries, ``weights`` lacks the newest, that of the forward pass in flight.
         important = [max(some) for some in near(weights[-4:].mean(axis=0), 1)]
         redundant = averaged(keys, lambda own: redundancies(own, policy.threshold, policy.reach))
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
-    # SnapKV: mean weight by the last 6 queries on the 34 prompt positions before them, pooled over 5.
+    # SnapKV: mean weight of the 6 newest queries on prompt positions 0 to 33, averaged over 5 neighbours.
     return [-float(np.mean(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
 
 
-#: Policy, held positions, start and end of the positions that may be evicted, and how many are evicted.
+#: Policy, number of held positions, start and end of those that may be evicted, number of evicted ones.
 RULES: list[tuple[Any, int, int, int, int]] = [
     (L2Norm(budget=8, recent=1), 24, 5, 23, 9),
     (KeyDiff(budget=10, recent=4), 20, 2, 16, 8),
@@ -271,7 +271,7 @@ def test_redundancy_takes_time_by_what_is_held_and_not_by_its_square() -> None:
 
 
 def test_h2o_goes_on_from_its_total() -> None:
-    """Queries counted earlier do not count again. Of a prompt only the last ``prompt_queries`` count."""
+    """Queries counted earlier do not count again. Of prompt queries, only the last ``prompt_queries`` count."""
     weights = random_weights(20, 1, queries=20)
     policy = H2O(budget=8, prompt_queries=3)
     earlier = torch.rand(20)
@@ -284,7 +284,7 @@ def test_h2o_goes_on_from_its_total() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
-    """A chunk of a prompt loses the same positions as a whole prompt. ``share`` is a share of the prompt."""
+    """A prefill chunk of 50 tokens is treated like a prompt of 50. ``share`` is a fraction of the prompt."""
     weights = random_weights(50, seed)
     policy = SnapKV(budget=20, window=6, recent=1)
     assert policy.prompt and policy.slack == 1
@@ -297,14 +297,14 @@ def test_snapkv_acts_on_a_chunk_as_on_a_prompt(seed: int) -> None:
 
 
 class Turned(GivenLayer):
-    """A layer whose queries are rotated to their positions. The oldest query that is asked for was not kept."""
+    """A layer that rotates its ``plain`` queries for their positions, and reports the oldest as not kept."""
 
     plain: torch.Tensor
 
     def queries(self, first: int, end: int | None = None) -> Any:
         at = torch.arange(first, self.written)
         assert self.rotation is not None
-        # A query that was not kept is a huge number, so that counting it would be noticed.
+        # The query that was not kept is filled with a huge number, so the test fails if a policy uses it.
         kept = at != first
         turned = self.rotation.rotate(self.plain[-len(at) :], at)
         return torch.where(kept[:, None, None], turned, 1e6), at, kept
@@ -312,7 +312,7 @@ class Turned(GivenLayer):
 
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_triattention_is_the_papers_series(is_neox: bool) -> None:
-    """The paper's series is summed over frequencies, in complex numbers, from unrotated keys and queries."""
+    """The paper's series is computed here in complex numbers, from keys and queries before rotation."""
     held, heads, kv_heads, dim, window = 24, 4, 2, 8, 6
     generator = torch.Generator().manual_seed(3)
     frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03])
@@ -348,7 +348,7 @@ OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
 
 @pytest.mark.parametrize("policy", OF_KEYS + OF_WEIGHTS, ids=lambda policy: type(policy).__name__)
 def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
-    """NaN may cost quality but raises nothing. If all keys are zero, the oldest positions are evicted first."""
+    """NaN in keys or weights raises no error. If all keys are zero, the oldest positions are evicted first."""
     weights, keys = random_weights(30, 3), random_keys(30, 3)
     if policy in OF_KEYS:
         assert evict(policy, view(10, keys=torch.zeros(1, 10, 1, 4)), 10, 3) == [0, 1, 2]

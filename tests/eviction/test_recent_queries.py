@@ -60,7 +60,7 @@ class Kept:
         self.pool.free_rows([self.rows[rid]])
 
     def forward(self, *parts: tuple[str, int, int], decodes: bool = False) -> None:
-        """Runs a forward. ``parts``: name, first new position and end of each request."""
+        """Runs a forward. ``parts``: each request's name, and the start and end of its new positions."""
         positions = [torch.arange(first, end) for _, first, end in parts]
         where = torch.tensor([self.rows[rid] for rid, _, _ in parts]), torch.cat(positions)
         self.recent.forget()
@@ -79,7 +79,7 @@ class Kept:
                     at += 1
 
     def check(self, rid: str, written: int, first: int) -> None:
-        """Reads queries of positions ``[first, written)``; checks that every query kept is the request's own.
+        """Reads the queries of positions ``[first, written)``. Compares each kept query with the recorded one.
         Stores the positions of the kept queries in ``there``."""
         queries, positions, kept = self.recent.read(LAYERS - 1, self.rows[rid], first, written)
         assert positions.tolist() == list(range(max(first, written - WINDOW - 1, 0), written))
@@ -90,10 +90,10 @@ class Kept:
 
 
 def test_the_newest_queries_are_there_however_they_came() -> None:
-    """Queries come from chunks of prompts behind a cached prefix (which has no queries), from decode steps and
-    from mixed batches, until the ring wraps around. Freed names and rows are used again at once."""
+    """Feeds queries of prefill chunks (after a cached prefix, which has none), decode steps and mixed batches
+    until the ring has wrapped around. Names and rows of finished requests are used again."""
     rng, kept = random.Random(4), Kept()
-    # For each request: its positions so far, and the first position whose query was kept.
+    # For each request: its number of positions, and the position since which the buffer skipped no query.
     lengths: dict[str, int] = {}
     begun: dict[str, int] = {}
     for _ in range(300):
@@ -111,13 +111,13 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             continue
         kept.forward(*parts, decodes=decodes)
         for rid, first, end in parts:
-            # The newest WINDOW queries of a chunk are kept.
+            # Of a chunk, only the newest WINDOW queries are kept.
             lengths[rid] = end
             begun[rid] = max(begun[rid], end - WINDOW if end - first > WINDOW else 0)
             since = max(begun[rid], end - WINDOW - 1)
             kept.check(rid, end, 0)
             assert kept.there == list(range(since, end))
-            # The newest query may be that of a forward in flight. Then the read ends a position earlier.
+            # A read may end one position earlier, to leave out the query of a forward pass in flight.
             kept.check(rid, end - 1, 0)
             assert kept.there == list(range(since, end - 1))
         if rng.random() < 0.15:
@@ -126,7 +126,7 @@ def test_the_newest_queries_are_there_however_they_came() -> None:
             kept.end(rid)
 
 
-#: Slot of each position of row 1. Positions with -1 were evicted; two positions name slot 9.
+#: Slot of each position of row 1. -1 marks evicted positions; positions 1 and 4 share slot 9.
 ROW = [3, 9, -1, 14, 9, -1, -1, 30, 1, 22]
 HELD = np.array([0, 1, 3, 4, 7, 8, 9])
 
@@ -139,7 +139,7 @@ def rotation_of() -> KeyRotation:
 def source(
     layers: list[torch.Tensor], queries: RecentQueries | None, rotation: KeyRotation | None
 ) -> KeySource:
-    """A ``KeySource`` over plain tensors, with an object in place of SGLang's pool."""
+    """A ``KeySource`` over plain tensors, with a stub in place of SGLang's KV pool."""
     pool = SimpleNamespace(start_layer=0, layer_num=len(layers), get_key_buffer=layers.__getitem__)
     rows = torch.full((ROWS, 12), 99, dtype=torch.int32)
     rows[1, : len(ROW)] = torch.tensor(ROW, dtype=torch.int32)
@@ -156,7 +156,7 @@ def pool_keys(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 
 def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries, torch.Tensor]:
-    """A buffer with the queries of positions 2 to 9 of row 1, and these queries."""
+    """A buffer that got the queries of positions 2 to 9 of row 1 and kept the newest 6, and all 8 queries."""
     generator = torch.Generator().manual_seed(2)
     queries = torch.randn(LAYERS, 8, HEADS, DIM, generator=generator)[:, :, heads]
     kept = recent(torch.zeros(ROWS, dtype=torch.int64), 6, queries.shape[2], cap)
@@ -168,7 +168,7 @@ def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_keys_of_held_positions(dtype: torch.dtype) -> None:
-    """Checks keys as stored and as used. Position 4 reads the key that was computed for position 1."""
+    """Checks keys as cached and rotated for ``HELD``. Position 4 reads the key computed for position 1."""
     layers, rotation = pool_keys(dtype), rotation_of()
     at = torch.from_numpy(HELD)
     slots = torch.tensor(ROW)[at]
@@ -187,7 +187,7 @@ def test_keys_of_held_positions(dtype: torch.dtype) -> None:
 def test_weights_are_those_of_dense_attention(
     cap: float, logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each query head attends to its KV head, whose keys are rotated to where they are used. A query
+    """Each query head attends to its own KV head. Keys are rotated for the held positions. A query
     sees neither later nor evicted positions."""
     monkeypatch.setattr(held_module, "_LOGITS", logits)
     (kept, queries), rotation = filled(cap=cap), rotation_of()
@@ -247,7 +247,7 @@ def test_ranks_give_up_the_same_as_one_with_all_heads() -> None:
 
 
 def assert_kept(rig: Rig, found: RecentQueries, new: list[int]) -> None:
-    """Checks that the queries of the rig's last forward were kept, for the layer that ran."""
+    """Checks that ``found`` kept the queries of the last forward pass of ``rig``, which runs layer 1 only."""
     for row, end, own in zip(rig.row_of.tolist(), rig.lengths, rig.query.split(new), strict=True):
         newest = own[-found.window :]
         queries, _, kept = found.read(1, row, end - len(newest), end)

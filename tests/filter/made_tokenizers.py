@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded reasoner's tokenizer, and others of common kinds, trained here on mathematics, code, Unicode."""
+"""Tokenizers of common kinds, trained here on math, code and Unicode, and the one of ``eval/tiny_reasoner``."""
 
 import functools
 import json
@@ -16,10 +16,10 @@ _VOCAB_SIZE = 6000
 _SPECIAL = ["<unk>", "<eos>"]
 _REASONING = ["<think>", "</think>", "<\uff5ctool\u2581call\uff5c>"]
 
-# Patterns by which byte-level BPE splits text before merging. gpt2: GPT-2's own pattern; before visible text, a
-# token has at most a single space. o200k: the pattern of o200k_base without the rules for upper case; a token
-# may hold punctuation with the newlines behind it (``)\n\n\n``), as in cl100k_base, and with slashes. no_split
-# makes tokens with text on both sides of a blank line.
+# Patterns by which byte-level BPE splits text before merging. With GPT-2's own pattern, a token has at most one
+# space before visible text. ``o200k`` is the pattern of o200k_base without the rules for upper case. Its tokens
+# may hold punctuation and the newlines or slashes behind it (``)\n\n\n``). With ``no_split``, a token may
+# have text on both sides of a blank line.
 _BYTE_LEVEL = {
     "gpt2": "",
     "o200k": r"[^\r\n\p{L}\p{N}]?\p{L}+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}"
@@ -85,7 +85,7 @@ def _byte_level(pattern: str) -> PreTrainedTokenizerFast:
 
 
 def llama2() -> PreTrainedTokenizerFast:
-    """SentencePiece BPE, as in Llama 2. ``▁`` is a space; newlines and rare characters are spelled as bytes."""
+    """SentencePiece BPE, as in Llama 2. ``▁`` is a space; newlines and rare characters become byte tokens."""
     # Trained on ASCII only, because among equally rare characters the trainer chooses differently in each run.
     text = TEXT.encode("ascii", "ignore").decode().replace("\n", "").replace(" ", "▁")
     split = pre_tokenizers.Split(Regex("▁?[^▁\n]+|▁+|\n"), "isolated")
@@ -111,7 +111,7 @@ def llama2() -> PreTrainedTokenizerFast:
 _MAKERS: dict[str, Callable[[], Any]] = {
     **{name: functools.partial(_byte_level, pattern) for name, pattern in _BYTE_LEVEL.items()},
     "llama2": llama2,
-    # The word-level tokenizer of the embedded reasoner, with about 130 words.
+    # The word-level tokenizer of ``eval/tiny_reasoner``, with about 130 words.
     "embedded": lambda: AutoTokenizer.from_pretrained(CHECKPOINT),
 }
 NAMES = list(_MAKERS)

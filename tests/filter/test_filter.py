@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the filter of the ReasonCache and MemShare papers (``match=steps``), which pairs blocks of similar
-steps (texts between blank lines): formulas, the whole against a slow reference, alignment, bounds, presets."""
+steps (texts between blank lines). Covers formulas, bounds, presets, and all pairs against a slow reference."""
 
 import dataclasses
 import math
@@ -50,7 +50,7 @@ def response(phrases: list[str]) -> str:
 
 
 def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair]]:
-    """Slow reference of all stages before the KV distances: compares a step with each earlier step in turn."""
+    """Slow reference of the filter: compares a step with each earlier step in turn. Ignores KV distances."""
     _, proposals = propose(phrases, max_step_tokens=10_000)
     steps = [proposal.step for proposal in proposals]
     # As in the papers, steps are compared without the blank lines behind them. Here a blank line is one token.
@@ -118,7 +118,7 @@ def test_positions_are_logical_and_the_delimiter_belongs_to_the_step() -> None:
     assert proposals[0].pairs == ()
     expected = tuple((117 + 3 * k, 100 + 3 * k) for k in range(5))
     assert proposals[1].pairs == expected
-    # Blank tokens between steps belong to no step, but their positions count.
+    # Blank tokens before or between steps belong to no step, but each takes a position.
     request, proposals = propose(["\n\n " * 5000 + "one two"], block=2)
     assert (len(proposals), request.position) == (1, 5003)
 
@@ -141,7 +141,7 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
 def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
     assert len(proposals[-1].pairs) == 3
-    # Steps with these tokens in another order are as similar as an exact copy. Newer steps are checked first.
+    # All steps have the same tokens, so all are equally similar. Then newer steps are checked first.
     one, other = "line c = 3 - 4 . here now .", "line c = 4 - 3 . here now ."
     for checks, shares in ((2, False), (3, True)):
         knobs = {"block": 4, "max_structure_checks": checks}
@@ -227,7 +227,7 @@ def test_pairs_are_sound(
 def test_tokens_mode_misses_nothing(
     src_ids: list[int], dst_ids: list[int], block: int, gap: int
 ) -> None:
-    """Pairing is greedy from the left, so tokens between two pairs contain no block of the source. A block of
+    """Pairing is greedy from the left, so no run of unpaired tokens contains a block of ``src``. A block of
     an exact copy is paired with the block at the same place in the original, even if blocks repeat."""
     src = step_of(src_ids)
     pairs = align_blocks(step_of(dst_ids, 100), src, block)
@@ -246,9 +246,9 @@ def test_tokens_mode_misses_nothing(
     [
         ("abcdef", "abcdef", 2, [(0, 0), (2, 2), (4, 4)]),
         ("xabcdef", "abcdef", 2, [(1, 0), (3, 2), (5, 4)]),
-        # One token was replaced. Behind it, pairs continue at the same distance (on the diagonal).
+        # One token was replaced. Pairs after it keep the same distance (diagonal) between ``dst`` and ``src``.
         ("abXcdab", "abYcdab", 2, [(0, 0), (3, 3), (5, 5)]),
-        # If the diagonal does not match, the nearest later occurrence is taken, else the first.
+        # If the block on the diagonal differs, the next equal block after it is taken, or else the first.
         ("abcd", "cdabxcd", 2, [(0, 2), (2, 5)]), ("abcd", "cdcdab", 2, [(0, 4), (2, 0)]),
         # A source block may be paired twice.
         ("abab", "abz", 2, [(0, 0), (2, 0)]),
@@ -272,7 +272,7 @@ def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
     step = step_of([7] * 12, start=16)
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
-    # Mode "index" pairs the k-th block with the k-th block, whatever their tokens.
+    # Mode "index" pairs the k-th blocks of ``dst`` and ``src``, whatever their tokens.
     src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
     for covered, expected in ((b"", [(30, 5), (33, 8)]), (b"\0\1" + bytes(8), [(33, 8)])):
         assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
@@ -287,7 +287,7 @@ def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_explicit_values_win_over_a_preset(name: str) -> None:
-    """A preset sets the values listed for it. Presets at percentile 100 accept the first finite distance."""
+    """A preset sets its values in ``PRESETS``. Percentile 100 accepts even the first finite KV distance."""
     resolved = ReasonCacheConfig.from_mapping({"preset": name}).to_dict()
     assert resolved["preset"] == name and PRESETS[name].items() <= resolved.items()
     assert not re.fullmatch(r"p\d+", name) or resolved["percentile"] == int(name[1:])
@@ -344,7 +344,7 @@ def test_similarities_equal_the_formula(
 
 
 def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
-    """The bag counts a step's token ids but, as in the papers, not those of the blank line at its end."""
+    """``bag`` counts the token ids of a step without the blank line at the step's end, as in the papers."""
     step = Step.build(0, [4, 4, 7, 8], "ab\n\n\n", num_blank_tail=2)
     assert (step.bag, step.num_chars, len(step)) == ({4: 2}, 2, 4)
     for num_blank_tail in (-1, 2, 3):
@@ -355,7 +355,7 @@ def test_blank_tokens_at_the_end_are_not_in_the_bag() -> None:
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=200), st.randoms(use_true_random=False))
 def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: random.Random) -> None:
-    """Every order of the similarities gives the same bits, so that all ranks find the same threshold."""
+    """The order of the similarities does not change any bit of the threshold, so all ranks agree on it."""
     tau = dynamic_threshold(np.array(sims), 0.9, 0.7)
     shuffled = rng.sample(sims, len(sims))
     assert dynamic_threshold(np.array(shuffled), 0.9, 0.7) == tau
@@ -366,7 +366,7 @@ def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: rando
 
 
 def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time() -> None:
-    """Each of 2,048 steps has 1,023 of the query's 1,024 tokens, so a query meets two million index entries."""
+    """Each of 2,048 steps has 1,023 of the query's 1,024 tokens, so a query reads two million index entries."""
     index = LexicalIndex(2048)
     tokens = np.arange(1024)
     for i in range(2048):

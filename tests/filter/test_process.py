@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the filter process: it gives a local filter's results, blocks no caller, and may die at any time."""
+"""Tests the filter process: its results equal a local filter's; it blocks no caller and may die at any time."""
 
 import contextlib
 import itertools
@@ -101,7 +101,7 @@ _TEXT = (
 def test_same_results_as_the_filter_in_this_process(
     make: Make, knobs: dict[str, Any], markers: messages.Markers
 ) -> None:
-    """The filter's process, fed in growing pieces, gives the results of a filter in the test's process."""
+    """The filter process, fed in growing pieces, gives the same results as a filter in the test's process."""
     config = FilterConfig(block=2, **knobs)
     span = ReasoningSpan(*markers, True) if markers else None
     local = RequestFilter(config, Words.classes, Words.vocabulary, 5, span)
@@ -149,7 +149,7 @@ def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
         feed(step_filter, [request], _STEP * steps)
         taken = take_all(step_filter)
         assert (len(taken), step_filter.steps_shed) == (10, shed)
-    # Steps that were shed (not compared, because too many results wait) are no candidates.
+    # Steps that were shed (not compared, because too many results waited) are no candidates for later steps.
     assert taken[-1].counters.candidates == 19
     assert taken[0].pairs[0][0] == 101 * len(_STEP)
 
@@ -186,7 +186,7 @@ def test_a_process_that_failed_is_started_anew(
         step_filter.restart()
     assert "is started anew" in caplog.text and not psutil.pid_exists(before)
     assert (step_filter.outstanding, step_filter.restarts, step_filter.given_up) == (0, 1, False)
-    # The new process does not know the old request, and follows new ones.
+    # The new process ignores the tokens of the old request, and compares steps of new requests.
     other = step_filter.open(0, True)
     feed(step_filter, [request, other], _STEP, _STEP * 2)
     assert [(r.request, len(r.pairs)) for r in take_all(step_filter)] == [(other, 0), (other, 2)]
@@ -210,7 +210,7 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
     feed_new(step_filter)
     step_filter.close(0)
     assert (step_filter.outstanding, step_filter.ready(), step_filter.take(9, 9)) == (0, 0, [])
-    # After a shutdown a process is not started again, even if it failed before and nobody noticed.
+    # After ``shut_down``, ``restart`` starts no process, even if the last one had failed unnoticed.
     step_filter = make()
     os.kill(step_filter.pid, signal.SIGKILL)
     step_filter.shut_down()
@@ -220,7 +220,7 @@ def test_after_three_restarts_it_is_given_up_and_says_so_once(
 
 
 def test_a_stopped_process_holds_nobody_up(make: Make) -> None:
-    """No call blocks while the process is stopped. The bytes that wait for the process are bounded."""
+    """No call blocks while the process is stopped. The bytes that wait to be sent to it are limited."""
     step_filter = make()
     request = step_filter.open(0, True)
     os.kill(step_filter.pid, signal.SIGSTOP)
@@ -248,7 +248,7 @@ def test_a_process_that_says_nothing_is_hung(make: Make, monkeypatch: pytest.Mon
     start = time.monotonic()
     wait_until_it_failed(step_filter)
     assert time.monotonic() - start > 0.7
-    # After a pause of the scheduler, replies that came meanwhile are read before silence is judged.
+    # After the scheduler paused, it reads replies that came meanwhile before the process can count as hung.
     step_filter.restart()
     feed_new(step_filter)
     monkeypatch.setattr(process, "_LONGEST_PAUSE", 0.5)
@@ -388,14 +388,14 @@ def test_it_ends_with_its_parent(number: signal.Signals) -> None:
 
 
 def test_it_loads_neither_torch_nor_sglang(make: Make) -> None:
-    """The process does not load torch or SGLang, not even to unpickle the vocabulary that it receives."""
+    """The filter process loads neither torch nor SGLang, not even to unpickle the vocabulary it receives."""
     step_filter = make(vocabulary=read("gpt2"))
     feed_new(step_filter)
     take_all(step_filter)
     child = psutil.Process(step_filter.pid)
     mapped = {Path(part.path).name for part in child.memory_maps()}
     assert not [name for name in mapped if "torch" in name or "cuda" in name or "tvm" in name]
-    # The scheduler imports the filter too, so the import loads no heavy module, not even SymPy.
+    # The scheduler also imports filter modules, so importing these loads no heavy module, not even SymPy.
     of = "sglang_reasoncache.filter"
     script = f"import sys, {of}.worker, {of}.process, {of}.structure; print(*sys.modules)"
     done = subprocess.run(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests the default filter (``match=runs``): which equal blocks pair, which of the two reads, and when."""
+"""Tests the default filter (``match=runs``): which equal blocks share, whose slots they use, and when."""
 
 import dataclasses
 import itertools
@@ -45,7 +45,7 @@ def test_runs_are_those_of_brute_force(
     def run(at: int) -> list[int]:
         return tokens[at - lead - start : at - start + block]
 
-    # Direction oldest pairs, from the left, every block whose run (``lead`` tokens and the block) is a repeat.
+    # Direction oldest, left to right: a block is paired if its run (``lead`` tokens and the block) came before.
     first = start + lead + -(start + lead) % page
     at, expected = first, []
     while at + block <= start + len(tokens):
@@ -62,7 +62,7 @@ def test_runs_are_those_of_brute_force(
         assert [pair.dst_start for pair in found] == expected
     for later, earlier in found:
         assert run(later) == run(earlier) and start + lead <= earlier <= later - block
-        # Positions count the prompt too, so blocks are whole pages even if the response begins inside a page.
+        # Pages are counted from the prompt's start: blocks begin at page starts even if the response does not.
         assert later % page == earlier % page == 0
 
 
@@ -104,12 +104,12 @@ def test_the_later_block_waits_until_it_is_old() -> None:
 
 def test_the_earlier_block_reads_the_newest_of_its_chain() -> None:
     rule = aged("newest", 10)
-    # Block 0 is too young to read. Meanwhile newer copies come, each paired with some older copy.
+    # The block at position 0 is too new to read a copy. Newer copies come, each paired with an older one.
     assert rule.release([(8, 0)], 12) == []
     assert rule.release([(12, 8)], 13) == []
     assert rule.release([(18, 0)], 22) == [(0, 18), (8, 18)]
     assert rule.release([], 26) == [(12, 18)]
-    # Blocks 0, 8 and 12 read block 18, so they follow when block 18 reads block 40: only (18, 40) is released.
+    # Blocks 0, 8 and 12 read block 18 and are redirected with it, so only the pair (18, 40) is released.
     assert rule.release([(40, 8)], 44) == [(18, 40)]
 
 
@@ -141,7 +141,7 @@ CONFIG = FilterConfig(match="runs", block=3, min_run=3, min_age=AGE, direction="
 def grouped(
     responses: list[list[int]], start: int, page: int = 1, block: int = 3
 ) -> tuple[list[RunMatcher], list[list[AcrossPair]], RunGroup]:
-    """Grows the responses of a group in turn, by six tokens each. Returns members, their pairs, the group."""
+    """Feeds a group's responses in turn, six tokens at a time. Returns members, their pairs and the group."""
     config = dataclasses.replace(CONFIG, block=block, page_size=page, min_run=block)
     group = RunGroup()
     members = [RunMatcher(config, start) for _ in responses]
@@ -174,7 +174,7 @@ def test_members_read_equal_old_blocks_and_pass_nothing_on(
             here, there = dst - start, src - start
             assert tokens[here : here + block] == responses[source][there : there + block]
             assert dst % page == src % page == 0 and min(here, there) >= 0
-            # Both blocks are at least AGE tokens old, whichever was written first.
+            # At least AGE tokens follow each of the two blocks, whichever was written first.
             assert here + block <= len(tokens) - AGE
             assert there + block <= len(responses[source]) - AGE
             assert source != reader or abs(here - there) >= block
@@ -198,7 +198,7 @@ def test_a_member_that_left_is_no_source() -> None:
     late = RunMatcher(CONFIG, 0)
     late.join(8, group)
     late.propose(Step.build(0, text, ""))
-    # While member 0 was away, member 7's equal blocks replaced its blocks, so member 8 reads member 7's.
+    # While member 0 was away, member 7's blocks took its place in ``group.copies``, so member 8 reads member 7.
     assert late.across() == [(0, 0, 7), (3, 3, 7)]
 
 
@@ -209,5 +209,5 @@ def test_tokens_that_take_no_part_are_equal_to_none() -> None:
         member.join(number, group)
         assert member.propose(Step.build(6, list(range(40, 52)), "")) == []
         pairs = member.across()
-    # Member 0 was alone when its tokens came, so the group lacks its blocks: member 2 reads member 1's.
+    # Member 0 was alone when its tokens came, so ``group.copies`` has only member 1's blocks to read.
     assert pairs == [(6, 6, 1), (9, 9, 1)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests how a token stream is split into steps (texts between blank lines), and which bytes a token has."""
+"""Tests how a token stream is split into steps (texts between blank lines), and how token bytes are found."""
 
 import functools
 import logging
@@ -71,9 +71,9 @@ def test_part_of_a_character_is_visible_and_no_token_blank() -> None:
 def test_long_steps_are_cut() -> None:
     pieces = ["a"] * 7 + ["\n\n"] + ["b"] * 2 + ["\n\n"]
     assert spans_of(pieces, max_step_tokens=3) == [(0, 3), (3, 6), (6, 8), (8, 11)]
-    # A delimiter right after a cut does not open a step.
+    # A blank line right after a cut does not start a step.
     assert spans_of(["a", "b", "\n", "\n", "c", "\n\n"], max_step_tokens=2) == [(0, 2), (4, 6)]
-    # A token that completes a blank line and has text behind it starts the next step.
+    # A token that completes a blank line and then has text starts the next step.
     assert spans_of(["one", "\n", "\ntwo\n", "\n", "\n", " "]) == [(0, 2), (2, 4)]
 
 
@@ -95,9 +95,9 @@ _MADE_UP = st.sampled_from(
 def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
     spans = spans_of(pieces)
     steps = ["".join(pieces[start:end]) for start, end in spans]
-    # The appended period begins a last step, which has not ended and is dropped.
+    # With the appended period, the last step is always an unfinished one, which is dropped.
     assert [step.strip(_WHITE) for step in steps] == split_text(f"{''.join(pieces)}.")[:-1]
-    # Blank tokens between two steps belong to neither.
+    # No step begins with a blank token, and only blank tokens lie between two steps.
     assert all(pieces[start].strip(_WHITE) for start, _ in spans)
     for (_, end), (start, _) in pairwise(spans):
         assert end <= start
@@ -106,12 +106,12 @@ def test_same_steps_as_splitting_the_text(pieces: list[str]) -> None:
 
 # -- with tokenizers of every kind --
 #
-# If a token has text on both sides of a blank line, or between a newline and a blank line, the whole token
-# belongs to the step that was open before it, and the next step starts behind the token. So the token acts as
-# if its blank lines were removed and one blank line followed it.
+# If a token has text on both sides of a blank line, or between a newline and a blank line, the whole token is
+# part of the open step (or begins one), and the next step starts after the token. So text is split as if the
+# white space inside the token were removed and a blank line followed the token.
 
 _STRADDLES = re.compile(
-    rb"[^ \t\r\n][ \t\r]*\n[ \t\r]*\n[ \t\r\n]*[^ \t\r\n]"  # text on both sides
+    rb"[^ \t\r\n][ \t\r]*\n[ \t\r]*\n[ \t\r\n]*[^ \t\r\n]"  # text on both sides of a blank line
     rb"|\A[ \t\r]*\n(?s:.*)[^ \t\r\n][ \t\r]*\n[ \t\r]*\n"  # text between a newline and a blank line
 )
 
@@ -142,7 +142,7 @@ def test_any_text(name: str, text: str) -> None:
     if not across:
         assert steps == split_text(decoded)
         return
-    # Removes the white space of each such token, and puts a blank line behind the token.
+    # Removes the white space inside each token of ``across``, and puts a blank line after the token.
     pieces = [*vocabulary.pieces]
     for token in across:
         pieces[token] = pieces[token].translate(None, _WHITE.encode()) + b"\n\n"
@@ -220,10 +220,10 @@ def test_text_is_the_concatenation(pieces: list[bytes], token_ids: list[int]) ->
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_text_as_the_tokenizer(name: str) -> None:
-    """The vocabulary's text is the tokenizer's, markers included, except for a space before the first word."""
+    """``Vocabulary.text`` restores encoded text and also markers, perhaps with a space before a marker."""
     tokenizer, vocabulary = made(name), read(name)
     assert len(vocabulary.pieces) == len(tokenizer)
-    # The Llama 2 tokenizer puts a space behind a special token, and the embedded one lacks most words.
+    # Not for llama2, which adds a space after a special token, nor embedded, which lacks most words of TEXT.
     if name in _BYTE_EXACT and name != "llama2":
         assert vocabulary.text(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
     for marker in ("<think>", "</think>"):
@@ -232,7 +232,7 @@ def test_same_text_as_the_tokenizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", _BYTE_EXACT)
 def test_any_bytes_can_be_spelled(name: str) -> None:
-    """A token may hold a part of a character, which ``decode`` of this token alone would lose."""
+    """Each byte that UTF-8 uses is a token, although ``decode`` of a single token loses parts of characters."""
     single = set(read(name).pieces)
     valid = [byte for byte in range(256) if byte not in (0xC0, 0xC1) and byte < 0xF5]
     assert all(bytes([byte]) in single for byte in valid)
@@ -264,7 +264,7 @@ class _Custom:
 
 
 def test_tiktoken_tokenizers_are_read(caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens are read as bytes. A vocabulary in Latin-1, which XGrammar does not know, is decoded instead."""
+    """Tokens are read as bytes. Tokens stored as Latin-1, which XGrammar misreads, are decoded instead."""
     tokenizer = _Custom(bytes)
     vocabulary = vocabulary_of(tokenizer)
     assert vocabulary.text(tokenizer.encode(TEXT)) == TEXT

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: RUF001, SIM905, E501 - signs look alike on purpose; lists of texts stay short
-"""Tests structure signatures, the parsed formulas and code of a step: which are equal, which differ, and which
-steps have none (prose). Hostile text is read in bounded time, raises nothing and is never evaluated."""
+# ruff: noqa: RUF001, SIM905, E501 - signs look alike on purpose; long lines keep the lists of texts short
+"""Tests which steps have equal structure signatures. A signature holds the formulas and code of a step; that of
+prose is empty. Hostile text is parsed in bounded time, causes no exception and is never evaluated."""
 
 import builtins
 import contextlib
@@ -104,7 +104,7 @@ def power(base: Basic, exponent: Basic) -> Basic:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        # ``a``, ``A`` and ``I`` count as symbols only where they cannot be English words.
+        # ``a``, ``A``, ``I`` are symbols beside numbers, operators or letters, or if they cannot be words.
         ("a circle", []), ("I think", []), ("a 2", [product(a, two)]), ("value of a", [a]),
         ("a is 2", [a, two]), ("A, B", [Symbol("A"), Symbol("B")]), ("x a", [product(x, a)]),
         ("2 a day", [product(two, a)]), ("(which is 2)", [two]),
@@ -126,7 +126,7 @@ def test_expressions(text: str, expected: list[Basic]) -> None:
 
 
 def test_step_inside_an_open_fence_is_code() -> None:
-    """A blank line inside code ends a step, so the next step has no fence: ``in_code`` takes its place."""
+    """A blank line inside code ends a step. The next step has no opening fence, so ``in_code`` replaces it."""
     inside = signature("return x\n```\nso it works", in_code=True)
     assert list(inside.content or ()) == [written("code", Symbol("return"), x)]
 
@@ -145,7 +145,7 @@ _TEMPLATES = (
 def test_any_differing_digit_letter_or_operator_changes_the_signature(
     template: str, seed: int
 ) -> None:
-    """Replaces each digit, letter and operator in turn, in prose with equations."""
+    """Takes prose with equations, and replaces one digit, letter or operator at a time."""
     rng = random.Random(seed)
     symbols = {key: rng.choice(_LETTERS) for key in "vpu"}
     symbols |= {key: str(rng.randrange(10)) for key in "qwxyr"}
@@ -163,7 +163,7 @@ _LEAVES = st.sampled_from(["1", "2", "13", "x", "y", "z"])
 
 
 def expressions(operators: str) -> st.SearchStrategy[str]:
-    """Expressions with brackets around every operation."""
+    """Random expressions whose brackets leave no doubt about the order of operations."""
     return st.recursive(
         _LEAVES,
         lambda inner: st.one_of(
@@ -212,7 +212,8 @@ def test_prose_passes_and_over_bound_never_matches() -> None:
     ],
 )  # fmt: skip
 def test_tolerance(first: str, second: str, distance: int) -> None:
-    """``distance``: edits, counted by hand. The pair matches at this tolerance, but not at one less."""
+    """``distance``: number of tree edits between the two texts, counted by hand. They match if ``tolerance`` is
+    this number, but not if it is one less."""
     steps = signature(first), signature(second)
     assert same_structure(*steps, tolerance=distance)
     assert not same_structure(*steps, tolerance=distance - 1)
@@ -221,7 +222,7 @@ def test_tolerance(first: str, second: str, distance: int) -> None:
 def test_trees_over_the_edit_bound_match_only_if_equal() -> None:
     text = "x = " + " + ".join(str(i) for i in range(40))
     first, other = signature(text), signature(text.replace("x", "y"))
-    # A tree has 44 nodes: 40 terms, the sum, the left side, the relation, the root.
+    # The tree of each text has 44 nodes: the 40 terms, their sum, the left side, the relation and the root.
     for bound, is_near in ((44, True), (43, False)):
         assert same_structure(first, other, 1, Limits(max_edit_nodes=bound)) is is_near
         assert same_structure(first, signature(text), 1, Limits(max_edit_nodes=bound))
@@ -265,7 +266,7 @@ _LONG = (
     "\x00\ud800\udfff\u202e\ufeff" * 100, "x\u0301" * 400, "```" + "\r" * 8000,
 )  # fmt: skip
 
-# Baits: if one of these texts is evaluated, a file appears.
+# Baits: each of these texts creates the file ``{0}`` if it is evaluated.
 _BAITS = (
     "open('{0}', 'w').close()", "__import__('os').system('touch {0}')", "eval(\"open('{0}', 'w')\")",
     "(lambda: open('{0}', 'w'))()", "f'{{open(\"{0}\", \"w\")}}'", "$(touch {0})", "; touch {0} #",
@@ -300,7 +301,7 @@ _SHARDS = (
 
 
 def hostile(bait: Path) -> list[str]:
-    """Nested, unterminated, huge, recursive and foreign texts. Each comes as mathematics, code and prose."""
+    """Baits, and nested, unterminated, huge or strange texts, each as prose, as mathematics and as code."""
     texts = [*_NUMBERS, *_MACROS, *_UNICODE, *_LONG, *(one.format(bait) for one in _BAITS)]
     for nest, depth in itertools.product(_NESTS, _DEPTHS):
         opened, _, closed = nest.partition(" ") if " " in nest else (nest[:-1], "", nest[-1])
@@ -311,7 +312,7 @@ def hostile(bait: Path) -> list[str]:
 
 
 def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
-    """Texts made of parts of some seeds and random pieces, in random order."""
+    """Texts that join random parts of ``seeds`` and random ``_SHARDS`` in random order."""
     for _ in range(count):
         starts = [(seed, rng.randrange(len(seed) + 1)) for seed in rng.choices(seeds, k=5)]
         parts = [seed[at : at + rng.randrange(120)] for seed, at in starts]
@@ -319,8 +320,7 @@ def mutants(seeds: list[str], count: int, rng: random.Random) -> Iterator[str]:
 
 
 _SMALL = Limits(max_chars=400, max_depth=12, max_nodes=60)
-# The most CPU time that reading a step may take.
-_MAX_SECONDS = 0.05
+_MAX_SECONDS = 0.05  # the most CPU time that parsing one step may take
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_every_bound_holds(text: str, bound: str) -> None:
 
 
 def test_recursion_stays_far_below_the_interpreter_limit() -> None:
-    """The deepest nesting allowed is read, hashed and compared within 700 stack frames."""
+    """Steps nested nearly as deeply as allowed are parsed, hashed and compared within 700 stack frames."""
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + 700)
     try:
@@ -362,7 +362,7 @@ def test_recursion_stays_far_below_the_interpreter_limit() -> None:
         sys.setrecursionlimit(limit)
 
 
-# Functions that can run a text or open a file.
+# Functions that can run text as code, start a program or open a file.
 _EVALUATORS = (
     (builtins, "eval"), (builtins, "exec"), (builtins, "compile"), (builtins, "open"),
     (os, "system"), (os, "popen"), (subprocess, "Popen"),
@@ -370,7 +370,7 @@ _EVALUATORS = (
 
 
 def seconds_to_read(text: str) -> float:
-    """CPU time of reading a text: the least of up to three tries."""
+    """The least CPU time that parsing ``text`` took in up to three tries, but at most ``_MAX_SECONDS``."""
     best = _MAX_SECONDS
     for _ in range(3):
         start = time.thread_time()
@@ -386,7 +386,7 @@ def test_hostile_steps_are_read_in_bounded_time_and_never_evaluated(tmp_path: Pa
     bait = tmp_path / "bait"
     seeds = hostile(bait)
     steps = [*seeds, *mutants(seeds, 6000, random.Random(20_240_607))]
-    signature(steps[0])  # imports SymPy while ``open`` and ``exec`` still work
+    signature(steps[0])  # imports SymPy before ``open`` and ``exec`` are replaced below
     refuse = mock.Mock(side_effect=AssertionError("hostile text was evaluated"))
     with contextlib.ExitStack() as refused:
         for module, name in _EVALUATORS:
@@ -404,14 +404,14 @@ _OPERATORS = ("−", "+", "·", "=", "<", "≤", "∈", "~", "->", "±")
 
 
 def test_a_step_like_many_that_were_never_read_is_compared_in_bounded_time() -> None:
-    """If 64 long steps become candidates at once, only some of them are parsed."""
+    """If a step is similar to 64 long steps that were never parsed, only some of these are parsed."""
     pieces = [b"\n\n", b"```", *(f"$x{sign}".encode() for sign in _OPERATORS), b"1$ "]
     vocabulary = Vocabulary(pieces)
     classes = TokenClasses(vocabulary)
     best = 1.0
     for _ in range(3):
         request = RequestFilter(FilterConfig(fixed_tau=0.0), classes, vocabulary, 0)
-        # Steps are put directly into the history, so that none was a candidate before, and none is parsed yet.
+        # Adds earlier steps to the history without comparing them, so that none of them is parsed yet.
         for i in range(64):
             (step,) = request.steps([2 + i % 10, 12] * (150 + i) + [0])
             assert isinstance(request._matcher, StepMatcher)

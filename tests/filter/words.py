@@ -24,13 +24,13 @@ _IDS = {word: i for i, word in enumerate(_WORDS)}
 
 
 class Words:
-    """A tokenizer of a fixed list of words. A word's bytes begin with a space."""
+    """A tokenizer whose tokens are the words in ``_WORDS``. A token's bytes are a space and the word."""
 
     vocabulary = Vocabulary([f" {word}".encode() if word else b"" for word in _WORDS])
     classes = TokenClasses(vocabulary)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the words. Raises KeyError if a word is not in the list."""
+        """Ids of the words. Raises KeyError if a word is not in ``_WORDS``."""
         return [_IDS[word] for word in re.findall(r"\n\n|\S+", text)]
 
     def decode(self, token_ids: list[int]) -> str:
@@ -39,7 +39,7 @@ class Words:
 
 
 def filter_knobs(preset: str) -> dict[str, Any]:
-    """The values of a preset that :class:`FilterConfig` takes: all but ``when`` and those about distances."""
+    """A preset's settings that :class:`FilterConfig` has: all but ``when`` and those for KV distances."""
     stage_two = ("percentile", "warmup", "distance", "when")
     return {name: value for name, value in PRESETS[preset].items() if name not in stage_two}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV pools, rows (a request's slots, by position) and expected results for the tests of paged attention. A slot
-may be read at other positions than the one for which its key was cached, with the key rotated. Expected results
-use none of our kernels: plain Python, complex multiplication, dense softmax, in fp64 over the stored values."""
+"""Makes KV pools, rows (the slot of each position of a request) and expected results for paged attention tests.
+If a row has a slot at a position other than the one its key was cached for, the key must be rotated. Expected
+results come from dense fp64 attention, with rotation by complex multiplication, not from our kernels."""
 
 import dataclasses
 import functools
@@ -16,16 +16,16 @@ from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from tests.triton_runs import INTERPRETED
 
-#: Layouts of a layer in the pool, in order: K and V are halves of one allocation (SGLang); K and V of a slot
-#: are side by side; heads are the outer dimension; heads have gaps between them; the address is not aligned.
+#: Memory layouts. halves: K and V are each contiguous, as in SGLang. slot: K and V of a slot are side by side.
+#: head-major: heads are the outer dimension. gaps: there are gaps between heads. odd: addresses are unaligned.
 LAYOUTS = ("halves", "slot", "head-major", "gaps", "odd")
 #: Layout of MLA: value and key of a slot are parts of one vector.
 LATENT = "latent"
-#: Positions in the rotary table.
+#: Number of positions in the rotary table.
 TABLE = 40_000
 
-#: Dtype of the result -> (relative, absolute) tolerance for values of about 1. Relative: rounding, half a unit
-#: in the last place. Absolute: the error of a logit, from fp32 sums over 256 dims and rotated queries.
+#: Dtype of the result -> (relative, absolute) tolerance for values of about 1. The relative part covers
+#: rounding (half a unit in the last place), the absolute part covers fp32 sums over 256 dims and rotation.
 TOLERANCE = {
     torch.float32: (0.0, 2e-5),
     torch.bfloat16: (2.0**-8, 2e-5),
@@ -35,7 +35,7 @@ TOLERANCE = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A pool, and rows of ``lengths`` positions in it."""
+    """Describes a KV pool and a batch of requests, whose numbers of positions are ``lengths``."""
 
     lengths: tuple[int, ...] = (0, 1, 19, 989)
     heads: int = 4
@@ -46,8 +46,8 @@ class Case:
     is_neox: bool = True
     dtype: torch.dtype = torch.bfloat16
     query_dtype: torch.dtype = torch.bfloat16
-    shared: float = 0.3  # fraction of positions whose slot was cached at another position
-    repeated: float = 0.0  # how often, roughly, a position is given another position's slot
+    shared: float = 0.3  # fraction of positions whose key was cached for another position
+    repeated: float = 0.0  # about how many times a position gets another position's slot
     evicted: float = 0.0  # fraction of evicted positions; 1 leaves one position per row
     layout: str = "halves"  # one of LAYOUTS, or LATENT
 
@@ -56,7 +56,7 @@ class Case:
         return self.k_dim + (self.v_dim if self.layout == LATENT else 0)
 
     def latent(self, **changed: Any) -> "Case":
-        """The same rows over one latent head, as in DeepSeek."""
+        """This case with one KV head in the latent layout, and dims as in DeepSeek."""
         mla: dict[str, Any] = dict(
             kv_heads=1, v_dim=512, rotary_dim=64, is_neox=False, layout=LATENT
         )
@@ -93,7 +93,7 @@ CASES = [
       rotary_dim=24) for dtype in (torch.float32, torch.float16, *_FP8)),
 ]  # fmt: skip
 
-#: Cases for interpreted Triton and for older CPUs: fewer positions, but all dtypes and most layouts.
+#: Cases for interpreted Triton and for builds for older CPUs: fewer positions, all dtypes, most layouts.
 FEW = [
     Case(evicted=0.4),
     Case(heads=5, kv_heads=1, k_dim=80, v_dim=80, rotary_dim=80, lengths=(1, 70)),
@@ -123,7 +123,7 @@ FEW = [
 
 @dataclasses.dataclass
 class Rig:
-    """A case's tensors. Slots that no row names hold NaN, among them slot 0 (SGLang's padding)."""
+    """A case's tensors. Slots that no request reads hold NaN, also slot 0, which SGLang uses for padding."""
 
     case: Case
     keys: torch.Tensor
@@ -140,8 +140,8 @@ class Rig:
         return self.case.query_dim**-0.5
 
     def plan(self, merge: bool = False) -> RowPlan:
-        """The expected plan: an entry for each held position. With ``merge``, a slot that the row has at its
-        cached position has an entry only there; its other positions are rotations in the tile of this entry."""
+        """The expected plan: an entry for each position that is not evicted. With ``merge``, a slot that a row
+        has at its cached position gets one entry; its other positions become rotations in that entry's tile."""
         indptr, tile_ptr = [0], [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []
@@ -165,7 +165,7 @@ class Rig:
                 if not merge or home[at] == at:
                     continue
                 tile, bit = divmod(place[to], TILE_ENTRIES)
-                # A tile's first rotation is 0, for keys used at their cached positions.
+                # A tile's rotations begin with 0, whose bits mark keys used at their cached positions.
                 found = tiles.setdefault(tile, [[0, -1]])
                 if last != (at - 1, tile, at - home[at], to == at):
                     found.append([at - home[at], 0])
@@ -190,13 +190,13 @@ class Rig:
         return RowPlan(torch.tensor(indptr).int(), indices, shifts, found_rotations)
 
     def rotated(self, plan: RowPlan) -> torch.Tensor:
-        """fp64 ``[total, kv_heads, query_dim]``: keys of the plan's entries, rotated to where they are used."""
+        """The keys of the plan's entries, rotated by their shifts: fp64 ``[total, kv_heads, query_dim]``."""
         slots = plan.kv_indices.long()
         keys = self.turned(self.keys.float()[slots].double(), plan.shift)
         return self.with_values(keys, slots)
 
     def with_values(self, keys: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """What a query is multiplied by: ``keys``, or in the latent layout values and ``keys`` side by side."""
+        """``keys``, or in the latent layout values and ``keys`` joined: queries are multiplied by both."""
         if self.case.layout != LATENT:
             return keys
         return torch.cat((self.values.float()[slots].to(keys.dtype), keys), dim=2)
@@ -213,7 +213,7 @@ class Rig:
         self, plan: RowPlan, spans: tuple[torch.Tensor, torch.Tensor] | None = None,
         query: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """fp64 attention ``[batch, heads, v_dim]``. ``spans``: begin and end of each query's entries."""
+        """The output, fp64 ``[batch, heads, v_dim]``. ``spans``: where each query's entries begin and end."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
         query = self.query if query is None else query
         keys, values = self.rotated(plan), self.values.float()[plan.kv_indices.long()]
@@ -235,7 +235,7 @@ def make(case: Case, seed: int = 3) -> Rig:
 
     sizes = num_slots, case.kv_heads, case.k_dim, case.v_dim
     keys, values = lay_out(case.layout, made, *sizes)
-    # Behind a request's last position its row has stale slots, and some rows belong to no request.
+    # Fills rows with stale slots, which remain behind each request's last position and in rows of no request.
     rows = torch.randint(0, num_slots, (len(case.lengths) + 2, width), generator=generator)
     cached_at = torch.randint(0, 3000, (num_slots,), generator=generator)
     order = torch.randperm(num_slots - 1, generator=generator) + 1
@@ -247,7 +247,7 @@ def make(case: Case, seed: int = 3) -> Rig:
         at = torch.arange(count)
         cached_at[slots] = at
         if case.rotary_dim and count:
-            # Runs of 8 slots, like blocks, were cached elsewhere; the first and the last slot, far away.
+            # Some runs of 8 slots were cached for positions nearby, the first and last slot for distant ones.
             away = torch.rand((count + 7) // 8, generator=generator) < case.shared
             away = away.repeat_interleave(8)[:count]
             near = torch.randint(-50, 50, (len(away),), generator=generator)
@@ -257,7 +257,7 @@ def make(case: Case, seed: int = 3) -> Rig:
                 cached_at[slots[0]] = TABLE - 1
                 cached_at[slots[-1]] = count - 1 - (TABLE - 1) if count > 1 else TABLE - 1
         for _ in range(round(case.repeated * count / 10) if count > 20 else 0):
-            # Copies a run of slots to other positions, also over slots cached elsewhere or copied before.
+            # Copies a run of slots to other positions. This may overwrite shifted slots and earlier copies.
             run, to, source = torch.randint(1, count - 20, (3,), generator=generator).tolist()
             run = 1 + run % 20
             slots[to : to + run] = slots[source : source + run].clone()
@@ -280,7 +280,7 @@ def poison(buffer: torch.Tensor, where: torch.Tensor) -> None:
     filled = buffer.float()
     filled[where] = float("nan")
     buffer.copy_(filled.to(buffer.dtype))
-    # If other slots had NaN, or these had none, the tests would prove nothing.
+    # Exactly these slots, among them slot 0, must hold NaN. Otherwise the tests would prove nothing.
     assert torch.equal(buffer.float().isnan().any(dim=(1, 2)), where) and where[0]
     assert buffer.float()[where].isnan().all()
 
@@ -294,7 +294,7 @@ def assert_plans(found: RowPlan, expected: RowPlan) -> None:
 
 
 def _lists(*plans: RowPlan) -> list[tuple[torch.Tensor | None, ...]]:
-    """The fields of the plans' rotations, as pairs to compare. Within a tile, all but the first are sorted."""
+    """Pairs the fields of two plans' ``rotations``. In each tile, all rotations but the first are sorted."""
     sides: list[list[torch.Tensor | None]] = []
     for plan in plans:
         if plan.rotations is None:
@@ -313,7 +313,7 @@ def _lists(*plans: RowPlan) -> list[tuple[torch.Tensor | None, ...]]:
 def assert_attention(
     found: torch.Tensor, expected: torch.Tensor, atol: float | None = None
 ) -> None:
-    """Compares within ``atol``, by default the tolerance of the result's dtype. NaN never passes."""
+    """Checks that results are equal within ``atol``, or by default ``TOLERANCE``. NaN never passes."""
     relative, absolute = TOLERANCE[found.dtype] if atol is None else (0.0, atol)
     if INTERPRETED and found.dtype == torch.bfloat16:
         relative *= 2  # the interpreter truncates to bf16, a GPU rounds
@@ -322,7 +322,7 @@ def assert_attention(
 
 @functools.cache
 def make_rotation(rotary_dim: int, is_neox: bool) -> KeyRotation | None:
-    """Plain rotation of the first ``rotary_dim`` dims, base 10,000; None if ``rotary_dim`` is 0."""
+    """The original RoPE on the first ``rotary_dim`` dims, with base 10,000; None if ``rotary_dim`` is 0."""
     if not rotary_dim:
         return None
     powers = torch.arange(0, rotary_dim, 2).double() / rotary_dim
@@ -358,7 +358,7 @@ def lay_out(
 
 
 def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """fp64 keys, with each pair of dims multiplied, as a complex number, by ``turn`` ``[tokens, pairs]``."""
+    """Rotates fp64 keys: multiplies each pair of dims, as a complex number, by ``turn`` ``[tokens, pairs]``."""
     half, turn = turn.shape[1], turn[:, None]
     x, rest = keys[..., : 2 * half], keys[..., 2 * half :]
     if is_neox:
@@ -372,8 +372,8 @@ def dense(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, *,
     hidden: torch.Tensor | None = None, cap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """fp64 attention of queries ``[tokens, heads, dim]`` to keys ``[held, kv_heads, dim]``, and its weights
-    ``[heads, tokens, held]``. ``hidden`` ``[tokens, held]`` is True where a token does not see a key."""
+    """fp64 attention of queries ``[tokens, heads, dim]`` to keys ``[held, kv_heads, dim]``. Returns its output
+    and weights ``[heads, tokens, held]``. ``hidden`` ``[tokens, held]`` is True where a token ignores a key."""
     group = query.shape[1] // keys.shape[1]
     keys, values = (side.double().repeat_interleave(group, dim=1) for side in (keys, values))
     logits = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale

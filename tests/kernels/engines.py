@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures for the engines that run our operations: C++ built for this CPU and for older CPUs, and Triton, on a
-GPU or interpreted. For KV distances PyTorch is an engine too. In a process with the interpreter (see
-``tests/triton_runs.py``) Triton is the only engine."""
+"""Fixtures that run a test on each engine that has our kernels: C++ built for this CPU, C++ built for older
+CPUs, and Triton, on a GPU or interpreted. For KV distances PyTorch is an engine too. In a process that
+interprets Triton (see ``tests/triton_runs.py``) Triton is the only engine."""
 
 import ctypes
 import functools
@@ -15,7 +15,7 @@ import pytest
 from sglang_reasoncache import native
 from tests.triton_runs import INTERPRETED, on_device
 
-#: Builds for older x86 CPUs -> CPU flags that a build needs. v3 lacks AVX-512; x86-64 lacks AVX, F16C, FMA too.
+#: Build for older x86 CPUs -> CPU flags that it needs. v3 has no AVX-512; x86-64 also has no AVX, F16C or FMA.
 OLDER = {"x86-64-v3": {"avx2", "f16c", "fma"}, "x86-64": set[str]()}
 NATIVE = () if INTERPRETED else ("native", *OLDER)
 HOST = () if INTERPRETED else ("torch", *NATIVE)
@@ -37,8 +37,8 @@ backend = _engines(*NATIVE, ON_DEVICE)
 def by_engine(
     cases: Iterable[Any], few: Iterable[Any], host: tuple[str, ...] = NATIVE
 ) -> list[Any]:
-    """Parameters for pytest: each engine of ``host``, and Triton, with all ``cases``. Builds for older CPUs and
-    interpreted Triton get the ``few`` cases instead."""
+    """Parameters for pytest: pairs each engine of ``host``, and Triton, with each of ``cases``. Builds for
+    older CPUs and interpreted Triton are paired with each of ``few`` instead."""
     return [
         pytest.param(engine, case, marks=on_device if engine == "triton" else ())
         for engine in (*host, "triton")
@@ -46,15 +46,15 @@ def by_engine(
     ]
 
 
-#: Fixture of the C++ engines alone, because only these refuse values out of range.
+#: Fixture of the C++ engines only. Other engines do not raise an error if a value is out of range.
 cpu = _engines(*NATIVE)
-#: Fixtures of engines for distances: all engines, and the engines that read host memory.
+#: Fixtures for tests of KV distances: all engines, and only the engines that read host memory.
 of_distances = _engines(*HOST, ON_DEVICE)
 host_of_distances = _engines(*HOST)
 
 
 def use(engine: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make backend "native" load this engine's library, or none for "torch". Return the engine's backend."""
+    """Make backend "native" load a C++ engine's library, or none for "torch". Return the engine's backend."""
     if engine == "torch":
         monkeypatch.setattr(native, "library", unavailable)
     elif engine in NATIVE:
@@ -87,7 +87,7 @@ def older_build(level: str) -> ctypes.CDLL | str:
         return "a build for an x86 CPU"
     if not set(Path("/proc/cpuinfo").read_text().split()) >= OLDER[level]:
         return f"this CPU is older than {level}"
-    # The build is cached for all processes and later runs, like the library's own build.
+    # ``_build`` caches this library on disk, so other processes and later runs do not compile it again.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "_OPTIMISED", ("-O1", f"-march={level}"))
         try:

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no comp
 
 GPUS = 80, 90, 100
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
-#: Element type -> names of kernel arguments that point to such elements, unless a case says otherwise.
+#: Element type -> names of kernel arguments that point to such elements, unless a ``_Kernel`` overrides it.
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
     "tile_ptr by following",
@@ -51,20 +51,20 @@ ALIGNED_STRIDES = ("slot_stride", "head_stride", "q_row_stride", "q_head_stride"
 
 
 class Resources(NamedTuple):
-    """The resources that a compiled kernel takes, or the limits of these."""
+    """The resources that a compiled kernel uses, or limits on these resources."""
 
     registers: int  # of a thread
     spilled: int  # bytes of a thread's stack
     shared: int  # bytes of a program
 
 
-#: A kernel, its constants, and names of pointers -> element types that differ from POINTERS.
+#: A kernel, its compile-time constants, and the element types of pointers that override ``POINTERS``.
 _Kernel = tuple[Any, dict[str, Any], dict[str, str]]
 
 
 @contextlib.contextmanager
 def standing_in(gpu: int) -> Iterator[GPUTarget]:
-    """Makes ``gpu`` Triton's active GPU, because Triton chooses instructions by that GPU, not by the target."""
+    """Makes ``gpu`` Triton's active GPU. Some kernel code depends on that GPU, not on the compile target."""
     target = GPUTarget("cuda", gpu, 32)
     driver: Any = triton.runtime.driver
     driver.set_active(SimpleNamespace(get_current_target=lambda: target))
@@ -75,7 +75,7 @@ def standing_in(gpu: int) -> Iterator[GPUTarget]:
 
 
 def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dict[str, str]) -> Any:
-    """The kernel, compiled for launches on ``gpu`` (its compute capability), which need not be present."""
+    """The kernel, compiled for a GPU of compute capability ``gpu``. This machine need not have such a GPU."""
     kinds = dict.fromkeys(("scale", "logit_cap"), "fp32")
     kinds |= {name: f"*{kind}" for name, kind in (POINTERS | pointers).items()}
     names = [name for name in kernel.arg_names if name not in constants]
@@ -94,7 +94,7 @@ def compiled_for(gpu: int, kernel: Any, constants: dict[str, Any], pointers: dic
 
 
 def resources_of(compiled: Any) -> Resources:
-    """The resources that the machine code takes. Raises RuntimeError if cuobjdump names no registers."""
+    """The resources that the machine code takes. Raises RuntimeError if cuobjdump reports no registers."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -107,7 +107,7 @@ def resources_of(compiled: Any) -> Resources:
 
 
 def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
-    """``heads``: query/KV x dim. ``kind`` of plan: "merged" (each slot once), "own" (unrotated), "shifted"."""
+    """``heads``: query/KV x dim. ``kind`` of plan: "merged" (rotations), "shifted" (shifts), "own" (none)."""
     query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
     pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
     query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
@@ -169,9 +169,9 @@ def _gather() -> _Kernel:
     return gather_triton.gather_kernel, constants, {}
 
 
-#: Every kernel with constants of a usual server, and its limits on all of :data:`GPUS`: registers, spilled
-#: bytes, shared bytes. With 168 registers, three blocks of four warps fit on an SM. Where 8 bytes are spilled,
-#: ptxas keeps two numbers in memory to get by with these 168 registers, or with a thread's maximum of 255.
+#: Every kernel, with the constants of a typical server, and its limits: registers, spilled bytes, shared bytes.
+#: With 168 registers per thread, three thread blocks of four warps fit on an SM. Where 8 bytes are spilled,
+#: ptxas keeps two values in memory to stay within 168 registers, or within 255, a thread's maximum.
 _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, bf16 32/8x128": (_decode("32/8x128", BF16, "merged"), (168, 0, 74776)),
     "decode, merged, bf16 64/8x128": (_decode("64/8x128", BF16, "merged"), (176, 0, 74776)),
@@ -204,7 +204,7 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "rotations of tiles": (_rotations(True), (120, 0, 256)),
 }
 KERNELS = {name: kernel for name, (kernel, _) in _KERNELS.items()}
-#: Limits that differ on one GPU. Below sm_89 a kernel converts fp8 by arithmetic and has twice the warps.
+#: Limits of one GPU, if not those of ``_KERNELS``. Before sm_89, decode converts fp8 by arithmetic, in 8 warps.
 _LIMITS_OF_GPU = {
     (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776),
     (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296),
@@ -220,7 +220,7 @@ def limits_of(gpu: int, name: str) -> Resources:
 NARROW = r"ld\.global\.(?:b8|b16|u8|u16)\b"
 
 
-#: Every kernel for every GPU. If no ``long`` tests run, each kernel is compiled for one GPU in turn.
+#: Every kernel for every GPU. Without ``long`` tests, each kernel is compiled for one GPU; the GPUs take turns.
 COMPILED = [
     pytest.param(name, gpu, marks=[] if (i - j) % len(GPUS) == 0 else pytest.mark.long)
     for i, name in enumerate(KERNELS)
@@ -241,15 +241,15 @@ def test_resources(name: str, gpu: int) -> None:
     ptx: str = compiled.asm["ptx"]
     assert f".target sm_{gpu}" in ptx
     if name.startswith("decode"):
-        # Decode uses tensor cores and copies the next tile asynchronously, 16 bytes at a time. fp8 latents
-        # are loaded instead, because they are converted for both products.
+        # Decode must use tensor cores and copy the next tile asynchronously, 16 bytes at a time. The fp8 latent
+        # layout uses ordinary wide loads instead, because its elements must be converted before both products.
         copied = r"cp\.async\.cg\.shared\.global \[[^\]]+\], \[[^\]]+\], 0x10"
         assert "mma" in ptx
         assert re.search(r"ld\.global\.v4\.b32" if "e4m3 128x512" in name else copied, ptx)
-        # Only interleaved rotations may have narrow loads, because they read single neighbouring dims.
+        # Only kernels that rotate neighbouring dims (interleaved) may have narrow loads: they load single dims.
         assert "interleaved" in name or not re.findall(NARROW, ptx)
     elif name.startswith("distance"):
-        # At least four wide loads: K and V of two blocks.
+        # The kernel must have at least four wide loads: for K and for V of both blocks.
         assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) >= 4
         assert not re.findall(NARROW, ptx)
     elif name == "gather":

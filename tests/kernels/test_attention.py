@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests plans (which slots a batch reads), decode, gather and extend on backends against dense attention."""
+"""Tests plans (which slots a batch reads), decode, gather and extend: compares backends with plain PyTorch."""
 
 import dataclasses
 from typing import Any
@@ -68,7 +68,7 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
 
 
 def cut(plan: RowPlan) -> RowPlan:
-    """The plan on the host, cut to its entries, because buffers have room for more."""
+    """Moves a plan to the host, and cuts off the parts of its buffers that are not in use."""
     total, rotations, shift = int(plan.kv_indptr[-1]), None, None
     assert (plan.shift is None) == (plan.rotations is not None)
     if plan.shift is not None and plan.shift[:total].any():
@@ -108,7 +108,7 @@ BY_ENGINE = pytest.mark.parametrize(
 
 @BY_ENGINE
 def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
-    """Slots that no row names hold NaN, so the output would be NaN if such a slot were read."""
+    """Slots that no request reads hold NaN, so the output would be NaN if a kernel used such a slot."""
     rig = make(case)
     plan = plan_of(rig, backend)
     assert_plans(plan, rig.plan())
@@ -119,11 +119,11 @@ def test_agrees_with_dense_attention(backend: str, case: Case) -> None:
     assert_attention(decode(rig, backend, merged), rig.expected(plan))
 
 
-#: Shifts of neighbouring entries: by how many positions keys are rotated. A list repeats over all entries.
+#: Lists of shifts (by how many positions keys are rotated). A test repeats one list over all entries.
 TILES = ([0], [7], [0, 0, -300], [5, -9, 0], [5, -9, 0, 300, 1, -1, TABLE - 1])
 
 
-#: Pairing of dims (``is_neox``) and dtype. The interpreter gets two combinations, other engines all four.
+#: Values of ``is_neox`` and ``dtype``. The interpreter runs two combinations, other engines run all four.
 KEYS = [(True, torch.bfloat16), (False, torch.float32)]
 if not INTERPRETED:
     KEYS += [(True, torch.float32), (False, torch.bfloat16)]
@@ -146,7 +146,7 @@ def test_every_sort_of_tile(
 
 
 def test_slots_of_many_positions(backend: str) -> None:
-    """One slot may have many positions, or many slots two each. A request alone gets the same bits."""
+    """A row may have one slot many times, or many slots twice. A request decoded alone has the same output."""
     many = 100 if INTERPRETED else 1000
     rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
     rows = [rig.rows[request] for request in rig.requests.tolist()]
@@ -183,7 +183,7 @@ def test_soft_cap_and_sinks(backend: str, heads: int, cap: float, with_sinks: bo
 
 
 def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several queries read entries of one request. Here Triton launches at most three queries at a time."""
+    """Several queries read entries of the same request. In this test a Triton launch takes at most three."""
     if backend == "triton":
         monkeypatch.setattr("sglang_reasoncache.kernels.decode_triton.QUERIES", 3)
     rig = make(Case(lengths=(300, 19), query_dtype=torch.float32))
@@ -195,7 +195,7 @@ def test_queries_may_read_the_same_entries(backend: str, monkeypatch: pytest.Mon
 
 
 def test_queries_may_be_strided(backend: str) -> None:
-    """Queries from SGLang are a slice of a fused projection, so they have strides."""
+    """SGLang passes queries as a slice of a fused projection, so they are not contiguous."""
     rig = make(Case(lengths=(19, 70)))
     plan = rig.plan()
     batch, heads, dim = rig.query.shape
@@ -224,7 +224,7 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     plan = rig.plan()
     slots = plan.kv_indices.long()
     kv, entries = kv_of(rig, backend), placed(plan, backend)
-    # From fp32 to bf16 a GPU rounds, but the interpreter truncates, so it gets no further dtypes.
+    # The interpreter skips these dtypes, because it truncates fp32 to bf16, where a GPU rounds.
     others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
     for dtype in {case.query_dtype, torch.float16, *others}:
         out_k, out_v = (s.cpu() for s in gather_kv(kv, entries.kv_indices, entries.shift, dtype))
@@ -236,13 +236,13 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
         assert torch.equal(out_k[:, stays], cached[:, stays].to(dtype))
 
 
-#: The interpreter reads only 8-bit dtypes, because the 65,536 codes of 16 bits would take a minute.
+#: The interpreter runs only 8-bit dtypes, because 16-bit dtypes have 65,536 codes, which would take a minute.
 CODES = [dtype for dtype in DTYPES if dtype.itemsize < (2 if INTERPRETED else 4)]
 
 
 @pytest.mark.parametrize("dtype", CODES, ids=str)
 def test_reads_every_code_exactly(backend: str, dtype: torch.dtype) -> None:
-    """Every bit pattern of a dtype is read exactly, at any place of a vector, also subnormals and NaN."""
+    """Every bit pattern of a dtype is read exactly, also subnormals and NaN. Its index in the vector varies."""
     bits = torch.int8 if dtype.itemsize == 1 else torch.int16
     count, dim = 1 << (8 * dtype.itemsize), 67
     slots = torch.arange(count, dtype=torch.int32)
@@ -264,8 +264,8 @@ def test_plan(backend: str, dtype: torch.dtype) -> None:
 
 
 def test_plan_of_evicted_neighbours(backend: str) -> None:
-    """Evicted positions (values below 0) yield no rotation. C++ looks up slot 0 in their place, but where slot
-    0 was cached must not matter, even if that position would continue a run of rotations."""
+    """Evicted positions (values below 0) yield no rotation. For them, C++ looks up the cached position of
+    slot 0. That position must not change the plan, even if it would continue a run of equal shifts."""
     row = torch.tensor([[1, -1, 1, -1, 2, -(2**31), 1, -1, -1, 2, -7, 0]], dtype=torch.int32)
     rig = make(Case())
     where: dict[str, Any] = dict(
@@ -325,7 +325,7 @@ def test_extend_sees_up_to_itself(
     ]
     begin, end = torch.tensor(seen).T
     expected = rig.expected(plan, (begin, end), query)
-    # The tolerance allows that PyTorch's fused attention rounds weights, and gathering rounds keys.
+    # In bf16, PyTorch's fused attention rounds weights and ``gather_kv`` rounds keys, so errors are larger.
     assert_attention(out, expected, 2e-5 if dtype == torch.float32 else 3e-2)
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that only Triton's kernels need. They run on a GPU, or in the interpreter's process together with
-``test_attention.py``, which has the tests of all backends."""
+"""Tests for the Triton kernels only. They run on a GPU, or under Triton's interpreter in one process with
+``test_attention.py``, which tests all backends."""
 
 import pytest
 import torch
@@ -28,11 +28,11 @@ def test_the_merge_is_exact(splits: int, monkeypatch: pytest.MonkeyPatch) -> Non
     whole = decode(rig, "triton", plan)
     monkeypatch.setattr(decode_triton, "SPLITS", splits)
     out = decode(rig, "triton", plan)
-    # Splits change only the order of sums. A tensor core truncates each sum of 16 products to fp32. A weight is
-    # multiplied as two halves, so there are 2 * 989 / 16 errors of up to 2**-23, for values of about 1.
+    # ``SPLITS`` changes only the order of additions. A tensor core truncates each sum of 16 products to fp32.
+    # Each attention weight is split into two fp16 numbers, so 2 * 989 / 16 sums of about 1 lose up to 2**-23.
     atol = 1e-6 if INTERPRETED else 989 / 8 * 2.0**-23
     torch.testing.assert_close(out, whole, rtol=0, atol=atol)
-    # A row of at most one chunk is not split.
+    # The last two requests have fewer than ``CHUNK`` entries, so they are not split.
     assert torch.equal(out[2:], whole[2:])
 
 
@@ -87,7 +87,7 @@ def test_rotations_out_of_range_count_for_nothing(by: int) -> None:
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> None:
-    """Buffers have old contents and room for more requests. Values out of range yield no entries."""
+    """Buffers hold old values and have room for more requests. Values out of range add no plan entries."""
     rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, repeated=0.3, evicted=0.3))
     num_slots = rig.keys.shape[0]
     rows = rig.rows.clone()
@@ -105,7 +105,7 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
         own = buffers.merge or ()
         for side in (*vars(buffers).values(), *own[1:], *(own and own[0])):
             if isinstance(side, torch.Tensor):
-                side[1:] = -7  # not the first, which stays 0: no plan writes it
+                side[1:] = -7  # ``kv_indptr[0]`` must stay 0, because planning never writes it
         tensors = map(there, (rows, requests, lengths, rig.cached_at))
         plan = plan_triton.plan_into(buffers, *tensors, num_slots=num_slots)
         if capacity == 2 * total:

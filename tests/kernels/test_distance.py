@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares KV distances (how much K and V of two blocks differ) on every backend with fp64 sums over gathered
-blocks. The interpreter runs these tests in the process of ``test_attention.py``."""
+"""Compares the KV distances of every backend (how much K and V of two blocks differ) with fp64 sums by PyTorch.
+Under Triton's interpreter, these tests run in one process with ``test_attention.py``."""
 
 import dataclasses
 import itertools
@@ -26,14 +26,14 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
-#: Relative tolerances of fp32 sums over up to 19 * 8 * 256 squares. The second is for source keys that were
-#: rotated in fp32.
+#: Relative tolerances of fp32 sums over up to 3 * 8 * 256 squares. ``TURNED_SUM`` is larger, because it also
+#: allows for the rounding of source keys that are rotated in fp32.
 SUM, TURNED_SUM = 3e-6, 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A pool and a call of the kernel."""
+    """Describes a KV pool and one call of the distance kernel."""
 
     pairs: int = 2
     block: int = 8
@@ -77,7 +77,7 @@ def make_layers(case: Case, slots: int = 48, seed: int = 7) -> Layers:
 
 
 def make_entries(case: Case, slots: int = 48, seed: int = 11) -> Entries:
-    """Slots of the pairs' two blocks, some of them repeated; shifts of both signs, some of them 0 or huge."""
+    """Random slots for both blocks of each pair, and shifts: positive, negative, 0 and very large ones."""
     generator = torch.Generator().manual_seed(seed)
     shape = (case.pairs, case.block)
     dst = torch.randint(0, slots, shape, generator=generator)
@@ -94,7 +94,7 @@ def make_entries(case: Case, slots: int = 48, seed: int = 11) -> Entries:
 
 
 class Sums:
-    """A case's kernel and pool on the backend's device. Sums come back to the host."""
+    """A case's kernel and pool on the backend's device. ``squares`` copies the kernel's sums to the host."""
 
     def __init__(self, case: Case, backend: str, layers: Layers | None = None) -> None:
         self.case, self.layers = case, make_layers(case) if layers is None else layers
@@ -109,7 +109,7 @@ class Sums:
         return self.kernel.squares(*placed).cpu()
 
     def expected(self, dst: torch.Tensor, src: torch.Tensor, shift: Any) -> torch.Tensor:
-        """fp64 ``[pairs, layers, 2]``: |x - y|^2 of K and of V, computed over gathered blocks."""
+        """Sums of (x - y)^2 over K and over V of the gathered blocks x and y: fp64 ``[pairs, layers, 2]``."""
         result = torch.zeros(dst.shape[0], len(self.layers), 2, dtype=torch.float64)
         for index, sides in enumerate(self.layers):
             for side, buffer in enumerate(sides):
@@ -122,7 +122,7 @@ class Sums:
         return result
 
 
-#: Fewer and smaller cases for the interpreter, which takes 0.1 s for each program.
+#: Fewer, smaller cases for builds for older CPUs and for Triton's interpreter, which takes 0.1 s per program.
 FEW = [
     *{
         dataclasses.replace(case, pairs=min(case.pairs, 1), layers=1): None
@@ -147,7 +147,7 @@ def test_agrees_with_gathered_blocks(of_distances: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox: bool) -> None:
-    """NaN and infinity reach the sum, also from a slot's first and last element, where tiles begin and end."""
+    """A NaN or infinity makes its sum not finite, even if it is the first or last element of a slot."""
     sizes: dict[str, Any] = dict(heads=3, k_dim=20, rotary_dim=12, v_dim=20)
     case = Case(pairs=48, block=2, dtype=dtype, is_neox=is_neox, **sizes)
     layers = make_layers(case)
@@ -184,7 +184,7 @@ def test_no_shift_is_as_cached(of_distances: str) -> None:
     torch.testing.assert_close(still, cached, rtol=1e-6 if of_distances == "triton" else 0, atol=0)
     moved = sums.squares(dst, src, shift)
     assert torch.equal(still[..., 1], moved[..., 1])
-    # Slots and shifts may be views with strides.
+    # Slots and shifts may be views that are not contiguous.
     views = (torch.stack((side, side), dim=-1)[..., 0] for side in (dst, src, shift))
     torch.testing.assert_close(sums.squares(*views), moved, rtol=0, atol=0, equal_nan=True)
 
@@ -197,7 +197,7 @@ def test_no_shift_is_as_cached(of_distances: str) -> None:
     ],
 )
 def test_values_out_of_range(backend: str, name: str, value: int) -> None:
-    """C++ refuses values out of range. With Triton, which cannot check them, only their pair becomes NaN."""
+    """The C++ kernel refuses values out of range. The Triton kernel returns NaN for the sums that use them."""
     case = Case(pairs=3)
     sums = Sums(case, backend)
     entries = dict(zip(("dst_slots", "src_slots", "shift"), make_entries(case), strict=True))
@@ -216,22 +216,22 @@ def test_values_out_of_range(backend: str, name: str, value: int) -> None:
     assert torch.equal(found, good)
 
 
-#: Values of two tokens, two heads, one dim.
+#: Buffers of two tokens, two heads and one dim, filled with 0, 1 or 3.
 _ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
 
 
 @pytest.mark.parametrize(
     ("layers", "squares", "distance"),
     [
-        # Keys differ by (3, 4), values by (0, 5): (5 + 5) / (2 * 1 * 1).
+        # Keys differ by (3, 4), values by (0, 5), so the distance is (5 + 5) / (2 * 1 * 1).
         ([([[[1.0, 1.0]], [[4.0, 5.0]]], [[[2.0, -3.0]], [[2.0, 2.0]]])], [[25.0, 25.0]], 5.0),
-        # Two tokens, two heads, two layers: the mean of (2 + 2) / 8 and (0 + 6) / 8.
+        # Two tokens, two heads, two layers: the distance is the mean of (2 + 2) / 8 and (0 + 6) / 8.
         (
             [(_ZEROS + _ONES, _ONES + _ZEROS), (_ZEROS * 2, _ZEROS + _THREES)],
             [[4, 4], [0, 36]],
             0.625,
         ),
-        # Large values differ in their last bits: an expanded square, x^2 - 2xy + y^2, would be 0 or less.
+        # Large values that differ only in their last bits: x^2 - 2xy + y^2 in fp32 would be 0 or less.
         ([([[[1000.0] * 4], [[1000.0 + 2**-10] * 4]],) * 2], [[4 * 2.0**-20] * 2], 2 * 2.0**-9 / 2),
     ],
 )
@@ -281,7 +281,7 @@ def test_layers_of_two_layouts_are_refused(host_of_distances: str) -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="no kernel runs")
 def test_which_backend_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """C++ computes distances in host memory, or PyTorch if the library is missing."""
+    """For a pool in host memory, the C++ backend is chosen, or PyTorch if the C++ library is missing."""
     layers = make_layers(Case(heads=1, k_dim=2, v_dim=2, dtype=torch.float8_e4m3fn))
     try:
         native.library()

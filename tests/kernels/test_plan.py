@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that merged plans, which have a slot once for all its positions, have each use of a key once."""
+"""Checks that merged plans, which read a slot once for several positions, contain every use of a key once."""
 
 from collections import Counter
 from itertools import pairwise
@@ -14,9 +14,9 @@ from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
 #: Arguments of :func:`plan_rows` for a batch: rows, requests, lengths and cached positions.
 Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-#: Counts how often a key is used: by request, slot, and position of the use minus cached position.
+#: How often each key is used, by request, slot and shift (position of the use minus cached position).
 Uses = Counter[tuple[int, int, int]]
-#: Pieces that make up a row: origin of the slots, number of slots, and a number that picks a place there.
+#: The pieces of a row. A piece has the kind of its slots, their number, and a number that picks a position.
 PIECES = st.lists(
     st.tuples(
         st.sampled_from(("own", "earlier", "another's", "evicted", "backwards")),
@@ -94,7 +94,7 @@ def test_a_plan_has_each_use_of_a_key_once(
     slots, expected = len(read[3]), of_rows(*read, reach=reach)
     found = plan_rows(*read, num_slots=slots, reach=reach, merge=True)
     assert of_plan(found) == expected
-    # If a row names a slot at the slot's cached position, the slot has one entry.
+    # If a row names a slot at the slot's cached position, the plan has exactly one entry for this slot.
     own = Counter((request, slot) for request, slot, by in expected if not by)
     requests = torch.arange(len(batch)).repeat_interleave(found.kv_indptr.diff())
     entries = Counter(zip(requests.tolist(), found.kv_indices.tolist(), strict=True))

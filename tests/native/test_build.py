@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests how the library of C++ kernels is built, cached and loaded. If that fails, callers get the reason."""
+"""Tests how the C++ library is built, cached and loaded. If a build or load fails, callers get the reason."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ import pytest
 from sglang_reasoncache import native
 
 ROOT = Path(__file__).parents[2]
-#: Prints, twice, the library's path or why there is none. Hides the package ziglang, which has a compiler.
+#: A program that hides the compiler package ziglang and prints, twice, the library's path or why it is missing.
 LOAD = """
 import sys
 sys.modules["ziglang"] = None
@@ -28,7 +28,7 @@ for _ in range(2):
 
 
 def load(**env: str) -> list[str]:
-    """Lines that LOAD prints in a fresh interpreter with these variables."""
+    """Runs LOAD in a new Python process with these environment variables. Returns the printed lines."""
     variables = {k: v for k, v in os.environ.items() if not k.startswith("REASONCACHE")} | env
     command = [sys.executable, "-c", LOAD]
     done = subprocess.run(
@@ -61,7 +61,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
     [
         (lambda cache: None, "cannot build or load"),
         (shutil.rmtree, "no C++ compiler on PATH"),
-        # If others own the cache or may write to it, nothing is loaded from it.
+        # If another user owns the cache folder or may write to it, no library is loaded from it.
         (lambda cache: cache.chmod(0o770), "no C++ compiler on PATH"),
         (lambda cache: cache.chmod(0o707), "no C++ compiler on PATH"),
         pytest.param(
@@ -74,7 +74,7 @@ def test_a_failing_compiler_is_a_reason_and_asked_once(tmp_path: Path, compiler:
 def test_without_a_compiler_what_is_in_our_cache_is_used(
     tmp_path: Path, spoil: Any, message: str
 ) -> None:
-    """The cache has a broken file in place of the build. This file is loaded only if the cache is trusted."""
+    """The cache holds a broken file instead of a library. This file is loaded only if the cache is trusted."""
     flags = (*native._FLAGS, *native._OPTIMISED)
     cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
     (cache / key).mkdir(parents=True, mode=0o700)
@@ -86,14 +86,14 @@ def test_without_a_compiler_what_is_in_our_cache_is_used(
 
 
 def test_no_home_leaves_no_folder_behind(compiler: Path) -> None:
-    """If no home is known, ``~`` stays as it is. No folder of that name may be created."""
+    """Here ``~/.cache`` expands to itself, as for a user without a home. No folder ``~`` may be created."""
     load(HOME="~", XDG_CACHE_HOME="", CXX=str(compiler))
     assert not (ROOT / "~").exists()
 
 
 def test_builds_once_in_a_private_folder(tmp_path: Path) -> None:
-    """The first call builds a file that no other user may write; later calls load this file. The compiler here
-    copies the library of this process, which is a real build."""
+    """The first call builds the library in a folder that no other user may write to. Later calls load this
+    library. The compiler here is a script that copies the real library, which this process has loaded."""
     try:
         library = native.library()._name
     except native.NativeUnavailable as error:

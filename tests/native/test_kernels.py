@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests that only the C++ kernels need, built for this CPU and for older CPUs."""
+"""Tests for the C++ kernels only. Each test runs with a build for this CPU and with builds for older CPUs."""
 
 import dataclasses
 import functools
@@ -41,8 +41,8 @@ def decode_by(monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
 def test_bits_do_not_depend_on_threads(
     decode_by: Any, lengths: tuple[int, ...], heads: int, kv_heads: int
 ) -> None:
-    """Any number of threads gives the same bits, for plans with and without rotations. So do calls at the same
-    time, of which only one gets the helper threads."""
+    """Any number of threads gives the same bits, for plans with and without rotations. So do concurrent calls,
+    although only one call at a time gets helper threads."""
     rig = make(Case(lengths=lengths, heads=heads, kv_heads=kv_heads, k_dim=128, v_dim=128))
     repeats = make(dataclasses.replace(rig.case, repeated=2.0))
     for each, plan in ((rig, rig.plan()), (repeats, repeats.plan(merge=True))):
@@ -56,7 +56,7 @@ def test_bits_do_not_depend_on_threads(
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_bits_do_not_depend_on_the_rest_of_the_batch(decode_by: Any, count: int) -> None:
-    """Requests of very unlike lengths run in one call. Each gets the bits of a call of its own."""
+    """Each request of a batch with very different lengths gets the same output bits as in a call of its own."""
     lengths = (1100, 0, 15, 16, 17, 512, 513, 0, 1024, 1, 1500, 640)
     rig = make(Case(lengths=lengths, heads=8, kv_heads=2, k_dim=64, v_dim=64))
     plan = rig.plan()
@@ -82,7 +82,7 @@ def test_a_forked_child_has_threads_of_its_own(decode_by: Any) -> None:
 
 
 def test_every_half_rounds_as_pytorch_does() -> None:
-    """Gathering fp32 values as bf16 or fp16 gives PyTorch's results, for all exponents, ties included."""
+    """Gathering fp32 values as bf16 or fp16 rounds them as PyTorch does, for all exponents and for ties."""
     bits = torch.arange(2**16, dtype=torch.int64)
     values = torch.cat([(bits << 16) + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = values.to(torch.uint32).view(torch.float32)
@@ -97,11 +97,11 @@ def test_every_half_rounds_as_pytorch_does() -> None:
 
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_distances_do_not_depend_on_threads(is_neox: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any number of threads, and calls at the same time, give the same bits."""
+    """Neither the number of threads nor concurrent calls change any bit of the result."""
     sizes: dict[str, Any] = dict(layers=5, heads=4, k_dim=64, v_dim=64, rotary_dim=64)
     case = DistanceCase(pairs=37, block=16, is_neox=is_neox, **sizes)
     entries = make_entries(case, slots=300)
-    # The work is well above the size at which several threads begin to run.
+    # Several threads run if a call reads at least 1 MiB. This call reads more than 4 MiB.
     assert entries[0].numel() * case.layers * 2 * 2 * 4 * 64 * 2 > 4 << 20
     layers, rotation = make_layers(case, slots=300), make_rotation(64, is_neox)
     kernel = DistanceKernel(layers, rotation, backend="native")

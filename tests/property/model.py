@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plain Python model of what memory should hold, and checks of the real memory. Every KV vector has a number,
-its *content*; a position *shows* its slot's content. The model knows for which token sequence a content was
-computed, whether from exact KV only (nothing shared or evicted), and which positions must show it."""
+"""A Python model of what the KV cache must hold, and checks of the real KV cache. A *content* is a number that
+stands for the KV of a slot. A position *shows* the content of its slot. The model knows what each position must
+show and, if a content was computed from exact KV only (nothing shared or evicted), for which token sequence."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class Track:
     opted_out: bool
     #: For each position of prompt and output, the token sequence that ends there.
     paths: list[Path]
-    #: Content of every written position of the row; ``exact``: whether no position shares or was evicted.
+    #: Content of every written position of the row. ``exact``: no block shares and no position was evicted.
     shows: list[int] = field(default_factory=list)
-    #: Evicted positions -> the contents that they would show if they had not been evicted.
+    #: Evicted position -> content that the position would show if it had not been evicted.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: Block pairs. ``candidates`` outlive a retraction. Those in ``blocks`` share, those in ``ledger`` could.
+    #: ``blocks``: pairs that share. ``ledger``: pairs that can share later. ``candidates`` survive retraction.
     candidates: list[Pair] = field(default_factory=list)
     blocks: list[Pair] = field(default_factory=list)
     ledger: list[Pair] = field(default_factory=list)
-    #: Position -> label. Positions with equal labels name one slot once all accepted blocks share.
+    #: Position -> label. Positions with equal labels name the same slot once all blocks in ``ledger`` share.
     labels: dict[int, int] = field(default_factory=dict)
     #: True from a retraction until the candidates may share again in the new row.
     returned: bool = False
@@ -91,12 +91,12 @@ class Memory:
     def __init__(self, world: World, block: int) -> None:
         self.world, self.block = world, block
         self._roots: dict[str | None, Path] = {}
-        #: Content -> its token sequence, or None if the row was not exact; content 0 is never used.
+        #: For each content, its token sequence, or None if the row was not exact. Content 0 is never used.
         self._exact_for: list[Path | None] = [None]
         self.running: list[Track] = []
         #: Token sequence up to the end of a page -> the page's contents, for every page in the tree.
         self.tree: dict[Path, Page] = {}
-        #: Pages that the current rule of Hypothesis's state machine may add to the tree.
+        #: Pages that may have been added to the tree since the last call of :meth:`observe`.
         self.publishable: dict[Path, list[Page]] = {}
 
     def root(self, salt: str | None) -> Path:
@@ -104,14 +104,14 @@ class Memory:
         return self._roots.setdefault(salt, Path(salt))
 
     def matched(self, track: Track) -> None:
-        """Notes that the row starts with the tree's pages for its tokens."""
+        """Notes that a prefix match filled the start of the row with pages of the tree."""
         page = self.world.page
         paths = track.paths[page - 1 : track.req.prefix_len : page]
         track.shows = [content for path in paths for content in self.tree[path]]
         track.gone = {}
 
     def _pages(self, track: Track, up_to: int) -> Iterator[tuple[Path, Page]]:
-        """Whole pages of ``[0, up_to)`` of the row."""
+        """For each whole page of the row below ``up_to``: the token sequence up to its end and the contents."""
         page = self.world.page
         for end in range(page, up_to + 1, page):
             yield track.paths[end - 1], tuple(track.shows[end - page : end])
@@ -127,7 +127,7 @@ class Memory:
         track.shows += new
 
     def proposed(self, track: Track, block: Pair) -> None:
-        """Notes a block that may share: it shares or enters the ledger, unless other blocks forbid that."""
+        """Notes a block that may share: it shares or enters the ledger, unless earlier blocks forbid both."""
         track.candidates.remove(block)
         shows, page = track.shows, self.world.page
         pairs = [(block.dst_start + i, block.src_start + i) for i in range(0, self.block, page)]
@@ -154,7 +154,7 @@ class Memory:
         own = range(track.req.kv.cache_protected_len, len(track.shows))
         for i in range(self.block):
             old, new = track.shows[block.dst_start + i], track.shows[block.src_start + i]
-            # All positions with the old slot move to the new one.
+            # All positions that named the old slot, except the tree's, name the new slot now.
             for at in own:
                 if track.shows[at] == old:
                     track.shows[at] = new
@@ -163,7 +163,7 @@ class Memory:
         track.exact = False
 
     def reclaimed(self) -> None:
-        """Notes which of the ledger's blocks share by now. Only the requests' states tell; the model cannot."""
+        """Reads from the requests' states which blocks of the ledger share by now. This cannot be predicted."""
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
@@ -172,12 +172,12 @@ class Memory:
                 self.shared(track, Pair(block.dst_start, block.src_start))
 
     def retracted(self, track: Track) -> None:
-        """Notes that the row is gone."""
+        """Notes that a retraction freed the row."""
         track.blocks, track.ledger, track.labels = [], [], {}
         track.shows, track.exact, track.target, track.returned = [], True, 0, True
 
     def may_share(self, track: Track, block: Pair) -> bool:
-        """Whether both blocks are written, not evicted and apart, and the tree does not own the destination."""
+        """Whether both blocks are written, unevicted and disjoint, and the destination is not the tree's."""
         return (
             not any(EVICTED in track.shows[start : start + self.block] for start in block)
             and block.dst_start >= track.req.kv.cache_protected_len
@@ -186,8 +186,8 @@ class Memory:
         )
 
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
-        """Evicts positions that were evicted before a retraction, and those of a policy's runs that may be: in
-        whole pages, neither the tree's nor evicted yet, and not in the newest position's page."""
+        """Evicts again the positions that were evicted before a retraction. Then evicts each page that
+        ``evictions`` cover, except pages of the tree, evicted pages, and the page of the newest position."""
         protected, page = track.req.kv.cache_protected_len, self.world.page
         end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
@@ -211,25 +211,25 @@ class Memory:
                 track.candidates.remove(block)
 
     def claim(self, track: Track, block: Pair) -> bool:
-        """Whether no other candidate overlaps the block's destination. If so, the block becomes a candidate."""
+        """Makes the block a candidate and returns True, unless its destination overlaps another candidate's."""
         if any(abs(block.dst_start - other.dst_start) < self.block for other in track.candidates):
             return False
         track.candidates.append(block)
         return True
 
     def publish(self, track: Track, up_to: int) -> None:
-        """Notes that the next call may publish ``[0, up_to)`` of the row: add it to the tree."""
+        """Notes that SGLang may now publish (add to the tree) the row's whole pages below ``up_to``."""
         for path, page in self._pages(track, up_to):
             self.publishable.setdefault(path, []).append(page)
 
     def repointed(self, track: Track) -> None:
-        """Notes that publishing replaced the row's pages by the tree's, if the tree had them already."""
+        """Notes that publishing put the tree's page into the row where the tree had one for the same tokens."""
         pages = self._pages(track, track.req.kv.cache_protected_len)
         shown = [content for path, own in pages for content in self.tree.get(path, own)]
         track.shows[: len(shown)] = shown
 
     def published(self, track: Track, up_to: int) -> None:
-        """Checks after :meth:`observe` that whole pages of ``[0, up_to)`` are in the tree."""
+        """Checks that the row's whole pages below ``up_to`` were in the tree at the last :meth:`observe`."""
         for path, _ in self._pages(track, up_to):
             assert path in self.tree, f"the page that ends at {len(path.tokens)} was not published"
 
@@ -296,7 +296,7 @@ class Memory:
             self._check_first_readers(track.req, row)
             num_evicted += len(track.evicted)
             if track.evicted:
-                # After evictions every position that is left saves a slot, except the first one on each slot.
+                # Saved slots: the positions left in ``mine``, minus the slots that only these positions name.
                 held = mine[mine >= 0]
                 own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
                 expected_live += len(held) - len(own)
@@ -331,7 +331,7 @@ class Memory:
         assert both.shape[1] == len(set(by_slot.tolist())), "one slot, two places"
 
     def _page_ids(self, slots: np.ndarray) -> np.ndarray:
-        """Pages that a run of slots names, one entry per reference; the last page may be cut."""
+        """The ids of the pages in ``slots`` (entries of a row or tree node). The last page may be partial."""
         page = self.world.page
         if page == 1:
             return slots[slots >= 0]
@@ -344,7 +344,7 @@ class Memory:
         return first // page
 
     def _check_pages(self, named: list[np.ndarray]) -> None:
-        """Checks that each page is free once, or referenced as often as the allocator counts."""
+        """Checks that each page is either listed once as free, or named as often as the allocator counts."""
         world = self.world
         num_pages = world.total // world.page
         pages = np.concatenate([*named, np.zeros(0, np.int64)]).astype(np.int64)
@@ -358,6 +358,6 @@ class Memory:
         many = np.flatnonzero(uses > 1)
         recounted = dict(zip(many.tolist(), uses[many].tolist(), strict=True))
         assert world.allocator.references == recounted, "reference counts differ"
-        # Overwrite free slots, so that a later check finds a row that reads one.
+        # Overwrite free slots, so that a later check fails if a row names a free slot.
         slots = (free[:, None] * world.page + np.arange(world.page)).ravel()
         world.write(slots, [NOTHING] * len(slots))

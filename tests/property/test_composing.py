@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random events on *composed* prompts, which read the KV of their documents from the cache: no slot that a row
-reads is freed, no slot is lost, and no row shows KV that was computed under another salt."""
+"""Random operations on *composed* prompts (their documents' KV is cached). No slot in a row may be freed, no
+slot may be lost, and no row may read KV of another salt. A *content* is a number that stands for KV."""
 
 import itertools
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from sglang_reasoncache.cache.composition import Composition
 from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY
 from tests.property.world import MAX_ROWS, PROMPT, Setup, World
 
-#: Tokens of documents. Before them is the *base*, ``PROMPT``. No two begin alike; two have a common inner run.
+#: Tokens of documents that follow the *base* ``PROMPT``. First tokens differ, but two contain tokens 21 to 25.
 DOCUMENTS = [list(range(20, 29)), [40, *range(21, 26)], list(range(60, 72)), [80, 81]]
 QUERY = [90, 91, 92, 93]
 SALTS = (None, "other")
@@ -36,7 +36,7 @@ class Composing(RuleBasedStateMachine):
         self.world.tree.composes = True
         self.running: list[tuple[Req, list[int]]] = []
         self._contents = itertools.count(1)
-        #: Salt and document -> contents of base and document, as they were computed last.
+        #: (salt, number of a document) -> contents of base and document at their last prefill.
         self.documents: dict[tuple[str | None, int], list[int]] = {}
 
     def _request(self, prompt: Sequence[int], salt: str | None, **custom: Any) -> Req:
@@ -45,7 +45,7 @@ class Composing(RuleBasedStateMachine):
         return req
 
     def _prefill(self, req: Req) -> list[int] | None:
-        """Compute what the tree lacks; return the contents that the row shows, None if there is no room."""
+        """Prefill what the tree lacks. Return the contents of the row's slots, or None if there is no room."""
         world = self.world
         req.init_next_round_input(world.tree)
         req.extend_end = len(req.full_untruncated_fill_ids)
@@ -63,7 +63,7 @@ class Composing(RuleBasedStateMachine):
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
-        # Such a request only measures attention. What a chunk measured before a retraction must not count.
+        # A request for 0 new tokens only scores attention. Scores from before a retraction must not count.
         if req.sampling_params.max_new_tokens == 0:
             repairs.prepare(SimpleNamespace(**{**vars(batch), "extend_lens": [1]}), world.ranks)
         for repaired in repairs.of([req.rid], [1]):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random siblings (responses to one prompt) run over a real filter process and SGLang's pools and tree.
+"""Random siblings (requests with the same prompt) run with a real filter process and SGLang's pools and tree.
 
-Every slot holds a content that is computed from a token and a salt. Each position of each row (block table) and
-of the tree must read the content of its own token and salt, whichever requests have ended."""
+Instead of KV, each slot holds a number computed from a token and a salt: its *content*. Each position of every
+row (block table) and of the tree must read the content of its token and salt, whichever requests have ended."""
 
 import random
 import sys
@@ -45,7 +45,7 @@ ENDINGS = ("finish", "finish", "together", "abort", "retract", "retract", "retra
 
 
 class RandomMeter(SlowMeter):
-    """A meter of random KV distances, so that blocks share in random order; the real distances would all be 0.
+    """A meter that returns random KV distances, so that blocks share in random order. Real ones would all be 0.
     Distances arrive at a random poll of the controller, when rows may already be gone."""
 
     arrived = property(lambda _: random.random() < 0.8)  # type: ignore[assignment]
@@ -56,7 +56,7 @@ class RandomMeter(SlowMeter):
 
 
 class GroupMachine(RuleBasedStateMachine):
-    """The memory of one scheduler, which serves siblings."""
+    """Random operations of one scheduler that serves siblings."""
 
     operations = across = reapplied = 0
     refusals: ClassVar[Counter[str]]
@@ -96,7 +96,7 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(kind=PICK, opts_out=st.integers(0, 7), count=st.integers(1, MAX_ROWS))
     def admit(self, kind: int, opts_out: int, count: int) -> None:
-        """Admit siblings, sometimes of another prompt or salt, or a request that opted out."""
+        """Admit siblings, sometimes with another prompt or salt, or admit one request that opted out."""
         prompt, salt = PROMPTS[kind % 8 == 0], SALTS[kind % 8 == 1]
         for _ in range(min(count, MAX_ROWS - len(self.running)) if opts_out else 1):
             self.names += 1
@@ -111,7 +111,7 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) + len(self.waiting) > 0)
     @rule(phrase=PICK, steps=st.integers(8, 24))
     def go_on(self, phrase: int, steps: int) -> None:
-        """Readmit waiting requests, then run decode steps in which all repeat one phrase."""
+        """Readmit waiting requests, then run decode steps in which all requests repeat the same phrase."""
         for req in self.waiting[: MAX_ROWS - len(self.running)]:
             self.waiting.remove(req)
             self._restart(req)
@@ -157,7 +157,7 @@ class GroupMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) > 0)
     @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def end(self, pick: int, how: str) -> None:
-        # Prefers requests that share slots with other rows.
+        # Ends a request that shares slots with other rows, if there is one.
         row_of = self.world.allocator.row_of
         sharing = [req for req in self.running if row_of(req.kv.req_pool_idx).in_other_rows]
         req = (sharing or self.running)[pick % len(sharing or self.running)]
@@ -209,7 +209,7 @@ class GroupMachine(RuleBasedStateMachine):
             uses.update(mine)
             readers.update(set(mine))
             private += kv_private_tokens(req.kv, page)
-            # A request reads pages of the tree only on the path that it locks.
+            # Of the tree's pages, a row names only those on the path that its request locks.
             path = set((row[:protected:page] // page).tolist())
             assert set(mine) & set(in_tree) <= path
             state = state_of(req)
@@ -234,7 +234,7 @@ class GroupMachine(RuleBasedStateMachine):
         return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
 
     def _check_tree(self, stored: np.ndarray) -> list[int]:
-        """The pages that the tree's nodes name, once for each node. Checks contents if the core is Python."""
+        """The ids of the pages in all nodes, with repetitions. Also checks contents if the core is Python."""
         found: list[int] = []
         if self.world.setup.core != "python":
             slots = self.world.tree.all_values_flatten().numpy()
@@ -284,7 +284,7 @@ def test_siblings_share_and_lose_nothing(
     engine = FilterProcess(config, Words.vocabulary)
 
     class Machine(GroupMachine):
-        """A machine with counters for this setup alone."""
+        """A subclass, so that each setup has its own counters."""
 
         refusals: ClassVar[Counter[str]] = Counter()
 

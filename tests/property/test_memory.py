@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Takes random requests through allocator, tree and sharing, and compares memory with a model after each rule.
+"""Hypothesis runs random requests through the allocator, prefix tree, sharing and eviction. After each rule of
+the state machine the memory must equal that of a plain Python model (``model.py``).
 
 An operation is one action of a scheduler: admit, prefill a chunk, decode some steps, share, evict, finish,
 abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets the number of operations over all setups
@@ -36,26 +37,26 @@ SETUPS = [
     Setup(page=4, block=4, slots=160, need_sort=True, when="short"),
     Setup(page=1, block=2, slots=140, prompts=True, when="short"),
 ]
-#: Bits that :func:`token_of` turns into tokens of an alphabet of two, so that prefixes collide.
+#: Seeds of texts. A text (:func:`token_of`) has only the tokens 1 and 2, so prefixes are often equal.
 BITS = st.integers(0, 2**24 - 1)
 PICK = st.integers(0, 63)
-#: Requests with different salts must never meet in the tree.
+#: Values of ``cache_salt``. Requests with different salts must never match each other's prefixes.
 SALT = st.sampled_from((None, None, None, "salt"))
 ENDINGS = ("finish", "finish", "finish", "ahead", "together", "abort", "retract", "retract")
-#: (number of a page of the tree, tokens behind this page)
+#: (index of a page in the tree, number of tokens that follow this page); see ``look_up``.
 LOOK_UP = st.tuples(st.integers(0, 1023), st.integers(0, 3))
-#: (where, length, how); see ``_script_evictions``.
+#: Runs to evict: (first page, number of pages, kind of run); see ``_script_evictions``.
 EVICTIONS = st.lists(
     st.tuples(PICK, st.integers(1, 12), st.integers(0, 15)), min_size=1, max_size=6
 )
-#: (gap before the destination, source); see ``_script``.
+#: Blocks to propose: (gap before the destination, choice of the source); see ``_script``.
 BLOCKS = st.lists(st.tuples(PICK, PICK), min_size=4, max_size=12)
 Draws = list[tuple[int, int]]
 Evictions = list[tuple[int, int, int]]
 
 
 def token_of(bits: int, at: int) -> int:
-    """Token ``at`` of an endless text; neighbouring values of ``bits`` make different texts."""
+    """Token number ``at`` of the endless text of seed ``bits``. Neighbouring seeds give different texts."""
     return 1 + (bits * 0x9E3779B1 >> at % 24 + 8 & 1)
 
 
@@ -64,7 +65,7 @@ def tokens_of(bits: int, length: int) -> list[int]:
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """One scheduler's memory. Rules do what a scheduler does; :class:`Memory` says what must hold."""
+    """One scheduler's memory. Rules do what a scheduler does; :class:`Memory` checks the result."""
 
     operations = rules_run = 0
     blocks_shared = blocks_late = positions_evicted = 0
@@ -92,7 +93,7 @@ class MemoryMachine(RuleBasedStateMachine):
         return Track(req, opted_out, self.memory.root(salt).along(prompt))
 
     def _seen(self, pick: int) -> list[int]:
-        """An earlier prompt or response, a recent one half of the time."""
+        """Tokens of an earlier prompt or finished request; half of the time one of the last three."""
         recent = 3 if pick % 2 else len(self.seen)
         return self.seen[-1 - pick // 2 % min(recent, len(self.seen))]
 
@@ -113,27 +114,27 @@ class MemoryMachine(RuleBasedStateMachine):
         return True
 
     def _fits(self, track: Track) -> bool:
-        """Whether SGLang admits the next chunk and a page more."""
+        """Whether SGLang would admit the next chunk with one page of output."""
         yes = self.world.admits(track.req.extend_len, self.setup.page)
         self.memory.reclaimed()
         return yes
 
     def _set_chunk(self, track: Track, chunk: int) -> None:
-        """Set where the next chunk ends; ``chunk``: pages, 0 for the rest of the prompt."""
+        """Set where the next chunk ends. ``chunk``: number of its pages; 0: all that is left to prefill."""
         req, page = track.req, self.setup.page
         end = (req.prefix_len + chunk * page) // page * page
         stops = chunk and req.prefix_len < end < track.target
         req.extend_end = end if stops else track.target
 
     def _extend(self, track: Track) -> None:
-        """Run one prefill forward, then publish as SGLang's batch result processor does."""
+        """Run one prefill forward. Then publish the row (enter it into the tree), as SGLang does."""
         self._count()
         req = track.req
         slots = self.world.extend(req)
         if track not in self.running:
             self.running.append(track)
         self.memory.computed(track, slots)
-        # Allocation may have evicted from the tree.
+        # The allocation may have evicted nodes of the tree.
         self.memory.observe()
         is_last = req.extend_end == track.target
         if is_last:
@@ -151,7 +152,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.published(track, up_to)
 
     def _evict_in_prefill(self, track: Track, is_last: bool) -> None:
-        """Run policies after a chunk, as the controller does if policies may evict from the prompt."""
+        """Have the controller run the eviction policy after a chunk, and evict the same in the model."""
         self._count()
         length = len(track.shows)
         self._script_evictions(track, [(length * 7 % 64, 1 + length % 5, length % 16)] * 2)
@@ -186,13 +187,13 @@ class MemoryMachine(RuleBasedStateMachine):
                 if len(track.req.output_ids) - 1 <= state.fed:
                     engine.waiting[request] = []
                 if not engine.slow:
-                    # Late blocks are lost if they were proposed for an earlier row.
+                    # The first poll after a retraction refuses late blocks, because ``state.row`` is None.
                     late = [] if state.row is None else engine.late(request)
                     type(self).blocks_late += len(late)
                     fresh = engine.waiting[request]
             evictions = self.world.evictor.waiting.get(track.req.rid, [])
-            # The first poll lets late blocks share, then evicts; the second poll lets all other blocks share.
-            # If blocks are to share again after a retraction, policies run only afterwards.
+            # The first poll accepts late blocks, then runs policies. The second poll accepts all other blocks.
+            # If these include blocks that shared before a retraction, policies run only after the second poll.
             self._share(track, [], late)
             shared = any(block.shared_at for block in state.candidates.values()) if state else False
             waits = bool(again) and shared
@@ -201,7 +202,7 @@ class MemoryMachine(RuleBasedStateMachine):
             if waits:
                 self._evict(track, evictions)
         before = self.world.to_have()
-        # The first poll feeds the engine, the second poll takes the engine's results.
+        # The first poll feeds tokens to ``world.engine``, the second poll takes the resulting blocks.
         reqs = [track.req for track in batch]
         freed = self.world.controller.after_decode(reqs) + self.world.controller.after_decode(reqs)
         assert self.world.to_have() - before == freed
@@ -215,7 +216,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.evict(track, evictions)
 
     def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
-        """Note blocks accepted before a retraction, and new ones, where :meth:`Memory.may_share` allows."""
+        """Note which blocks a poll accepts, of ``again`` (known before a retraction) and ``fresh`` (new)."""
         allowed = self.memory.may_share
         for block in [*again]:
             if allowed(track, block):
@@ -227,7 +228,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.proposed(track, block)
 
     def _script_evictions(self, track: Track, draws: Evictions) -> None:
-        """Propose evictions on ``track``'s row: runs of whole pages, and positions that may not be evicted."""
+        """Propose evictions in ``track``'s row: valid runs of pages, and partly or wholly invalid runs."""
         page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
         pages = max((high - 1 - low) // page, 1)
         waiting: list[Eviction] = []
@@ -240,18 +241,18 @@ class MemoryMachine(RuleBasedStateMachine):
                 Eviction(start, 0),
                 Eviction(-page, page),
             )
-            # Few pages of a row are private (not the tree's): longer runs would leave little.
+            # A run must end before the page of the newest position, which policies may not evict.
             run = Eviction(start, min(length, pages - where % pages) * page)
             waiting.append(hostile[how] if how < len(hostile) else run)
         self.world.evictor.waiting[track.req.rid] = waiting
 
     def _longest(self) -> Track:
-        """The decoding request with the longest row. Prefers requests that did not opt out."""
+        """The decoding request with the longest row. One that opted out is taken only if all opted out."""
         willing = [track for track in self.decoding if not track.opted_out]
         return max(willing or self.decoding, key=lambda track: len(track.shows))
 
     def _script(self, track: Track, draws: Draws, ready: int) -> None:
-        """Propose blocks on ``track``'s row below ``ready``, at rising positions, as the filter does."""
+        """Propose blocks in ``track``'s row before position ``ready``, in order of position like the filter."""
         state = state_of(track.req)
         if state is None or state.followed is None:
             return
@@ -260,7 +261,7 @@ class MemoryMachine(RuleBasedStateMachine):
         start = max(track.frontier, -(-track.req.kv.cache_protected_len // grid) * grid)
         for gap, source in draws:
             if gap >= 60:
-                # Blocks owned by the tree, not written yet, or overlapping must be refused.
+                # A block that is often forbidden: the tree's, not written yet, or overlapping its source.
                 owned = max(track.req.kv.cache_protected_len - block, 0)
                 unwritten = ready // grid * grid
                 hostile = ((0, 0), (owned, 0), (unwritten, 0), (start, start + grid))
@@ -270,9 +271,9 @@ class MemoryMachine(RuleBasedStateMachine):
             choices = (start - block) // grid + 1
             if start + block > ready or choices <= 0:
                 return
-            # Low sources are in the prompt, which the tree may own; high ones in blocks proposed just before.
+            # The source is near the start of the row, which the tree may own, or just before the block.
             at = (source % 8 if source & 8 else choices - 1 - source % 8) % choices * grid
-            # Half of the time the earlier block and all its readers read the newer block's slots.
+            # Half of the time the earlier block is the destination: all readers of its slots are redirected.
             waiting.append(Pair(at, start) if source & 16 else Pair(start, at))
             start = track.frontier = start + block
 
@@ -283,7 +284,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert not track.req.kv.holds_kv
 
     def _finish(self, tracks: list[Track]) -> None:
-        """Finish requests in one batch, whose slots SGLang frees as one group."""
+        """Finish requests of one batch, and free all their slots as one group, like SGLang."""
         left = []
         self.world.allocator.free_group_begin()
         for track in tracks:
@@ -315,7 +316,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self, origin: int, keep: int, bits: int, length: int, opted_out: bool, salt: str | None,
         chunk: int,
     ) -> None:  # fmt: skip
-        """Admit a new prompt, an earlier prompt, a part of one, or a follow-up turn."""
+        """Admit a request whose prompt is new, or starts with all or part of an earlier request's tokens."""
         prompt = self._prompt(origin, keep, bits, length)
         if self._start(self._track(prompt, opted_out, salt), chunk):
             self.seen = [*self.seen[-15:], prompt]
@@ -329,7 +330,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.running) < MAX_ROWS)
     @rule(origin=PICK, bits=BITS, salt=SALT, draws=BLOCKS)
     def respond(self, origin: int, bits: int, salt: str | None, draws: Draws) -> None:
-        """Run a whole short response, part of which is published."""
+        """Run a short request to its end. Its row is published up to the first shared or evicted position."""
         prompt = self._prompt(origin, bits % 48, bits, 1 + bits % 5)
         track = self._track(prompt, False, salt)
         if self._start(track, 0):
@@ -357,14 +358,14 @@ class MemoryMachine(RuleBasedStateMachine):
         draws=st.lists(st.tuples(PICK, PICK), max_size=6),
     )
     def decode(self, mask: int, steps: int, bits: int, draws: Draws) -> None:
-        """Decode some steps of some requests, then share blocks of the new tokens."""
+        """Run some decode steps of some requests, then propose blocks."""
         batch = [t for i, t in enumerate(self.decoding) if mask >> i & 1]
         self._decode(batch or self.decoding[:1], steps, bits, draws)
 
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS, evictions=EVICTIONS)
     def decode_all(self, bits: int, draws: Draws, evictions: Evictions) -> None:
-        """Decode many steps of all requests with many blocks, so that sharing and evicting are frequent."""
+        """Run many decode steps of all requests, then propose many blocks and, half of the time, evictions."""
         if bits & 2:
             self._script_evictions(self._longest(), evictions)
         self._decode(self.decoding, 12, bits, draws)
@@ -374,7 +375,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def evict_positions(
         self, pick: int, evictions: Evictions, steps: int, bits: int, draws: Draws
     ) -> None:
-        """Let a policy evict from one request, while blocks of the request may be in flight."""
+        """Have the policy evict from one request. Blocks that the filter proposed may arrive only later."""
         chosen = self.decoding[pick // 4 % len(self.decoding)]
         track = self._longest() if pick % 4 else chosen
         self._script_evictions(track, evictions)
@@ -383,7 +384,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.waiting) + len(self.decoding) > 0)
     @rule(bits=BITS, draws=BLOCKS)
     def go_on(self, bits: int, draws: Draws) -> None:
-        """Readmit waiting requests as far as rows and memory allow, then decode all."""
+        """Readmit waiting requests as far as rows and memory allow, then decode all requests."""
         waiting, self.waiting = self.waiting, []
         for track in waiting:
             if len(self.running) == MAX_ROWS:
@@ -408,14 +409,14 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.computed(track, slots[i : i + 1])
                 self._append(track, token_of(bits, step + spread * i))
             if any(state_of(track.req) is None for track in batch):
-                # The filter follows a request from the first poll that sees it.
+                # A request's first poll registers it with the filter. Only then can blocks be proposed.
                 self._after_decode()
         for i, track in enumerate(batch):
             self._script(track, draws[i :: len(batch)], len(track.shows))
         self._after_decode()
 
     def _make_room(self, batch: list[Track]) -> list[Track]:
-        """Retract requests, the last first, until the next step fits. Abort one that does not fit alone."""
+        """Retract requests, the last first, until a decode step fits. Abort the last if no other runs."""
         while batch and not self.world.can_decode([track.req for track in batch]):
             self.memory.reclaimed()
             victim = batch[-1]
@@ -440,19 +441,18 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting and len(self.running) < MAX_ROWS)
     @rule(pick=PICK, chunk=st.integers(0, 3))
     def readmit(self, pick: int, chunk: int) -> None:
-        """Recompute prompt and output of a retracted request; its blocks share again."""
+        """Readmit a retracted request: prefill prompt and output again. Later its blocks may share again."""
         self._restart(self.waiting.pop(pick % len(self.waiting)), chunk)
 
     def _restart(self, track: Track, chunk: int) -> None:
-        # A request at its length limit is dropped: every prefill appends a token.
+        # A request near ``MAX_CONTEXT`` is dropped, because each prefill would append a token to it.
         if len(track.tokens) < MAX_CONTEXT - 2 and not self._start(track, chunk):
             self.waiting.append(track)
 
     @precondition(lambda self: len(self.running) > 0)
     @rule(pick=PICK, how=st.sampled_from(ENDINGS))
     def release(self, pick: int, how: str) -> None:
-        """Release a row: finish it, alone or with the whole batch, abort it, or retract it."""
-        # Prefers rows that share slots.
+        """Finish, abort or retract a request, which releases its row. Requests that share slots come first."""
         sharing = [track for track in self.running if track.blocks] or self.running
         track = sharing[pick % len(sharing)]
         if how == "retract":
@@ -463,7 +463,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._release(track, checkpoint=False)
             return
         if how == "ahead" and self.world.can_decode([track.req]):
-            # The request looks as if the overlap schedule had prepared its next step.
+            # Like the overlap schedule, allocate a slot for the next step before the request finishes.
             self.memory.computed(track, self.world.decode([track.req]))
             self.memory.observe()
         self._finish(self.decoding if how == "together" else [track])
@@ -471,7 +471,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.decoding) > 0)
     @rule(polls=st.integers(1, 3), bits=BITS, draws=BLOCKS)
     def starve(self, polls: int, bits: int, draws: Draws) -> None:
-        """Delay the engine's results for some polls, so that they may arrive too late."""
+        """Delay the filter's results for some polls. Rows may be gone when the results arrive."""
         self.starved = polls
         self._decode(self.decoding, 6, bits, draws)
         if polls == 1:
@@ -479,7 +479,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 2, 5, 11, 40)))
     def evict(self, wanted: int) -> None:
-        """Evict from the tree, which must free the wanted slots or all that are evictable."""
+        """Evict nodes of the tree. At least ``wanted`` slots, or all evictable ones, must become free."""
         self._count()
         allocator, tree = self.world.allocator, self.world.tree
         before, evictable = allocator.available_size(), tree.evictable_size()
@@ -490,7 +490,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
     def shortage(self, wanted: int) -> None:
-        """Let SGLang be short: missing slots come from the tree first, then from the ledger."""
+        """Demand more slots than are free: first the tree evicts, then accepted blocks (the ledger) share."""
         self._count()
         allocator, tree = self.world.allocator, self.world.tree
         pipeline = self.world.controller.pipeline
@@ -507,7 +507,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.memory.tree) > 0)
     @rule(requests=st.lists(LOOK_UP, min_size=1, max_size=4))
     def look_up(self, requests: list[tuple[int, int]]) -> None:
-        """Match requests that then leave; matching splits nodes of the tree."""
+        """Match prefixes for requests that never run. Matching may split nodes of the tree."""
         paths = list(self.memory.tree)
         for at, beyond in requests:
             self._count()
@@ -546,7 +546,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.observe()
 
     def teardown(self) -> None:
-        """Release everything; then every slot is free, whatever happened before."""
+        """Release all requests and evict the whole tree. Then every slot must be free."""
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
         type(self).positions_evicted += self.world.controller.stats.positions_evicted
         if sys.exc_info()[0] is not None:
@@ -568,8 +568,8 @@ def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
     steps, most = (150, 200) if requested else (60, 10)
     torch.set_num_threads(1)
     while (done := machine.operations) < wanted:
-        # The quick run is the same every time, the long run differs each time. A seed gets few examples,
-        # because examples of one seed resemble each other.
+        # If ``requested`` is 0, all test runs use the same examples, otherwise examples are random. A seed gets
+        # few examples, because examples of one seed resemble each other.
         stateful.run_state_machine_as_test(
             machine if requested else seed(done)(machine),
             settings=settings(
@@ -587,7 +587,7 @@ def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -> None:
     class Machine(MemoryMachine):
-        """A machine with counters for this setup alone."""
+        """A machine whose class counters count only runs of this setup."""
 
         def __init__(self) -> None:
             super().__init__(setup)
@@ -596,7 +596,7 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
     record_property("operations", Machine.operations)
     if Machine.operations < 2000:
         return
-    # The run would prove little if hardly anything had been shared, or no block had come late.
+    # The run would prove little if few blocks had been shared, none had come late, or little was evicted.
     assert Machine.blocks_late > 0
     at_once = setup.when == "always"
     assert Machine.blocks_shared > Machine.rules_run // (30 if at_once else 90)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of one scheduler process, small and on the CPU, with SGLang's classes and ours. Tests script what
-the filter proposes and what a policy evicts, so no test depends on which tokens repeat."""
+"""The KV cache of one scheduler, small and usually on the CPU, with SGLang's classes and ours. Most tests
+script which blocks the filter proposes and what a policy evicts, so it does not matter which tokens repeat."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 LAYERS = 2
 MAX_ROWS = 4
 MAX_CONTEXT = 160
-#: A *content* is a number that stands for the KV of a slot. This is the content of an unused slot.
+#: A *content* is a number that stands for the KV of a slot. ``NOTHING``: content of an unused slot.
 NOTHING = -1
 PROMPT = list(range(1, 7))
 OUTPUT = 24
@@ -80,7 +80,7 @@ class Setup:
 
 
 class Pair(NamedTuple):
-    """First positions of a block and of the block whose slots it is to read, counted over prompt and output."""
+    """First positions, in prompt plus output, of a block and of its source, whose slots the block will read."""
 
     dst_start: int
     src_start: int
@@ -143,7 +143,7 @@ class ScriptedEngine(FilterProcess):
 
 
 class SlowMeter(BlockMeter):
-    """A meter of KV distances, which arrive when the test sets ``arrived``."""
+    """A meter whose measured KV distances are not ready until the test sets ``arrived``."""
 
     arrived = False
 
@@ -169,8 +169,8 @@ class Eviction(NamedTuple):
 
 @dataclass(frozen=True)
 class ScriptedEvictor(Evictor):
-    """A policy that evicts the positions that the test put into ``waiting`` under the polled request's name, as
-    far as they may be evicted. ``about[0]``: the name of the request that is polled."""
+    """A policy that evicts what the test put into ``waiting`` for the polled request, except positions that
+    must not be evicted. ``about[0]``: the name of the request that is polled."""
 
     budget: int | None = 1
     slack: int = 0
@@ -216,7 +216,7 @@ def allocator_of(
 
 
 def in_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A host tensor: the memory of a stand-in (``tests/strict_device.py``) or a copy of a GPU tensor."""
+    """``tensor`` in host memory. Copied only from a real GPU, not if ``tests/strict_device.py`` made it."""
     with torch._C.DisableTorchFunction():
         return tensor.as_subclass(torch.Tensor).cpu()
 
@@ -232,11 +232,11 @@ class World:
         interval: int = 1, evictors: Sequence[NamedPolicy] = (), no_tree: bool = False,
         engine: Any = None, min_age: int = 0, queries: Any = None,
     ) -> None:  # fmt: skip
-        """``evictors``: policies instead of the scripted one. ``no_tree``: no prefix cache
+        """``evictors``: policies that replace the scripted one. ``no_tree``: no prefix cache
         (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
-        ``engine``: an engine instead of the scripted one; requests with the same prompt then form a group."""
+        ``engine``: replaces the scripted engine; requests with the same prompt then share with each other."""
         self.setup, self.page = setup, setup.page
-        #: ``lowest_free``: the fewest free slots right after an allocation for a prefill.
+        #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
             **dict(size=setup.slots, page_size=setup.page, dtype=torch.float32, device=self.device),
@@ -253,7 +253,7 @@ class World:
         self.ranks = Ranks() if ranks is None else ranks
         reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1, self.ranks
         self.meter = meter = meter_type(*reads)
-        #: All requests that still exist.
+        #: All requests that Python has not garbage-collected.
         self.requests: weakref.WeakSet[Req] = weakref.WeakSet()
         self.engine: Any = ScriptedEngine() if engine is None else engine
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
@@ -279,7 +279,7 @@ class World:
         self.tree.controller = self.controller
         self.allocator.once_more = self.controller.containment.once_more
         self.allocator.controller = self.controller
-        # NumPy views of the pool and of the rows, because NumPy reads small pieces faster than PyTorch.
+        # NumPy views (on a GPU copies) of pool and rows, because NumPy reads small pieces faster than PyTorch.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)
             for layer in range(LAYERS)
@@ -309,21 +309,21 @@ class World:
         return req
 
     def write(self, slots: np.ndarray, contents: Sequence[int]) -> None:
-        """Store each slot's content in K and V of all layers, each time as a different value."""
+        """Store each slot's content in K and V of all layers, as a different number in each."""
         values = np.asarray(contents, dtype=np.float32)[:, None, None]
         for buffer, sign, layer in self._sides:
             buffer[slots] = sign * (values * LAYERS + layer)
 
     def contents(self) -> np.ndarray:
-        """The content of every slot; fails if layers, K and V, or dims disagree about it."""
+        """The content of every slot. Fails if K and V of all layers do not agree on a slot's content."""
         contents = self._sides[0][0][:, :1, :1] / LAYERS
         for buffer, sign, layer in self._sides:
             assert (buffer == sign * (contents * LAYERS + layer)).all(), "sides of a slot disagree"
         return contents[:, 0, 0].astype(np.int64)
 
     def extend(self, req: Req) -> np.ndarray:
-        """Allocate slots for the positions ``[prefix_len, extend_end)`` of a request whose prefix is locked, as
-        ``alloc_for_extend`` does; return the new slots."""
+        """Allocate slots for positions ``[prefix_len, extend_end)``, as ``alloc_for_extend`` does, and return
+        the slots. The caller has locked the request's prefix in the tree."""
         if req.kv.holds_kv:
             prefix = self.rows.req_to_token[req.kv.req_pool_idx, : req.prefix_len].to(torch.int64)
         else:
@@ -385,12 +385,12 @@ class World:
         return bool(budget.check_prefill(**asked, chunk_limit=None)[0])
 
     def to_have(self) -> int:
-        """Number of slots that are free or that sharing can bring back."""
+        """Number of free slots, plus the number that blocks of the ledger can free by sharing."""
         shareable: int = self.controller.pipeline.ledger.slots
         return self.allocator.available_size() + shareable
 
     def nodes(self) -> Iterator[tuple[Any, Any]]:
-        """Nodes of SGLang's Python tree core below the root, each with its data of full attention."""
+        """All nodes below the root (Python tree core only), each with its full-attention component."""
         waiting = [*self.tree.root_node.children.values()]
         for node in waiting:
             yield node, node.component_data[ComponentType.FULL]
@@ -403,21 +403,21 @@ class World:
         return self.row_table[req.kv.req_pool_idx, : req.kv.kv_allocated_len]
 
     def has_shifted(self, req: Req) -> bool:
-        """Whether the row names a slot that was written for another position."""
+        """Whether the request's row contains a slot that was written for another position."""
         row = self.row(req)
         return bool(((self.written_at[row] != np.arange(len(row))) & (row >= 0)).any())
 
     # -- what a scheduler does with one request -----------------------------------
 
     def start(self, name: str = "r", first: int = 100) -> Req:
-        """A new request: prompt and response are computed, except for the newest token."""
+        """Start a request: write the KV of its prompt and response except for the newest token, then poll."""
         req = self.request(name, PROMPT)
         self.respond(req, range(first, first + 1 + OUTPUT))
         self.controller.after_decode([req])
         return req
 
     def respond(self, req: Req, tokens: Iterable[int]) -> None:
-        """Compute the prompt, and all tokens of the response but the newest."""
+        """Write the KV of the prompt and of all response tokens but the newest."""
         self.prefill(req)
         first, *others = tokens
         req.output_ids.append(first)
@@ -425,7 +425,7 @@ class World:
             self.step(req, token)
 
     def prefill(self, req: Req) -> None:
-        """Compute the prompt and any tokens generated before a retraction."""
+        """Write the KV of the prompt and, after a retraction, of the tokens generated before it."""
         req.init_next_round_input(self.tree)
         req.extend_end = len(req.full_untruncated_fill_ids)
         req.lock = self.tree.lock(req.last_node)
@@ -462,7 +462,7 @@ class World:
         req.reset_for_retract()
 
     def come_back(self, req: Req) -> None:
-        """Compute the KV of a retracted request again, then a new token."""
+        """Prefill a retracted request again, then decode a token."""
         self.prefill(req)
         self.step(req)
 

@@ -11,8 +11,8 @@ from eval.serving import ServerError, ServerProcess
 from tests.server import tiny_models
 from tests.server.specs import ServerSpec
 
-#: SGLang's own checks. After each batch, and when idle, every slot must be accounted for. No page may be both
-#: owned and free. At level 1 SGLang logs nothing until a slot is missing.
+#: SGLang's own checks. After each batch, and when idle, every slot must be accounted for. No page may be
+#: free while a request holds it. At level 1 the first check logs nothing until a slot is missing.
 STRICT_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
@@ -38,7 +38,7 @@ class ServerPool:
         self._models = {"": model_path}
 
     def model(self, name: str) -> Path:
-        """The folder of a model of ``tiny_models.py``; of ``eval/tiny_reasoner`` if ``name`` is empty."""
+        """The folder of model ``name`` of ``tiny_models.py``. An empty name means ``eval/tiny_reasoner``."""
         if name not in self._models:
             self._models[name] = tiny_models.make(name, self._model_path, self._log_dir)
         return self._models[name]
@@ -77,7 +77,7 @@ class ServerPool:
 
 def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
     """Wait until SGLang's counters show no running or waiting request and no held slot. A slot is held unless
-    it is free or evictable, so this fails after a leak, or if a lock was never released."""
+    it is free or evictable, so a leaked slot or a lock that is never released makes the check fail."""
     deadline = time.monotonic() + timeout_s
     while True:
         server.check_alive()
@@ -93,8 +93,8 @@ def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
 
 
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
-    """Check that every slot is free or evictable, that a flush succeeds and resets our totals, and that the log
-    has no error from ``log_start`` on."""
+    """Check that every slot is free or evictable, that a flush resets the totals of ``GET /reasoncache``, that
+    the server can generate, and that the log has no error from byte ``log_start`` on."""
     wait_until_idle(server)
     flushed = server.post("/flush_cache", params={"timeout": 30})
     assert flushed.status_code == 200, f"flush refused: {flushed.text}"
@@ -111,8 +111,8 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
 
 
 def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
-    """Generate greedily through SGLang's ``/generate``. ``options`` are further fields of the request, but
-    their ``sampling_params`` are merged with the temperature and the length."""
+    """Generate greedily through SGLang's ``/generate``. ``options`` are further fields of the request.
+    ``sampling_params`` among them are added to, and override, the temperature and the length set here."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}
     sampling |= options.pop("sampling_params", {})
     response = server.post("/generate", json={"text": text, "sampling_params": sampling, **options})

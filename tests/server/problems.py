@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Helpers of server tests: problems of the embedded reasoner (``eval/tiny_reasoner``), requests, reports."""
+"""Helpers of server tests: make problems for the model ``eval/tiny_reasoner``, send requests, read reports."""
 
 import functools
 from collections.abc import Sequence
@@ -55,8 +55,8 @@ def accuracy(todo: Sequence[Problem], answers: Sequence[Response]) -> float:
 def respond(
     server: ServerProcess, todo: Sequence[str], most: int = 700, **options: Any
 ) -> list[dict[str, Any]]:
-    """Sends all prompts at once. Returns each response's text, tokens, log-probabilities, and our report.
-    If ``options`` ask for them, ``inputs`` has log-probabilities of the prompt from its second token on."""
+    """Sends all prompts at once. Returns each response's text, tokens, log-probabilities and the plugin's
+    report. ``inputs``: log-probabilities of the prompt after its first token, if ``options`` ask for them."""
     with ThreadPoolExecutor(len(todo)) as pool:
         one = functools.partial(generate, server, max_new_tokens=most, return_logprob=True)
         bodies = [*pool.map(lambda text: one(text, **options), todo)]
@@ -64,7 +64,7 @@ def respond(
 
 
 def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
-    """Converts response bodies with log-probabilities to what :func:`respond` returns."""
+    """Converts response bodies, which must have log-probabilities, into what :func:`respond` returns."""
     wait_until_idle(server)
     recent = {entry["rid"]: entry for one in reports(server) for entry in one["recent"]}
     found = []
@@ -80,7 +80,7 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
                 "cached": meta["cached_tokens"],
                 "cached_from": meta.get("cached_tokens_details") or {},
                 "prompt_tokens": meta["prompt_tokens"],
-                # The endpoint does not list a request that opted out or ended before a poll.
+                # The plugin's report lists no request that opted out or ended before the plugin polled it.
                 **recent.get(meta["id"], {}),
             }
         )
@@ -101,7 +101,7 @@ def report(server: ServerProcess) -> dict[str, Any]:
 
 
 def series(server: ServerProcess) -> dict[str, float]:
-    """Our Prometheus series, summed over labels. The names are without ``sglang:reasoncache_``."""
+    """Maps names of the plugin's Prometheus series, without ``sglang:reasoncache_``, to sums over labels."""
     out: dict[str, float] = {}
     for family in text_string_to_metric_families(server.get("/metrics").text):
         for sample in family.samples:
@@ -112,7 +112,7 @@ def series(server: ServerProcess) -> dict[str, float]:
 
 
 def chat_once(server: ServerProcess, messages: list[dict[str, str]], **options: Any) -> Any:
-    """The choice of a greedy chat completion, not streamed, with log-probabilities of its tokens."""
+    """Sends a greedy chat request without streaming. Returns the choice, with its tokens' log-probabilities."""
     http = openai.DefaultHttpxClient(trust_env=False)
     told: dict[str, Any] = dict(base_url=f"{server.url}/v1", api_key="unused", http_client=http)
     response = openai.OpenAI(**told, timeout=600.0, max_retries=0).chat.completions.create(
@@ -132,7 +132,7 @@ COMPARED = problems(3, seed=11)
 
 
 def answers(server: ServerProcess, **extra: Any) -> Answers:
-    """Tokens and log-probabilities of each answer. Problems are sent one by one, so batches do not matter."""
+    """Tokens and log-probabilities of each answer. Problems are sent one by one, so none are batched."""
     found = []
     for problem in COMPARED:
         choice = chat_once(server, [{"role": "user", "content": problem.prompt}], extra_body=extra)
@@ -142,8 +142,8 @@ def answers(server: ServerProcess, **extra: Any) -> Answers:
 
 
 def assert_equal_but_for_rounding(one: Answers, other: Answers) -> None:
-    """Checks that tokens are equal, and log-probabilities within 0.1: one server may read keys that were
-    rotated, then stored in bf16; the other may rotate queries in fp32. test_equivalence.py uses fp32 alone."""
+    """Checks that tokens are equal and log-probabilities differ by at most 0.1. Rounding may differ: one server
+    may read keys that were rotated and then stored in bf16, while the other may rotate queries in fp32."""
     for (tokens, logprobs), (other_tokens, other_logprobs) in zip(one, other, strict=True):
         assert tokens == other_tokens
         assert logprobs == pytest.approx(other_logprobs, abs=0.1)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the log-probabilities that a server should give. If the server evicts, a Hugging Face model masks
-the evicted positions (fixture ``reference``: tokenizer and model). If the server shares, the fidelity harness
-(``eval/fidelity``) feeds the response to a model and copies K and V of the same blocks within its KV cache."""
+"""Computes the log-probabilities that a server should give. If the server evicts, the Hugging Face model of
+the fixture ``reference`` masks the evicted positions. If the server shares, the fidelity harness
+(``eval/fidelity``) feeds the response to a model and copies K and V of shared blocks within its KV cache."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -29,12 +29,12 @@ from tests.server.specs import RKV_POLICY
 def differences(
     reference: Any, prompt: str, found: dict[str, Any], after: int | None = 1
 ) -> torch.Tensor:
-    """fp32 ``[tokens]``: how far the server's log-probabilities are from the model's.
+    """Absolute differences between the server's log-probabilities and the model's: fp32 ``[tokens]``.
 
     Args:
         found: An item that :func:`respond` returned.
-        after: How many queries still see a position evicted during decode. Under the overlap schedule 1,
-            because the forward in flight reads the position; else 0. None means that nothing is masked.
+        after: How many queries still see a position after its eviction during decode: 1 under the overlap
+            schedule, because the forward in flight reads the position; else 0. None: nothing is masked.
     """
     tokenizer, model = reference
     ids = tokenizer(prompt)["input_ids"]
@@ -60,8 +60,8 @@ def assert_masked(
 
     Args:
         least: More tokens than this must be compared.
-        ratio: The differences from a model that sees everything must be larger by this factor.
-        rounding: Bounds of a response's mean and largest difference; the server computes in bf16.
+        ratio: For a model that sees all positions, the sum must be more than ``ratio`` times as large.
+        rounding: A response's mean and largest difference must be below these bounds. The server uses bf16.
         after: See :func:`differences`.
     """
     compared, sums = 0, dict.fromkeys((after, None), 0.0)
@@ -82,8 +82,8 @@ RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent
 
 @torch.no_grad()
 def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
-    """The scores of ``RKV`` from a Hugging Face forward. Positions with the lowest scores are evicted first."""
-    # Under the overlap schedule, the query of position ``written`` is computed too: the newest of the 8.
+    """Computes ``RKV`` scores in a Hugging Face model. Positions with the lowest scores are evicted first."""
+    # The newest of RKV's 8 queries is at position ``written``: the forward in flight at eviction computes it.
     ids = torch.tensor([tokens[: written + 1]])
     out = model(input_ids=ids, output_attentions=True, use_cache=True)
     weights = torch.cat([layer[0] for layer in out.attentions])[:, -8:, :written]
@@ -95,7 +95,7 @@ def rkv_scores(model: Any, tokens: list[int], written: int) -> torch.Tensor:
 
 
 def assert_rkv_decides(server: ServerProcess, reference: Any) -> None:
-    """Checks that the first eviction of each response takes the lowest scores, except for rounding."""
+    """Checks that each response's first eviction takes the positions with the lowest scores, up to rounding."""
     tokenizer, model = reference
     todo = prompts(6, seed=31)
     same = total = 0
@@ -119,8 +119,8 @@ _BLOCK = ReasonCacheConfig().block
 
 
 class Replayed:
-    """Feeds a server's response to a model with two rows of KV cache: a dense row, and an edited row with the
-    blocks that the server shared. ``number``: the response's place among the samples of its prompt."""
+    """Feeds a server's response to a model with two rows of KV cache: a dense row, and an edited row in which
+    blocks share as on the server. ``number``: the response's index among the responses to its prompt."""
 
     def __init__(
         self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0
@@ -133,7 +133,7 @@ class Replayed:
         self._found: list[torch.Tensor] = []
 
     def log_probs(self, siblings: Mapping[str, Self] = MappingProxyType({})) -> torch.Tensor:
-        """fp32 ``[2, tokens]``, by the dense and the edited row. ``siblings``: id -> sample of the prompt."""
+        """Returns fp32 ``[2, tokens]``: dense row, edited row. ``siblings``: the prompt's responses by id."""
         self._read(len(self._tokens), siblings)
         return torch.cat(self._found, dim=1)[:, self._prompt - 1 :]
 

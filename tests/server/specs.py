@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that tests use. There are few of them, because a server takes ten seconds to start."""
+"""The servers that tests use. Tests share servers, because a server takes ten seconds to start."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ServerSpec:
     flags: tuple[str, ...] = ()
     #: Environment variables on top of ``harness.STRICT_CHECKS``.
     env: tuple[tuple[str, str], ...] = ()
-    #: Whether tests of this server are marked ``long``; ``make test`` leaves these out.
+    #: Whether tests of this server are marked ``long``. ``make test`` does not run tests marked ``long``.
     long: bool = False
-    #: Tests of one group run in one pytest process. If empty, the spec is a group of its own.
+    #: Tests of all specs in one group run in one pytest process. If empty, the spec is a group of its own.
     group: str = ""
     device: Literal["cpu", "cuda"] = "cpu"
     #: Name of a model of ``tiny_models.py``; if empty, the embedded reasoner (``eval/tiny_reasoner``).
     model: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
-        """A spec named ``<this>-<name>`` with more flags and environment variables, not ``long``, in a
-        group of its own. A string may hold several flags, separated by blanks."""
+        """A copy of this spec named ``<this>-<name>``, with further flags and environment variables. The copy
+        is not ``long`` and is a group of its own. A string in ``flags`` may hold several flags."""
         words = " ".join((*self.flags, *flags)).split()
         env_of_both = (*self.env, *sorted(env.items()))
         of_both = replace(self, name=f"{self.name}-{name}", flags=tuple(words), env=env_of_both)
@@ -45,7 +45,7 @@ class ServerSpec:
         return replace(self, long=True)
 
     def beside(self, other: ServerSpec) -> ServerSpec:
-        """This spec in the group of ``other``, so that tests that use both start the server ``other`` once."""
+        """A copy of this spec in the group of ``other``. Tests that use both specs start ``other`` once."""
         return replace(self, group=other.name)
 
 
@@ -53,32 +53,33 @@ class ServerSpec:
 STOCK = ServerSpec("stock")
 SHARED = ServerSpec("shared", ("--enable-reasoncache",))
 
-#: KV slots for four or five responses of the embedded reasoner: requests wait, SGLang retracts requests and
-#: evicts cached prefixes.
+#: Limits the KV pool to four or five responses of the embedded reasoner, so that requests wait and SGLang
+#: retracts requests and evicts cached prefixes.
 TIGHT = "--max-total-tokens 2400"
-#: Defaults, but blocks share when 32 tokens old, as responses are short. EAGER does not wait for a shortage.
+#: The default settings, but a block may share once 32 tokens follow it, because test responses are short.
+#: With EAGER, blocks share even while SGLang has enough slots.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
-#: The rule of the paper MemShare, but every KV distance is accepted, without a warm-up. The rule pairs blocks
-#: by index: pairing by tokens would find few whole pages; a repeat rarely begins at the same place in a page.
+#: The MemShare paper's settings, but blocks may share at any KV distance, without a warm-up. Blocks are paired
+#: by index: pairing equal tokens would find few whole pages, as repeats rarely begin at the same page offset.
 EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
 #: SGLang reserves few slots for the output of running requests and admits more requests, so slots run short.
 CROWDED = "--schedule-conservativeness 0.1"
-#: Long prompts are prefilled in chunks. One forward may hold a chunk and decoding requests.
+#: Long prompts are prefilled in chunks. A forward may mix a chunk with decoding requests.
 CHUNKED = "--chunked-prefill-size 64 --enable-mixed-chunk"
 #: Attention that skips evicted positions.
 PAGED_READS = "--attention-backend reasoncache_cpu"
 PAGE16 = "--page-size 16"
 POLICY = "--reasoncache-policy"
-#: An evicting policy; ``reference.py`` computes its decisions again.
+#: An evicting policy. To check its decisions, ``reference.py`` computes them again.
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
 
 def retracting(interval: int) -> dict[str, str]:
-    """Makes SGLang retract requests at every ``interval``-th forward, as in a shortage, and later prefill
-    them again between decode steps of other requests."""
+    """Makes SGLang retract requests at every ``interval``-th forward, as if slots were short. SGLang later
+    prefills these requests again, between decode steps of other requests."""
     return {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": str(interval)}
 
 
@@ -88,7 +89,7 @@ EXACT = SHARED.having(
     "--reasoncache-set keep_responses=8",
     REASONCACHE_FORK="",
 ).beside(STOCK)
-#: Shares at once, also between the responses to one prompt.
+#: Shares as soon as a repeat is found, also between the responses to one prompt.
 ACROSS = SHARED.having(
     "across",
     *(TIGHT, *EAGER, CHUNKED, "--reasoncache-scope prompt --enable-metrics"),
@@ -110,25 +111,25 @@ def _beside_ours(*folders: str) -> str:
 
 
 #: Loads two plugins. One makes a rank fail after a request with a special id. If WAITS is set, the other makes
-#: polls (of running requests) wait for the filter process, so that a response shares alike on every server.
+#: the scheduler wait until its filter process has found all repeats, so that sharing does not depend on timing.
 PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
-#: Two tensor-parallel ranks with a core each. They must decide alike at every step, and stop together.
+#: Two tensor-parallel ranks with a core each. They must decide alike and, if one fails, stop sharing together.
 TWO_RANKS = SHARED.having(
     *("tp2", "--max-total-tokens 850 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
     "--reasoncache-percentile 90",
     PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
 )
-#: Evicts whole pages by their keys, under forced retractions, without the overlap schedule.
+#: Evicts whole pages, chosen by their keys, under forced retractions, without the overlap schedule.
 EVICTING_PAGES = SHARED.having(
     "keydiff-page16",
     *(TIGHT, PAGED_READS, PAGE16, "--disable-overlap-schedule"),
     *(POLICY, "keydiff:share=0.6"),
     **retracting(25),
 ).for_long_runs()
-#: Shares and evicts on the same rows, under forced retractions, without the overlap schedule.
+#: Shares and evicts in the same requests, under forced retractions, without the overlap schedule.
 SHARING_AND_EVICTING = SHARED.having(
     "both",
     *(TIGHT, *EAGER, CHUNKED, PAGED_READS, "--disable-overlap-schedule"),
@@ -143,14 +144,14 @@ EVICTING_PROMPTS = SHARED.having(
     *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
 ).for_long_runs()
-#: A plugin for servers on a GPU: instead of sharing slots, it copies KV into each request's own slots.
+#: For a server on a GPU: loads a plugin that copies KV into each request's own slots instead of sharing slots.
 COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
-#: Computes in fp32, and polls wait for the filter, for exact comparisons. Shares only in reasoning.
+#: Computes in fp32 and waits for the filter process, for exact comparisons. Shares only in reasoning.
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
-#: Cannot correct keys (rotate them to new positions), so shares nothing: correcting needs one attention backend
-#: for prefill and decode, but here SGLang's own attention decodes.
+#: Shares nothing, because it cannot correct keys (rotate them to new positions): correcting needs one attention
+#: backend for prefill and decode, but here two backends are set.
 UNCORRECTED = (
     SHARED.having(
         "uncorrected",
@@ -161,7 +162,7 @@ UNCORRECTED = (
     .for_long_runs()
 )
 
-#: Models of ``tiny_models.py`` with latent attention, and with sliding windows -> SGLang's module of the model.
+#: Name in ``tiny_models.py`` -> module in SGLang, for models with latent attention and with sliding windows.
 LATENT = dict.fromkeys(("deepseek_v2", "deepseek_v3"), "deepseek_v2")
 WINDOWS = {"gemma3_text": "gemma3_causal", "olmo3": "olmo2"}
 #: The window layers of this model have a pool of their own.
@@ -176,8 +177,8 @@ def _beside(model: str) -> dict[str, str]:
 
 
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
-    """A server of a tiny model. The overlap schedule is off, because it needs copies of states that SGLang does
-    not keep on a CPU. Only one of SGLang's models is imported: importing all takes many seconds."""
+    """A server of a tiny model. The overlap schedule is off: for state layers it needs extra copies of
+    states, which SGLang lacks on a CPU. Only one SGLang model is imported: importing all takes many seconds."""
     states = "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500"
     states = "" if model in STATELESS else states
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
@@ -201,9 +202,9 @@ def at_once(model: str) -> ServerSpec:
 
 
 def short(model: str) -> ServerSpec:
-    """A server with memory for three responses, under forced retractions."""
+    """A server with KV slots for three responses, under forced retractions."""
     pool = (
-        # If window layers have their own pool, the other pool fills less, so it must be smaller to run short.
+        # If window layers have their own pool, other layers' pool fills less, so only a smaller one runs short.
         f"--max-total-tokens {1000 if model in WINDOW_POOL else 1200} --max-running-requests 12",
         CROWDED,
         "--chunked-prefill-size 64",
@@ -216,7 +217,7 @@ def on_two_ranks(spec: ServerSpec) -> ServerSpec:
     return spec.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
 
 
-#: DP attention with two groups. Each group is a rank with a core. Polls wait for the filter.
+#: DP attention with two groups. Each group is a rank with a core.
 GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
@@ -233,7 +234,7 @@ GROUPS_OF_TWO = GROUPS.having(
 ).for_long_runs()
 
 
-#: The pool has room for two responses of the test. The host keeps evicted prefixes. Polls wait for the filter.
+#: The KV pool has room for two responses of ``test_host_tier.py``. The host keeps evicted prefixes.
 HOST_TIER = SHARED.having(
     "host-tier",
     *("--dtype float32 --max-total-tokens 1600 --reasoncache-when always", *SOON),
@@ -257,7 +258,6 @@ ON_DISK = HOST_TIER.having(
 _LATENT = _of("deepseek_v3", "write-back", *WRITE_BACK.flags, **dict(WRITE_BACK.env))
 HOST_TIERS = (HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs())
 
-#: Caches KV in eight bits.
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()
 
 SHARING = (EXACT, ACROSS, PAGED)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests DP attention: each group of ranks has its own requests, filter process, ledger and report. All
-groups run each forward together, because they compute the experts together."""
+"""Tests DP attention: each group of ranks has its own requests, filter process, ledger (block pairs that may
+share) and report. All groups run each forward together, because they compute the experts together."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,7 +18,7 @@ _MOST = 300
 
 
 def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[str, Any]]:
-    """Responses to jobs that arrive together. A job is a group, a prompt, and whether the request may share."""
+    """Sends all jobs at once. A job is a group, a prompt, and whether the request may share."""
 
     def ask(job: tuple[int, str, bool]) -> Any:
         group, text, shares = job
@@ -34,8 +34,8 @@ def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[
 
 
 def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
-    """Checks that the responses' log-probabilities are those of ``loop``, a Hugging Face model whose attention
-    redirects the same blocks. Returns their mean distance from those of ``loop`` without redirected blocks."""
+    """Checks that the responses' log-probabilities are those of ``loop``, a Hugging Face model in which the
+    same blocks share. Returns the mean difference from the log-probabilities of ``loop`` if no blocks share."""
     dense, rotation = 0.0, loop.rotation()
     for (_, text, shares), found in zip(jobs, responses, strict=True):
         prompt = loop.tokenizer(text)["input_ids"]
@@ -85,7 +85,7 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
 @pytest.mark.parametrize("spec", [specs.GROUPS_SHORT])
 def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Each group has slots for two responses but gets six requests; one request of each group opts out.
-    Requests are retracted, and their blocks share again."""
+    Requests are retracted. When they run again, their blocks share again."""
     server, loop = servers.get(spec), Loop(servers, spec.model)
     log = server.log_size()
     jobs = [(i % 2, text, i > 1) for i, text in enumerate(_prompts(12))]

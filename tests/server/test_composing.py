@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests prompts composed of documents whose KV was prefilled before."""
+"""Tests composed prompts: prompts that read the cached KV of documents prefilled before."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _logprobs(found: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
 
 
 def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
-    """A cache of system prompt and documents. Each is computed behind the prompt, then its keys are rotated."""
+    """A composed KV cache: each document is computed right after SYSTEM, then moved by rotating its keys."""
     whole = reader.cache(1, 2048)
     reader.forward(whole, SYSTEM)
     for document in documents:
@@ -108,7 +108,7 @@ def test_documents_are_read_in_any_order(
 def test_the_first_tokens_are_computed_again(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
-    """The first tokens of moved documents are recomputed at their places, also if the prefill has chunks."""
+    """The first tokens of moved documents are recomputed at their new positions, even in a chunked prefill."""
     for order, most in (([3, 1, 0], 6), ([2, 0, 1, 3], 40)):
         documents = [texts[at] for at in order]
         spans = _spans(documents)[1:]
@@ -163,7 +163,7 @@ def test_another_salt_has_documents_of_its_own(
     body = {"input_ids": [*SYSTEM, *documents[1]], "sampling_params": {"max_new_tokens": 1}}
     server.post("/generate", json={**body, "cache_salt": "theirs"}).raise_for_status()
     prompt = [*SYSTEM, *itertools.chain(*documents), *QUESTION]
-    # The server first prefills each document under the request's salt, and uses none of another salt.
+    # The server prefills each document under the request's salt, and reads none cached under another salt.
     sampling = {"max_new_tokens": 0, "custom_params": {"documents": _spans(documents)}}
     for salt, composed in (("theirs", 1), ("ours", 1)):
         before = report(server)["totals"]["prompts_composed"]
@@ -244,8 +244,8 @@ def test_a_client_marks_messages(server: ServerProcess, texts: list[list[int]]) 
 
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_documents_in_a_server_that_is_short(server: ServerProcess, texts: list[list[int]]) -> None:
-    """Many requests arrive at once, some with two samples, but the pool has room for a few. All requests are
-    answered, except those whose client leaves, and no slot is lost."""
+    """Many requests arrive at once, some with two samples, but the KV pool has room for only a few. All
+    requests are answered, except those whose client leaves, and no slot is lost."""
     orders = list(itertools.permutations(range(6), 4))[::9]
 
     def ask(number: int) -> int:

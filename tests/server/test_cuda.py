@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.skipif(torch.version.hip is not None, reason="needs an NVIDIA GPU, this is ROCm"),
 ]
 
-#: Pools are small, so that several servers fit on a GPU. Graphs are few, because capturing takes time.
+#: KV pools are small, so that several servers fit on a GPU. CUDA graphs are few: capturing one takes time.
 _SIZES = "--max-running-requests 16 --max-total-tokens 16384 --mem-fraction-static 0.3"
 _DECODE = "--cuda-graph-bs-decode 1 4 8"
 GRAPHS, NO_GRAPHS = f"{_DECODE} --disable-prefill-cuda-graph", "--disable-cuda-graph"
@@ -39,10 +39,11 @@ ON_CUDA = ServerSpec(
     env=tuple({**specs.WAITING, "PYTHONPATH": specs.PLUGINS}.items()),
     device="cuda",
 )
-#: No flag chooses attention or positions. Prefill graphs have two sizes.
+#: Leaves the attention backend and ``positions`` at their defaults. Captures prefill graphs of two sizes.
 ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
 ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
-#: ALIAS shares, COPIES copies KV. Neither overlaps forwards: a copy would race with the forward in flight.
+#: ALIAS shares KV slots. COPIES copies KV into each request's own slots. The overlap schedule is off in both,
+#: because a copy would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
 COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **specs.COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"
@@ -56,7 +57,7 @@ SHARING = pytest.mark.parametrize("server", [ALONE, ON_TRITON], indirect=True)
 
 @SHARING
 def test_batches_with_and_without_shared_blocks(server: ServerProcess) -> None:
-    """First 12 requests, more than the largest graph holds, then 3. All are answered; all slots come back."""
+    """Sends 12 requests, more than the largest graph holds, then 3. All are answered; all slots are freed."""
     for count in (12, 3):
         assert all(answer.text for answer in solve(server, problems(count, seed=3)))
     seen = report(server)
@@ -67,10 +68,10 @@ def test_batches_with_and_without_shared_blocks(server: ServerProcess) -> None:
 
 @SHARING
 def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
-    """Requests that opted out give the same tokens before and after others shared."""
+    """Requests that opted out give the same tokens before and after other requests shared slots."""
     server.post("/flush_cache")
     before = answers(server, **OPT_OUT)
-    # Without a flush, a batch runs SGLang's kernels only if the host marks that its rows share nothing.
+    # Without a flush, SGLang's own kernels run a batch only if the host marks its rows as sharing nothing.
     answers(server)
     after = answers(server, **OPT_OUT)
     assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
@@ -78,8 +79,7 @@ def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
 
 @pytest.mark.parametrize("spec", [ALIAS])
 def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec) -> None:
-    """A server that shares, with graphs, gives the answers of a server without graphs that copies V and
-    rotated K into the requests' own slots."""
+    """Sharing slots, with CUDA graphs, gives the same answers as copying V and rotated K, without graphs."""
     found = []
     for each in (spec, COPIES):
         server = servers.get(each)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs ``sglang.Engine`` with sharing, in spawned processes, then a stock engine from the same process."""
+"""Runs an ``sglang.Engine`` that shares, then a stock one, in one process. Both spawn their subprocesses."""
 
 import os
 import subprocess

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares answers of our servers with those of stock SGLang on our CPU platform, and log-probabilities of
-responses that shared with those of the fidelity harness, which copies KV instead of sharing slots. One test
-runs a language model, which ``make real-model`` makes."""
+"""Compares answers of reasoncache servers with those of stock SGLang, on the plugin's CPU platform. Compares
+log-probabilities of responses that shared slots with those of the fidelity harness (``eval/fidelity``), which
+copies KV instead. One test needs the language model that ``make real-model`` writes."""
 
 import functools
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ from tests.server.reference import Replayed, assert_computed
 
 @functools.cache
 def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
-    """A server's answers, cached, because stock's never change and each other server is asked only once."""
+    """A server's cached answers. Those of stock SGLang never change; each other server is asked only once."""
     server = servers.get(spec)
     server.post("/flush_cache")
     return answers(server)
@@ -45,7 +45,7 @@ def _run(servers: ServerPool, spec: specs.ServerSpec) -> Answers:
 
 def _assert_same_answers(one: Answers, other: Answers) -> None:
     """Checks that answers of two servers are right, and equal except for rounding. If two tokens are equally
-    likely, rounding decides between them; behind such a token only the final answers are compared."""
+    likely, rounding decides between them. After the first such difference only final answers are compared."""
     for problem, (tokens, logprobs), (other_tokens, other_logprobs) in zip(
         COMPARED, one, other, strict=True
     ):
@@ -57,7 +57,7 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
 
 @pytest.mark.parametrize("spec", [specs.EXACT])
 def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Answers equal stock's bit for bit. Nothing shares, because one request never fills half of the pool."""
+    """Answers are equal bit for bit. Blocks are compared only while the pool is over half full; it never is."""
     assert _run(servers, spec) == _run(servers, specs.STOCK)
     assert servers.get(specs.STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
     totals = report(servers.get(spec))["totals"]
@@ -67,14 +67,14 @@ def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.Se
 
 @pytest.mark.parametrize("spec", [specs.UNCORRECTED])
 def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """``spec`` decodes by ``torch_native``, stock by our CPU platform's default, ``reasoncache_cpu``."""
+    """``spec`` decodes with ``torch_native``; stock SGLang with the plugin's ``reasoncache_cpu``."""
     _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
 
 
 @pytest.mark.parametrize("spec", [specs.ACROSS])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Requests that opt out get stock's answers, also after others have shared. Rounding differs, because this
-    server prefills in chunks and computes retracted requests again."""
+    """Requests that opt out get the answers of stock SGLang, even after other requests have shared. Rounding
+    differs, because this server prefills in chunks and computes retracted requests again."""
     server = servers.get(spec)
     solve(server, COMPARED)
     assert report(server)["totals"]["blocks_shared"] > 0
@@ -83,7 +83,7 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_path: Path) -> None:
-    """Responses that shared have the log-probabilities that the harness computes with the same blocks."""
+    """Responses that shared have the log-probabilities that the harness computes by copying the same blocks."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     todo, blocks = prompts(4, seed=11), 0

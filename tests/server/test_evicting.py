@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests policies that evict positions, on servers that may be under load. SGLang checks slots
-after every batch, the ``server`` fixture after each test."""
+"""Tests policies that evict positions, some of them under load. SGLang checks after every batch that no slot
+is lost, and the ``server`` fixture checks this after each test."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
     """Log-probabilities are those of a model that masks evicted positions, although later tokens overwrite
     the slots of these positions."""
     todo = prompts(6, seed=21)
-    # Under the overlap schedule the forward in flight at an eviction still reads evicted positions.
+    # Under the overlap schedule, the forward in flight during an eviction still reads the evicted positions.
     overlaps = not server.get("/server_info").json()["disable_overlap_schedule"]
     assert overlaps == (together > 1)
     found: list[dict[str, Any]] = []
@@ -29,7 +29,7 @@ def test_evicting_equals_masking(server: ServerProcess, together: int, reference
     assert all(one["retractions"] == 0 and one["evicted_positions"] > 50 for one in found)
     right = assert_masked(reference, todo, found, 1000, 30, after=int(overlaps))
     if report(server)["evictors"][0]["name"] == "keydiff":
-        # A mask that begins a token earlier or later must fit worse.
+        # A mask that begins one token later must fit worse.
         shifted = [
             differences(reference, text, one, 1 - int(overlaps)).sum()
             for text, one in zip(todo, found, strict=True)
@@ -72,7 +72,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     follow_up = f"{first} {entry['text']} {first}"
     cached = [generate(server, follow_up, 48)["meta_info"]["cached_tokens"] for _ in range(2)]
     assert cached[0] == lowest // page * page
-    # The first follow-up evicted nothing from its prompt, so the second reads that prompt from the cache.
+    # The first follow-up evicted nothing from its prompt, so the second one reads this prompt from the cache.
     assert cached[1] > entry["prompt_tokens"] + entry["output_tokens"] - page
 
 
@@ -80,11 +80,11 @@ BUDGET, CHUNK = 96, 64
 
 
 def check_budget(response: dict[str, Any]) -> None:
-    """Checks by the reported evictions that a prompt never holds more positions than budget plus chunk."""
+    """Checks, from the reported evictions, that a request never holds more positions than BUDGET plus CHUNK."""
     held_then, gone, chunks = 0, 0, set()
     for written, _, length in response["evictions"]:
         if written not in chunks:
-            # So many positions were held when this poll began to evict.
+            # How many positions the request held before the evictions at length ``written``.
             held_then = written - gone
             assert held_then <= BUDGET + CHUNK
         chunks.add(written)
@@ -99,7 +99,7 @@ def check_budget(response: dict[str, Any]) -> None:
 def test_block_wise_prefill_equals_masking(server: ServerProcess, reference: Any) -> None:
     """Prompt and response have the log-probabilities of a model that never sees evicted positions."""
     todo = prompts(4, seed=41, each=8)
-    # First one prompt after the other, so that no chunk is prefilled with others; then all at once.
+    # First the prompts are sent one by one, so that each chunk is prefilled alone; then all at once.
     found = [respond(server, [text], 200, logprob_start_len=0, **TO_THE_END)[0] for text in todo]
     found += respond(server, todo, 200, **TO_THE_END)
     for response in found:

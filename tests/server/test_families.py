@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests models whose attention differs from the embedded reasoner's: hybrids (only attention layers share),
-latent attention, layers with a sliding window. The prefix cache keeps states of hybrids; after a cached prefix,
-a wrong state would change the log-probabilities."""
+latent attention, layers with a sliding window. For hybrids the prefix cache also keeps the states of the other
+layers; a wrong state would change the log-probabilities after a cached prefix."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +19,9 @@ from tests.server.problems import OPT_OUT, TO_THE_END, report, told
 #: Tokens in a block.
 _LENGTH = 8
 _WORDS = list("abcdefghijklmnopqrst")
-#: How much log-probabilities in fp32 may differ, because sums are made in different orders.
+#: How much fp32 log-probabilities may differ, because sums are computed in different orders.
 ROUNDING = 2e-3
-#: Whether a layer has a sliding window -> the rotation of the layer's keys. None: keys are read as cached.
+#: Key: whether a layer has a sliding window. Value: rotation of the layer's keys. None: keys stay as cached.
 Rotations = dict[bool, KeyRotation] | None
 
 
@@ -46,7 +46,7 @@ def _together(server: ServerProcess, most: int) -> list[dict[str, Any]]:
 
 
 def _follow_up(server: ServerProcess, ids: list[int]) -> dict[str, Any]:
-    """A short response that opts out of sharing, behind a prefix that may be cached."""
+    """A short response to the prompt ``ids``. It opts out of sharing, but may read a cached prefix."""
     sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **OPT_OUT}
     body = {"input_ids": ids, "return_logprob": True, "sampling_params": sampling}
     [found] = _tell(server, [server.post("/generate", json=body).json()])
@@ -82,7 +82,7 @@ class Loop:
             frequencies = embedding.inv_freq if frequencies is None else frequencies
             angles = torch.arange(1024)[:, None] * frequencies.float()
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2; elsewhere a pair is in two halves.
+            # Hugging Face rotates neighbouring dims as pairs in DeepSeek V2, else pairs with one dim of each half.
             found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
         return found
 
@@ -99,11 +99,11 @@ class Loop:
     def off(
         self, prompt: list[int], found: dict[str, Any], blocks: list[Any], rotation: Rotations
     ) -> float:
-        """Mean distance of a server's log-probabilities from this model's.
+        """Mean absolute difference between a server's log-probabilities and this model's.
 
         Args:
-            blocks: For each block the first query that reads the source, and where block and source begin.
-            rotation: Rotates keys that are read at another position; None reads them as cached.
+            blocks: For each block, the first query that reads its source, and where block and source begin.
+            rotation: Rotates keys that are read at another position. If None, keys are read as cached.
         """
         tokens = prompt + found["tokens"]
         assert len(prompt) == found["prompt"]
@@ -182,8 +182,8 @@ def test_a_server_computes_what_a_loop_computes(
         off["shared"] += loop.off(prompt, found, found["blocks"], rotation) / 10
         off["dense"] += loop.off(prompt, found, [], None) / 10
         off["as cached"] += loop.off(prompt, found, found["blocks"], None) / 10
-        # The cache has the response up to the first shared position. If the model has states or a
-        # window pool, the cache has only the prompt, with the prompt's last state or window.
+        # The prefix cache holds the response up to the first shared position. If the model has states or a
+        # pool for window layers, the cache holds only the prompt, with the state or window at its end.
         follow = _follow_up(server, prompt + found["tokens"])
         shared = min(dst for _, dst, _ in found["blocks"])
         stateless = spec.model in {**specs.LATENT, **specs.WINDOWS}
@@ -191,7 +191,7 @@ def test_a_server_computes_what_a_loop_computes(
         again += loop.off(prompt + found["tokens"], follow, [], None) / 10
     whole = prompt + found["tokens"] + follow["tokens"]
     follow = _follow_up(server, whole)
-    # The last follow-up shared nothing, so the cache has all its written positions and its last state.
+    # The last follow-up shared nothing, so the cache holds all its computed positions and its last state.
     assert follow["cached"] == len(whole) - 1
     again += loop.off(whole, follow, [], None) / 10
     print(spec.model, off, again, seen["totals"]["blocks_shared"])

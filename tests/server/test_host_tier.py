@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests sharing with SGLang's hierarchical cache, which moves prefixes to the host and back to other slots."""
+"""Tests sharing with SGLang's hierarchical cache, which moves prefixes to the host, then into other slots."""
 
 from pathlib import Path
 
@@ -15,17 +15,17 @@ from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
 def test_a_prefix_that_was_on_the_host_is_read_as_before(
     servers: ServerPool, spec: specs.ServerSpec, tmp_path: Path
 ) -> None:
-    """When a prefix is loaded, the plugin must record for which positions the keys in its new slots were
-    computed, because a response that shares rotates keys from these positions."""
+    """When SGLang loads a prefix from the host into new slots, the plugin must record for which position each
+    key was computed, because a response that shares rotates keys from these positions."""
     on_disk = spec is specs.ON_DISK
     server = servers.get(spec.having("", f"--file-storage-path {tmp_path}") if on_disk else spec)
     log = server.log_size()
     server.post("/flush_cache")
     todo = prompts(4, seed=21, each=2)
-    # 601 tokens take 600 decode steps, a whole number of polls, so a prompt sent again shares alike.
+    # 600 decode steps (601 tokens) are whole poll intervals, so polls fall on the same steps of each response.
     first = [respond(server, [text], 601, **TO_THE_END)[0] for text in todo]
     for text in prompts(3, seed=22, each=24):
-        # Long prompts evict all cached prefixes and use the slots at other positions.
+        # Long prompts make SGLang evict all cached prefixes and reuse the slots for other positions.
         respond(server, [text], 5, sampling_params=OPT_OUT)
     if on_disk:
         assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200

@@ -82,7 +82,7 @@ def test_alerts_ring_and_are_silent(tmp_path: Path) -> None:
     cases = [case({f"reasoncache_{field}": "0x20 1x80"}, name) for name, field in gauges.items()]
     cases.append(case({f"reasoncache_{field}": "0x100" for field in gauges.values()}))
     cases.append(case({retracted: "0+1x100", shareable: "40x100"}, retracts))
-    # No alert fires if shareable slots ran out meanwhile, or if no request was retracted.
+    # No alert fires if no slot was shareable for a moment, or if no request was retracted.
     cases.append(case({retracted: "0+1x100", shareable: "40x70 0 40x30"}))
     cases.append(case({retracted: "7x100", shareable: "40x100"}))
     rules = {"rule_files": [str(ALERTS)], "evaluation_interval": "15s", "tests": cases}
@@ -111,7 +111,7 @@ def _filled(query: str) -> str:
 @needs_prometheus
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: Path) -> None:
-    """Prometheus runs with the configuration of ``deploy/``, and scrapes a server under load."""
+    """Prometheus scrapes a server under load, with the configuration of ``deploy/`` but a shorter interval."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     config |= {"rule_files": [str(ALERTS)], "global": {"scrape_interval": "500ms"}}
     config["scrape_configs"][0]["static_configs"] = [{"targets": [server.url.split("/")[2]]}]
@@ -161,8 +161,8 @@ IN_TEXT = "" if PICTURE else HOSTILE
 
 @contextlib.contextmanager
 def proxy(server: ServerProcess) -> Iterator[ThreadingHTTPServer]:
-    """Forwards paths that begin with PREFIX. Demands KEY for reports on single requests. Puts IN_TEXT before
-    the text of each response, because the embedded reasoner has no tokens for IN_TEXT."""
+    """Forwards requests whose path begins with PREFIX. Demands KEY for reports on single requests. Puts IN_TEXT
+    before the text of each response, because the embedded reasoner has no tokens to generate IN_TEXT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests sharing under load, at two page sizes. Some tests run on every kind of server.
 
-The ``server`` fixture checks after each test that every slot is free or evictable, that a flush resets our
-totals and that the log has no traceback. SGLang's strict memory checks run after every batch. The first test
-is light, so that a server is flushed once before other tests put it under load."""
+The ``server`` fixture checks after each test that every slot is free or evictable, that a flush resets the
+plugin's totals and that the log has no traceback. SGLang's strict memory checks run after every batch. The
+first test is light, so that a server is flushed once before other tests put it under load."""
 
 import asyncio
 import contextlib
@@ -47,11 +47,11 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 @pytest.mark.parametrize(
     ("server", "count", "blocks", "saved", "right"),
     [
-        # EXACT shares only when SGLang is short of slots, so which requests overlap decides how much.
+        # EXACT shares only when slots run short. How much it shares depends on which requests overlap.
         (specs.EXACT, 24, 24, 0.03, 0.8),
         (specs.ACROSS, 16, 16, 0.1, 0.8),
         (specs.FP8, 16, 16, 0.1, 0.8),
-        # Whole pages are paired by index: their tokens may differ, so answers are not checked.
+        # PAGED pairs the k-th pages of similar steps, even if tokens differ, so answers are not checked.
         (specs.PAGED, 12, 0, 0.0, 0.0),
     ],
     indirect=["server"],
@@ -96,7 +96,7 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     assert 0 < totals["affected_ratio"] < 1
     entry = max(seen["recent"], key=lambda request: request["shared_positions"])
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
-    # The older block reads the newest copy.
+    # Of equal blocks, the older one reads the slots of the newest.
     assert all(dst + 8 <= src for _, dst, src in entry["blocks"])
     [short] = server.get("/reasoncache").json()["schedulers"]
     [state] = server.get("/server_info").json()["internal_states"]
@@ -115,8 +115,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
         with contextlib.suppress(httpx.HTTPError):
             async with client.stream("POST", "/v1/chat/completions", json=body) as stream:
                 lines = stream.aiter_lines()
-                # A token takes two lines of a stream, so clients leave after 100 to 213 tokens. By
-                # then blocks share, or positions are evicted.
+                # Each token takes two lines of the stream, one of them empty, so clients leave after
+                # 100 to 213 tokens. By then blocks share, or positions are evicted.
                 for _ in range(201 + 25 * number):
                     if await anext(lines, None) is None:
                         break
@@ -139,8 +139,8 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """Two ranks share alike: otherwise they would hang, because distances are summed over both ranks. When
-    sharing then fails on one rank under load, no request fails and no slot is lost."""
+    """Both ranks share the same blocks: otherwise they would hang as they sum up KV distances over the ranks.
+    When sharing then fails on one rank under load, no request fails and no slot is lost."""
     server, todo = servers.get(spec), problems(3, seed=13)
     start = server.log_size()
     assert report(server)["disabled"] is None
@@ -163,7 +163,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
 
 @pytest.mark.parametrize("server", [specs.UNCORRECTED], indirect=True)
 def test_nothing_is_shared_where_keys_cannot_be_corrected(server: ServerProcess) -> None:
-    """The metric for the operator's alert is set before the first request."""
+    """The metric ``uncorrected``, for which there is an alert, is set before the first request."""
     assert series(server)["uncorrected"] == 1 and series(server).keys() >= _GAUGES.keys()
     todo = problems(4, seed=3)
     assert accuracy(todo, solve(server, todo)) == 1
@@ -197,7 +197,7 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
     for found in respond(server, prompts(4, seed=31), MAX_TOKENS, sampling_params=whole):
         reasoning, end, _answer = found["text"].partition(END_OF_THINKING)
         assert end, "the embedded model closes its reasoning"
-        # A part has the same tokens as in the whole text, because each word is one token.
+        # ``reasoning`` has the same tokens alone as in the whole text, because each word is one token.
         tokens = server.post("/tokenize", json={"prompt": reasoning}).json()["count"]
         last = max((dst + 8 for _, dst, _src in found["blocks"]), default=0)
         assert last <= found["prompt_tokens"] + tokens

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random models of 0.1 to 0.5 M parameters with the embedded reasoner's tokenizer, one for each kind of model
-that tests serve besides the embedded reasoner. Their greedy responses soon repeat themselves."""
+"""Models with 0.1 to 0.5 M random parameters, one for each kind of model that tests serve besides the embedded
+reasoner (``eval/tiny_reasoner``), whose tokenizer they have. Their greedy responses soon repeat themselves."""
 
 import json
 import shutil
@@ -9,12 +9,12 @@ from typing import Any
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 Fields = dict[str, Any]
-#: Sizes of a model that does not set others. ``vocab_size`` is the embedded reasoner's.
+#: Default sizes; a model in ``MODELS`` may set others. ``vocab_size`` is the embedded reasoner's.
 _COMMON: Fields = dict(vocab_size=192, hidden_size=64, intermediate_size=128, num_attention_heads=4)
 _COMMON |= dict(num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=False)
 _COMMON |= dict(pad_token_id=0, eos_token_id=1, bos_token_id=None)
 _HYBRID: Fields = dict(num_hidden_layers=4, layer_types=[_LINEAR, _FULL] * 2)
-#: 3 value heads per key head: with 1, 2 or 4, SGLang would split projections by Triton, which needs a GPU.
+#: 3 value heads per key head: with 1, 2 or 4, SGLang would split projections in Triton, which needs a GPU.
 _GATED_DELTA: Fields = dict(head_dim=32, full_attention_interval=2, linear_num_value_heads=3)
 _GATED_DELTA |= dict(linear_key_head_dim=16, linear_value_head_dim=16, linear_num_key_heads=1)
 _EXPERTS: Fields = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
@@ -26,7 +26,7 @@ _MAMBA_2: Fields = dict(
 )
 _LATENT: Fields = dict(num_key_value_heads=4, q_lora_rank=None, kv_lora_rank=32)
 _LATENT |= dict(qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16)
-#: On a CPU, SGLang has only YaRN as the rotary embedding of DeepSeek models. Only V3 sets ``q_lora_rank``.
+#: On a CPU, SGLang runs DeepSeek models only with YaRN rotary embedding. Only V3 sets ``q_lora_rank``.
 _YARN: Fields = dict(rope_type="yarn", rope_theta=1e4, factor=2.0, mscale=1.0, mscale_all_dim=0.5)
 _YARN |= dict(original_max_position_embeddings=2048, beta_fast=32, beta_slow=1)
 _DEEPSEEK: Fields = dict(
@@ -34,11 +34,11 @@ _DEEPSEEK: Fields = dict(
 )
 _DEEPSEEK |= dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1)
 _DEEPSEEK |= dict(moe_intermediate_size=16, routed_scaling_factor=1.0, topk_group=1)
-#: Every second layer sees all positions, others ``sliding_window``. OLMo 3 has rope fields of real checkpoints.
+#: Every second layer sees all positions, the others a window. OLMo 3 has the rope fields of real checkpoints.
 _WINDOW: Fields = dict(num_hidden_layers=4, head_dim=16, sliding_window=48)
 _WINDOW |= dict(layer_types=["sliding_attention", _FULL] * 2)
-#: Names of weights that compute what a layer adds to its input. Factors shrink these weights, so that responses
-#: repeat themselves. Models in ``_LESS`` have factors of their own, which shrink weights of experts too.
+#: Names of weights that compute what a layer adds to its input. The factors below shrink these weights,
+#: so that responses repeat themselves. The factors in ``_LESS`` also apply to the weights of experts.
 _OUTPUTS = tuple(
     f"{name}.weight" for name in ("o_proj", "out_proj", "down_proj", "w2", "output_linear")
 )
@@ -48,7 +48,7 @@ _LESS = {
     "falcon_h1": 0.03,
 }
 _LESS_OF_OTHERS, _LESS_OF_GEMMA = 0.12, 0.6
-#: Name -> configuration class of Hugging Face's library, and arguments of the class.
+#: Model name -> name of the configuration class in ``transformers``, and arguments of this class.
 MODELS: dict[str, tuple[str, Fields]] = {
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -95,7 +95,7 @@ MODELS: dict[str, tuple[str, Fields]] = {
         "DeepseekV3Config",
         {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
     ),
-    # Four KV heads: on a CPU, SGLang needs a KV head for each rank of all DP attention groups together.
+    # Four KV heads: on a CPU, SGLang needs one for each rank, counted over all DP attention groups.
     "qwen3_moe": (
         "Qwen3MoeConfig",
         dict(
@@ -127,7 +127,7 @@ MODELS: dict[str, tuple[str, Fields]] = {
 
 
 def make(name: str, tokenizer: Path, folder: Path) -> Path:
-    """Writes the model ``name`` into ``folder / name``. ``tokenizer``: folder of a model with a tokenizer."""
+    """Writes the model ``name`` into ``folder / name``. Copies the tokenizer from the folder ``tokenizer``."""
     import torch
     import transformers
 
@@ -136,10 +136,10 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # With these weights the newest token usually decides the next, so greedy responses run in circles.
+    # Change weights so that the newest token usually decides the next, and greedy responses run in circles.
     with torch.no_grad():
         if gemma:
-            # SGLang ties Gemma's embeddings, so a token would predict itself; random signs prevent this.
+            # SGLang ties Gemma's embeddings: a token would predict itself if the norm had no random signs.
             model.model.norm.weight.copy_(-2.0 * (torch.rand(64) < 0.5))
         else:  # not for Gemma, which scales embeddings itself
             model.get_input_embeddings().weight *= 8.0
@@ -149,7 +149,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         for parameter, weight in model.named_parameters():
             if parameter.endswith(outputs):
                 weight *= less
-            # In these models a norm would undo the factor, so its weight is set instead; Gemma's norms add 1.
+            # In these models a norm would undo the factor, so the norm's weight is set. Gemma's norms add 1.
             if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else less)
     path = folder / name
@@ -157,7 +157,7 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / file, path / file)
     described = json.loads((path / "config.json").read_text())
-    # SGLang's Nemotron-H needs older names of fields, and accepts no infinite ``time_step_limit``.
+    # SGLang's Nemotron-H reads older field names, and accepts no infinite ``time_step_limit``.
     if "layers_block_type" in arguments:
         described["layers_block_type"] = arguments["layers_block_type"]
         described |= {f"mamba_{name}": arguments[name] for name in ("n_groups", "chunk_size")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool, rows (block tables) and batches for attention backends, and dense fp64 attention to compare with."""
+"""KV pools, rows (block tables) and batches to test attention backends, and the expected results."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -21,18 +21,18 @@ from sglang_reasoncache.plugin import attention
 from tests.kernels.attention_cases import dense, turned
 
 DIM = 16
-#: Latent and rotated dims of MLA's KV of a token. SGLang's Triton kernels take these, as well as 512 and 64.
+#: How many latent and rotated dims a token's MLA KV has. SGLang's Triton kernels also support 512 and 64.
 RANK, ROTATED = 256, 32
 BASE = 10_000
 CONTEXT = 1024
 LENGTHS, SHORT = [1, 19, 989], [1, 19, 70]
 
-#: In fp32 an angle of up to 1024 radians is off by up to 1024 * 2**-24, and so is a softmax weight. In bf16,
-#: keys, weights and results of about 1 are each rounded to 8 bits.
+#: In fp32, rounding changes an angle of up to 1024 radians by up to 1024 * 2**-24, and thereby a softmax weight
+#: by about as much. In bf16, keys, softmax weights and results are each rounded to 8 bits.
 TOLERANCE = {torch.float32: 5e-4, torch.bfloat16: 3e-2}
 
 
-#: New tokens of each of the three rows. Our kernels compute prefills of ``few`` tokens like decode steps.
+#: Numbers of new tokens in the three rows. "few": so few that our kernels compute each token as in decode.
 BATCHES = {
     "decode": [1, 1, 1],
     "whole": [1, 19, 989],
@@ -43,11 +43,11 @@ BATCHES = {
 
 
 class Rig:
-    """A pool and rows with random KV. ``shifted``: share of slots whose key was cached for another position.
+    """A pool and rows with random KV. ``shifted``: fraction of slots whose key was cached for another position.
 
-    ``interleaved``: GPT-J pairing of dims. ``latent``: rows of MLA. ``window``: positions that a query
-    sees besides its own; 0 means all. ``own_pool``: if not 0, the layer with the window has a window pool,
-    where SGLang has freed what the newest ``own_pool`` tokens of a row do not see.
+    ``interleaved``: whether rotation pairs neighbouring dims (GPT-J). ``latent``: rows of MLA. ``window``: how
+    many positions a query sees before its own; 0 means all. ``own_pool``: if not 0, the layer with the window
+    has its own pool. Tokens that none of a row's newest ``own_pool`` tokens sees count as freed from this pool.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Rig:
             heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROTATED)
         kind: Any = MLATokenToKVPool if latent else MHATokenToKVPool
         layers: Any = dict(layer_num=2, enable_memory_saver=False)
-        #: A row's slot -> the same token's slot in layer 1; the last entry is for an evicted position.
+        #: Slot in a row -> slot of the same token in layer 1. The last entry (-1) is for evicted positions.
         self.peers = torch.arange(size + 2)
         if own_pool:
             kind, layers = SWAKVPool, dict(size_swa=size, swa_attention_layer_ids=[1])
@@ -102,7 +102,7 @@ class Rig:
             torch.arange(size + 1), torch.randint(0, CONTEXT, (size + 1,), generator=generator)
         )
         order = torch.randperm(size, generator=generator) + 1
-        # Slots that no row names hold NaN: reading them is noticed. Slot 0 is padding, which may be read.
+        # Slots in no row hold NaN, which spoils the result if they are read. Slot 0 (padding) may be read.
         for buffer, peer in zip(*sides, strict=True):
             buffer[order[-64:]] = peer[self.peers[order[-64:]]] = float("nan")
         self.row_of = torch.arange(1, len(lengths) + 1)
@@ -125,9 +125,9 @@ class Rig:
             sees["sliding_window_size"] = -1
             both = [RadixAttention(*shape, layer_id=0, **sees), self.layer]
             model, self.layers = _olmo(rope, *both), both if own_pool else self.layers
-        #: ``unread``: positions of a window that a decode step leaves out, as in ``PagedBackend``.
+        #: ``unread``: how many of a window's oldest positions a decode step skips, as in ``PagedBackend``.
         self.window, self.unread = window, 0
-        #: Stands in for SGLang's model runner: has the fields that are read when a server starts on CUDA.
+        #: Stands in for SGLang's model runner. It has the fields that our backends read when a server starts.
         self.runner: Any = SimpleNamespace(
             device="cpu",
             req_to_token_pool=self.rows,
@@ -172,7 +172,7 @@ class Rig:
         )
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
-        """Evict random positions before each row's ``new`` tokens, but not the last position before them."""
+        """Evict random positions of each row ``i``, but none of its last ``new[i] + 1`` positions."""
         allocator = self.runner.token_to_kv_pool_allocator
         allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
@@ -180,7 +180,7 @@ class Rig:
             self.rows.req_to_token[row, : len(gone)][gone] = -1
 
     def settle(self) -> None:
-        """Record every slot as cached at the position that names it, so that no key is shifted any more."""
+        """Record the slots in all rows as cached at their positions there, so that no slot is shifted."""
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             held = slots >= 0
@@ -201,7 +201,7 @@ class Rig:
         v = k[..., : self.v_dim] if self.latent else v
         self.query = q
         if translator := getattr(backend, "kv_index_translator", None):
-            # SGLang's model runner makes this call before its Triton backend runs.
+            # Sets the batch's ``kv_loc_plan``, which SGLang's Triton backend reads.
             translator.bind_runner_slots(batch)
         backend.init_forward_metadata(batch)
         run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
@@ -213,8 +213,8 @@ class Rig:
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
-        """The right result, ``[tokens, heads, v_dim]`` in fp64: each key is rotated to the position that reads
-        its slot, and evicted positions are masked."""
+        """The expected result, fp64 ``[tokens, heads, v_dim]``. Each key is rotated to its position in the row,
+        except in a window pool. Evicted positions are masked."""
         layer = self.layer.layer_id
         keys, values = (side.double() for side in compat.kv_of(self.pool, layer))
         found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
@@ -240,7 +240,7 @@ class Rig:
 
 
 def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
-    """Attention modules of OLMo 3, a model with windows whose rotation of keys our backends know."""
+    """Attention modules of OLMo 3. This model has sliding windows, and our backends can rotate its keys."""
     found = torch.nn.ModuleList()
     for layer in layers:
         owner: Any = Olmo2Attention.__new__(Olmo2Attention)
@@ -253,15 +253,15 @@ def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
 def announced(
     backend: Any, batch: ForwardBatch, shifted: bool = False, evicted: Sequence[int] = ()
 ) -> ForwardBatch:
-    """Calls our hook for new batches, which marks the batch. ``shifted`` and ``evicted`` are the prefix tree's
-    answers about the batch's requests."""
+    """Calls our hook for new batches, which marks ``batch``. The prefix tree tells the hook ``shifted``
+    (whether requests read shifted slots) and ``evicted`` (how many positions of each request are evicted)."""
     runner: Any = SimpleNamespace(attn_backend=backend)
     attention._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
     return batch
 
 
 def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
-    """A scheduler's batch. Its prefix tree answers ``shifted`` and ``evicted`` about the batch's requests."""
+    """A scheduler's batch with a stand-in for the prefix tree, which returns ``shifted`` and ``evicted``."""
     reqs: list[Any] = [object()]
     eviction = SimpleNamespace(evicts_prompts=False)
     own = dict(containment=contextlib.nullcontext(), holds=False, eviction=eviction)
@@ -274,14 +274,14 @@ def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
 
 
 def mark(batch: ForwardBatch, needs_ours: bool) -> None:
-    """Marks whether the batch's rows have shifted slots or evicted positions."""
+    """Marks the batch. ``needs_ours``: whether its rows have shifted slots or evicted positions."""
     if isinstance(batch.rids, MarkedRids):
         batch.rids.needs_ours, batch.rids.evicted = needs_ours, None
     else:
         batch.rids = MarkedRids(batch.rids or [], needs_ours)
 
 
-#: A change that makes a rig unsupported, and words of the error message.
+#: A change to a :class:`Rig` that our backends must refuse, and words of the error message.
 UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "is_cross_attention", True), "cross attention"),
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),

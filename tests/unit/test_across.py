@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests slots that several requests of a *group* (same prompt and salt) read, with SGLang's own pools, requests
-and release path. ``tests/property/test_groups.py`` tests the same with random requests."""
+"""Tests sharing between requests of a *group* (same prompt, ``extra_key``, ``cache_salt`` and ``lora_id``) in
+SGLang's pools and release path. ``tests/property/test_groups.py`` tests the same with random requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def world_of(setup: Setup, **options: Any) -> World:
 
 
 def lend(world: World, source: Req, reader: Req, *pairs: Pair) -> int:
-    """Proposes blocks of ``source`` to ``reader``; returns how many slots become free."""
+    """Proposes that blocks of ``reader`` read slots of ``source``; returns how many slots become free."""
     lent = [AcrossPair(*pair, state(source).followed.id) for pair in pairs]
     world.engine.lent[state(reader).followed.id] = lent
     world.step(reader)
@@ -83,7 +83,7 @@ def balance(world: World) -> None:
 
 @ALL_SETUPS
 def test_what_two_requests_have_stays_where_it_is(setup: Setup) -> None:
-    """Blocks whose slots two rows name are not redirected. A row saves slots if two of its blocks name them."""
+    """A block is not redirected if two rows name its slots. A slot that a row names twice counts as saved."""
     world, source, reader = two(setup)
     assert lend(world, source, reader, Pair(12, 20)) == 4
     rows = world.row(source).copy(), world.row(reader).copy()
@@ -178,7 +178,7 @@ KEYS: list[tuple[dict[str, Any], bool]] = [
     ({"cache_salt": "another"}, False),
     ({"extra_key": "another"}, False),
     ({"lora_id": "adapter"}, False),
-    # SGLang joins these into "adapter", which is also the key of the LoRA adapter in the test below.
+    # SGLang joins these to the extra key "adapter". A request with lora_id "adapter" has the same extra key.
     ({"extra_key": "ad", "lora_id": "apter"}, False),
     ({"positional_embed_overrides": object()}, False),
     ({"opts_out": True}, False),
@@ -193,7 +193,7 @@ def alike(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(("key", "same"), KEYS)
 def test_a_request_of_another_key_is_never_a_source(key: dict[str, Any], same: bool) -> None:
-    """Requests of different groups are no sources for each other, whatever blocks the filter proposes."""
+    """A request never reads slots of a request in another group, even if the filter proposes such a block."""
     world = world_of(SETUPS[0])
     made = [
         began(world, i, dict(one)) for i, one in enumerate(({}, key, {"lora_id": "adapter"}, key))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests admission on a *credit* (the share of output that sharing may free) against a formula and SGLang's."""
+"""Tests admission with a *credit*: the fraction of future output for which admission reserves no slots."""
 
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +32,7 @@ def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
 
 
 def fits(made: PrefillBudget, prompt: int, output: int) -> bool:
-    """Whether SGLang would admit the request."""
+    """Whether the budget ``made`` admits a request with ``prompt`` and ``output`` tokens."""
     verdict, limit = made.check_prefill(
         extend_input_len=prompt, total_tokens=prompt + output, max_new_tokens=output,
         input_tokens=prompt, swa_host_hit_length=0, chunk_limit=7,
@@ -57,9 +57,9 @@ LENGTHS = st.integers(0, 400)
 def test_only_output_to_come_is_discounted(
     credit: float, page: int, mixed: int, reserved: Any, rest: int, asked: tuple[int, int]
 ) -> None:
-    """A request needs its prompt, rounded up to pages, and the share ``1 - credit`` of the output beyond that.
-    ``rest`` stands for the output of running requests, which SGLang adds to ``total_offset``. If this total is
-    below ``current_offset``, no output is reserved. With credit 0 and ``rest`` >= 0 our budget is SGLang's."""
+    """A request needs slots for its prompt, rounded up to pages, and for ``1 - credit`` of its other tokens.
+    ``rest``: output of running requests, which SGLang adds to ``total_offset``. If ``total_offset`` is below
+    ``current_offset``, no output is reserved. If credit is 0 and ``rest`` >= 0, both budgets are the same."""
     made, stock = budget(credit, page, mixed), budget(None, page, mixed)
     for each in (made, stock):
         for prompt, output in reserved:
@@ -87,24 +87,24 @@ _FADED = [0.4 * 0.9**n * (1 - 0.9**50) / (1 - 0.9 ** (50 + n)) for n in range(1,
 @pytest.mark.parametrize(
     ("limit", "horizon", "seen"),
     [
-        # Without observations there is no credit.
+        # A request without output does not change the credit.
         (0.5, 1000, [(ENDED, 0, 0, 0.0)]),
-        # The credit is the share of shared tokens; after the second request the first weighs 1 - 300/1000.
+        # The credit is shared / all tokens. The second request multiplies the first's counts by 1 - 300/1000.
         (0.9, 1000, [(ENDED, 30, 100, 0.3), (ENDED, 10, 300, (21 + 10) / (70 + 300))]),
-        # Running requests count only if they share more than finished ones and have 512 tokens or more.
+        # Running requests count if they have 512 tokens or more and share a larger part than finished ones.
         (0.9, 20_000, _RUNNING),
         # The credit follows a change: each request multiplies the weights of earlier ones by 0.9.
         (0.9, 1000, [*[(ENDED, 40, 100, 0.4)] * 50, *((ENDED, 0, 100, at) for at in _FADED)]),
         (0.4, 20_000, [(ENDED, 90, 100, 0.4)]),
         (0.0, 20_000, [(ENDED, 50, 100, 0.0)]),
-        # A request longer than the horizon, over which weights fade, replaces all earlier ones.
+        # A request with more tokens than ``horizon`` sets the weight of all earlier requests to 0.
         (0.9, 1000, [(ENDED, 900, 1000, 0.9), (ENDED, 100, 2000, 0.05)]),
     ],
 )
 def test_forecast(
     limit: float, horizon: float, seen: list[tuple[Callable[..., None], int, int, float]]
 ) -> None:
-    """``limit``: the highest credit. ``seen``: the method, tokens shared, all tokens, the credit afterwards."""
+    """``limit``: the highest credit. ``seen``: (method, shared tokens, all tokens, credit after the call)."""
     forecast = SharingForecast(limit, horizon)
     assert forecast.credit == 0.0
     for tell, shared, tokens, credit in seen:
@@ -113,7 +113,7 @@ def test_forecast(
 
 
 def test_a_load_from_the_host_is_not_discounted() -> None:
-    """A load from the host takes its slots at once, so the credit for later sharing must not count."""
+    """Loading KV from the host takes slots at once. The credit, which is for later output, does not apply."""
 
     def loads(tokens: int) -> bool:
         told = dict(full_tokens=tokens + 300, extend_input_len=300, max_new_tokens=300)

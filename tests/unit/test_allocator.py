@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Allocators hand out a shared page again only after its last reference is freed. Also tests the host's copies
-of rows (block tables) whose positions read each other's slots."""
+"""Tests the reference counts of shared pages, and the host's copies of rows (block tables) that share slots."""
 
 from collections import Counter
 from typing import Any
@@ -54,7 +53,7 @@ def slots(*numbers: int) -> torch.Tensor:
 
 
 def page_slots(page: int, *pages: int) -> torch.Tensor:
-    """All slots of ``pages``, as a row names them."""
+    """All slots of ``pages``, in the order in which a row has them."""
     return (slots(*pages)[:, None] * page + torch.arange(page)).flatten()
 
 
@@ -89,8 +88,8 @@ def test_an_eviction_does_not_wait_for_the_device(either: Allocator, page: int) 
 def test_pages_come_back_with_their_last_reference(
     data: st.DataObject, page: int, need_sort: bool, grouped: bool, how: str
 ) -> None:
-    """Rows are freed one by one, or in a group as SGLang frees requests that finish in one batch. The last page
-    of a row may be cut. A page that is named twice in one call loses two references."""
+    """Rows are freed one by one, or in a free group, as SGLang does for requests that finish in one batch. The
+    last page of a row may be incomplete. A page that is named twice in one call loses two references."""
     allocator = allocator_of(page, SLOTS, need_sort=need_sort)
     ids = take(allocator, 3)
     more = data.draw(st.lists(st.sampled_from(ids), max_size=3))
@@ -122,7 +121,7 @@ def test_pages_come_back_with_their_last_reference(
 
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
-    """While nothing is shared, SGLang's ``free`` runs, which takes slots in any order and parts of pages."""
+    """While nothing is shared, SGLang's ``free`` runs. It accepts slots in any order and parts of pages."""
     token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
     share(token, [first])
@@ -134,7 +133,7 @@ def test_double_free_is_noticed_while_anything_is_shared() -> None:
 
 
 def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
-    """A slot with one reference left may be read away from its key's position: the flag stays until a flush."""
+    """A slot with one reference left may still be shifted: ``has_shifted_slots`` stays True until a flush."""
     assert not either.has_shifted_slots
     [page] = take(either, 1)
     share(either, [page])
@@ -175,7 +174,8 @@ def test_any_other_allocator_is_refused() -> None:
 LENGTH, BLOCK = 12, 3
 AT = st.integers(0, LENGTH - BLOCK)
 ROW = st.integers(0, 1)
-#: Row and start of a block, row and start of its source, undone or not. A number in STEPS evicts from row 0.
+#: READ: row and start of a block, row and start of its source, and whether to undo the read. STEPS also has
+#: positions to evict from row 0.
 READ = st.tuples(ROW, AT, ROW, AT, st.booleans())
 STEPS = st.lists(READ | st.integers(0, LENGTH - 1), max_size=12)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our attention backends on the CPU, compared with dense attention in fp64. The CUDA mixin extends SGLang's
-torch-native backend here, because over every backend the mixin chooses between our kernels and SGLang's in the
-same way. ``test_attention_cuda.py`` has more tests of the mixin."""
+"""Our attention backends on the CPU, compared with dense attention in fp64. Here our mixin for CUDA extends
+SGLang's torch-native backend: the mixin chooses between our kernels and SGLang's in the same way, whichever
+backend it extends. ``test_attention_cuda.py`` has more tests of the mixin."""
 
 import functools
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ KINDS = pytest.mark.parametrize("kind", ["reasoncache_cpu", "cuda"])
 
 
 class Stock(TorchNativeAttnBackend):
-    """SGLang's torch-native backend. This backend has no CUDA graphs, so the state for graphs is empty."""
+    """SGLang's torch-native backend. It runs no CUDA graphs, so it allocates no state for graphs."""
 
     def init_cuda_graph_state(self, *_: Any, **__: Any) -> None:
         pass
@@ -58,7 +58,7 @@ def backend_of(kind: str, rig: Rig, corrected: bool = True) -> Any:
 def test_keys_are_read_where_they_are_used(
     new: list[int], sizes: tuple[int, int, bool], shifted: float, dtype: torch.dtype, kind: str
 ) -> None:
-    """Keys are rotated to the positions that read them, also if the rotation pairs neighbouring dims."""
+    """Each key is rotated to the position at which a request uses it, also if RoPE pairs neighbouring dims."""
     heads, kv_heads, interleaved = sizes
     options: Any = dict(heads=heads, kv_heads=kv_heads, interleaved=interleaved)
     rig = Rig(shifted=shifted, dtype=dtype, **options)
@@ -71,9 +71,9 @@ def test_keys_are_read_where_they_are_used(
 def test_windows_go_by_the_position_that_reads(
     monkeypatch: pytest.MonkeyPatch, new: list[int], window: int, kind: str
 ) -> None:
-    """A window counts back from the position that reads, not from cached positions, as in SGLang's torch-native
-    backend (which has no soft caps). The patched limits cut masks into blocks and keep no large mask. With a
-    soft cap, attention is computed token by token."""
+    """A window counts back from the query's position; where keys were cached does not matter. SGLang's
+    torch-native backend, which lacks soft caps, has the same windows. With the patched limits, a mask is for
+    64 queries at most, and only small masks are kept. With a soft cap, attention is computed token by token."""
     monkeypatch.setattr(extend, "_BLOCK", 64)
     monkeypatch.setattr(extend, "_MASK_ELEMENTS", 50_000)
     rig = Rig(shifted=0.5, window=window)
@@ -94,8 +94,8 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """On CUDA, prefills run SGLang's kernels even if the batch is marked as having shifted slots: in a server,
-    the prefix of a prefill has none."""
+    """On CUDA, SGLang's kernels run each prefill of latent rows, even if its batch is marked as having shifted
+    slots (keys cached at other positions). In a server, a prefill's cached prefix has no such slots."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda" and not batch.forward_mode.is_decode():
@@ -105,7 +105,7 @@ def test_latent_rows_are_read_where_they_are_used(
         assert not rig.forward(backend, batch).isnan().any()
         rig.settle()
     rig.check(backend, batch)
-    if batch.forward_mode.is_decode():  # rotated dims apart, as SGLang calls FlashInfer's backend
+    if batch.forward_mode.is_decode():  # SGLang passes FlashInfer the rotated dims separately
         parts = rig.query.split((RANK, ROTATED), dim=2)
         q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
         found = backend.forward_decode(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)
@@ -116,7 +116,7 @@ def test_latent_rows_are_read_where_they_are_used(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @ALL_BATCHES
 def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: str) -> None:
-    """Without ``corrected``, keys must be read as they were cached."""
+    """Without ``corrected``, backends read keys as they were cached, so no slot may be shifted."""
     rig = Rig(shifted=0.5)
     backend = backend_of(kind, rig, corrected)
     rig.evict(new)
@@ -124,7 +124,7 @@ def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: st
         rig.settle()
     rig.check(backend, rig.batch(new))
     if kind == "cuda":
-        # The batch above was not marked.
+        # Check a marked batch, too. The batch above was not marked.
         batch = rig.batch(new)
         mark(batch, True)
         rig.check(backend, batch)
@@ -134,7 +134,7 @@ def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: st
 @pytest.mark.parametrize("marked", [True, False])
 @DECODE_AND_EXTEND
 def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kind: str) -> None:
-    """A forward records the cached positions of the slots it writes, and rotates no key in the pool."""
+    """A forward records the position of each key that it writes, and leaves all other slots unchanged."""
     rig = Rig(shifted=1.0)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     if kind == "cuda":
@@ -178,7 +178,7 @@ def test_a_rank_without_a_request_needs_no_rows(kind: str) -> None:
 @KINDS
 @ALL_BATCHES
 def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str) -> None:
-    """With fp8 scales the pool holds K / k_scale and V / v_scale, in a dtype that is not the model's."""
+    """As with fp8, the pool holds K / k_scale and V / v_scale, in a dtype (bf16) other than the model's."""
     scales, outputs = (0.5, 4.0), []
     for scaled in (True, False):
         rig = Rig(shifted=0.5, dtype=torch.bfloat16)
@@ -196,7 +196,7 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str
 @KINDS
 @DECODE_AND_EXTEND
 def test_sinks_take_weight(new: list[int], kind: str) -> None:
-    """Both backends count attention sinks. The CUDA backend refuses arguments that our kernels do not know."""
+    """Both backends support attention sinks. The CUDA backend refuses arguments unknown to our kernels."""
     rig = Rig(shifted=0.5)
     backend, batch = backend_of(kind, rig), rig.batch(new)
     plain = rig.forward(backend, batch)
@@ -223,7 +223,7 @@ def test_what_is_not_supported_is_refused_by_name(change: Any, message: str, kin
 
 
 def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
-    """Policies that evict, and scales that would divide latent rows, are refused too."""
+    """With latent attention, evicting policies and a ``k_scale`` other than 1 are refused, too."""
     rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
     args = compat.ServerArgs(model_path="none", device="cpu")
     served.check_latent(rig.pool, args)
@@ -244,7 +244,7 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
 
 
 def test_what_is_not_served_beside_windows_is_refused() -> None:
-    """Policies that evict, images, and attention modules whose rotation of keys is unknown are refused."""
+    """With windows, evicting is refused, and so is rotating keys of images or unknown attention modules."""
     rig = Rig(shifted=0.0, window=8)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     asked: Any = config, "triton", None, rig.cached_at

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our mixin for SGLang's CUDA backends, over a CPU backend; ``test_attention_cuda_graph.py`` tests it over
-SGLang's Triton backend and in graphs. A *shifted* slot is read at another position than its key's."""
+"""Our mixin for CUDA, tested over a CPU backend. ``test_attention_cuda_graph.py`` tests the mixin over SGLang's
+Triton backend and in graphs. A *shifted* slot is read at a position that its key was not rotated for."""
 
 import dataclasses
 import json
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform",
 @pytest.mark.parametrize("known", ["as cached", "as cached, evicted", "never shared", "marked"])
 @pytest.mark.parametrize("new", BATCHES.values(), ids=BATCHES)
 def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: str) -> None:
-    """The result is SGLang's, bit for bit. A batch's mark (has it shifted slots?) decides, not what its rows
-    hold. If keys are read as cached, shifted slots do not need our kernels; only evicted positions do."""
+    """The result equals SGLang's, bit for bit. Rows have shifted slots, but a batch's mark and the allocator's
+    flags decide which kernels run. If keys are read as cached, only evicted positions need our kernels."""
     rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
     backend = backend_of("cuda", rig, corrected)
     assert corrected or backend.paged.rotations is None
@@ -53,7 +53,7 @@ def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: s
 
 @pytest.mark.parametrize("new", [[1, 1, 1], [1, 7, 300]], ids=["decode", "extend"])
 def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> None:
-    """A copied batch keeps its mark; prefill graphs may run only batches without shifted slots."""
+    """A copied batch keeps its mark. A prefill graph may run only batches marked as having no shifted slots."""
     rig = Rig(shifted=0.5)
     backend = backend_of("cuda", rig)
     batch = rig.batch(new)
@@ -69,7 +69,7 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
 
 @pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
 def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attributes that we do not override, such as flags that SGLang reads from a backend, are SGLang's."""
+    """Our class inherits SGLang's attributes that we do not override, such as flags that SGLang reads."""
     latent = attention.backend_class(name, latent=True)
     assert latent.__mro__[1] is SharedSlotReads and latent.__mro__[3].__name__ in (
         *("FlashInferMLAAttnBackend", "TritonAttnBackend"),
@@ -108,7 +108,7 @@ def test_flags_in_the_way_are_named(field: str) -> None:
 
 @pytest.mark.parametrize("name", refusals.CORRECTED_VARIABLES)
 def test_variables_in_the_way_are_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A variable is named if SGLang reads its value as true, or if SGLang's rules for a model set it."""
+    """A variable is listed if SGLang reads its value as true, even if SGLang itself set the variable."""
     for word in ("1", "true", "YES", "y", "0", "no"):
         monkeypatch.setenv(name, word)
         found = refusals.in_the_way_of_corrected(SimpleNamespace())
@@ -142,7 +142,7 @@ def resolved(
     monkeypatch.setitem(
         resolution_hooks._HOOKS, compat.ATTENTION_STEP, [hooks._before_attention_default]
     )
-    # The tests run on our CPU platform, whose default backend differs.
+    # The tests run on our CPU platform, which has another default backend than CUDA.
     monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
     capability, true = GPUS[gpu]
     facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)
@@ -160,8 +160,8 @@ def resolved(
 def test_the_flag_alone_is_the_recommended_mode(
     monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With our flag alone every NVIDIA GPU uses FlashInfer, where our kernels can rotate keys to other
-    positions. The log says so if SGLang's default is another backend. On ROCm nothing changes."""
+    """With ``--enable-reasoncache`` alone, NVIDIA GPUs use FlashInfer, so that keys can be *corrected* (rotated
+    to other positions). The log says so if SGLang's default is another backend. On ROCm nothing changes."""
     stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
     for gpu in GPUS:
         caplog.clear()
@@ -194,7 +194,7 @@ EVICTS = "streamingllm:budget=64"
         # The operator named a backend.
         ({}, {"attention_backend": "fa3"}, {}, "fa3 fa3"),
         ({}, {"decode_attention_backend": "flashinfer"}, {}, "fa3 flashinfer"),
-        # Keys cannot be corrected (rotated anew) here. An explicit ``corrected`` is refused later, by its flag.
+        # Keys cannot be corrected under torch.compile. An explicit ``corrected`` is refused later.
         ({}, {"enable_torch_compile": True}, {}, "fa3 fa3"),
         ({"positions": "corrected"}, {"enable_torch_compile": True}, {}, "flashinfer flashinfer"),
         ({}, {"flashinfer": False}, {}, "triton triton"),
@@ -234,7 +234,7 @@ STOCK: Any = object()
 def chosen(
     runner: Any, name: str = "triton", cached: CachedPositions | None = None, **settings: Any
 ) -> tuple[Any, attention.AttentionParts, ReasonCacheConfig]:
-    """The backend that serves (:data:`STOCK` if SGLang's does), its parts, and the settings."""
+    """The chosen backend (:data:`STOCK` stands for SGLang's), its ``AttentionParts``, and the settings."""
     config, cached = ReasonCacheConfig(**settings), cached or CachedPositions(1, "cpu")
     found = attention.attention_backend(runner, config, name, lambda _runner: STOCK, cached)
     return *found, config
@@ -242,7 +242,7 @@ def chosen(
 
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
 def test_a_policy_that_evicts_asks_for_our_kernels(positions: str) -> None:
-    """Without an evicting policy SGLang's backend stays. Two backends (prefill, decode) are refused later."""
+    """Without an evicting policy SGLang's backend is used. Policies over two backends are refused later."""
     runner = Rig(shifted=0.0).runner
     runner.prefill_attention_backend_str = "triton"
 
@@ -284,7 +284,7 @@ def test_auto_is_corrected(
 def test_auto_goes_on_where_ours_fails(
     kind: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ``auto`` SGLang's backend serves and ours is freed. If ours was requested, ValueError is raised."""
+    """If our backend fails, ``auto`` frees it and uses SGLang's. Other requests for ours raise ValueError."""
     rig = Rig(shifted=0.0)
     rig.runner.prefill_attention_backend_str, rig.runner.device = "triton", "cuda"
     made: list[weakref.ref[Any]] = []
@@ -294,7 +294,7 @@ def test_auto_goes_on_where_ours_fails(
 
     def make(*_: Any, **__: Any) -> Any:
         backend = backend_of("cuda", rig)
-        # As on a GPU, our Triton kernels run.
+        # ``make_cuda`` requires our Triton kernels, which are chosen only on a GPU.
         backend.paged.backend = "triton"
         made.append(weakref.ref(backend))
         return backend
@@ -332,7 +332,7 @@ def test_auto_goes_on_where_ours_fails(
 def test_auto_says_why_it_is_not_corrected(
     backend: str, fields: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With ``auto`` the log has the reason and nothing is shared; ``corrected`` raises ValueError."""
+    """With ``auto`` nothing is shared, and the log says why. ``corrected`` raises ValueError."""
     runner = Rig(shifted=0.0).runner
     runner.server_args = compat.ServerArgs(model_path="none", **fields)
     runner.prefill_attention_backend_str = runner.decode_attention_backend_str = backend

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our mixin over SGLang's Triton backend, with two decode graphs per batch size: SGLang's kernels, or ours for
-*shifted* slots (read at another position than their key's). Needs no GPU: Triton's interpreter runs the kernels
-on CPU tensors, and in place of a replay the captured call runs again, with the capture's state and buffers.
-Other tests check on a stand-in (``tests/strict_device.py``) that hooks and plans wait for no GPU."""
+"""Our mixin over SGLang's Triton backend. Each batch size has two decode graphs: one with SGLang's kernels, one
+with ours, which read *shifted* slots (keys rotated for other positions). The tests need no GPU: Triton's
+interpreter runs the kernels on CPU tensors, and a replay repeats the captured calls with the capture's state.
+The last tests use a stand-in for a GPU (``tests/strict_device.py``): hooks and plans must not wait for it."""
 
 import copy
 import dataclasses
@@ -79,7 +79,7 @@ def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = 
 
 
 class Graphs:
-    """Calls the backend as SGLang's decode graph runner does. A "graph" here is the captured call."""
+    """Calls the backend like SGLang's decode graph runner. A "graph" here is a function that repeats calls."""
 
     def __init__(self, rig: Rig, backend: Any) -> None:
         self.rig, self.backend = rig, backend
@@ -120,7 +120,7 @@ class Graphs:
 
         def replay() -> torch.Tensor:
             backend.paged.rows, backend.paged.windows, backend.forward_metadata = state
-            backend.paged._new_peers = self.out_cache_loc[:0]  # SGLang captures after trial runs
+            backend.paged._new_peers = self.out_cache_loc[:0]  # left over from SGLang's trial run
             backend.init_forward_metadata_in_graph(batch)
             q, k, v = (side[:size] for side in (self.q, *self.kv))
             return backend.forward_decode(q, k, v, self.rig.layer, batch)
@@ -179,7 +179,7 @@ def backend(rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrinks launches to a few programs. Without this fixture tests launch as many programs as on a GPU."""
+    """Shrinks each kernel launch to a few programs, because the interpreter runs programs one by one."""
     shrink_launches(monkeypatch)
 
 
@@ -188,7 +188,7 @@ def close(rig: Rig, found: torch.Tensor, batch: ForwardBatch) -> bool:
     return bool(error <= TOLERANCE[rig.dtype])
 
 
-#: Options of a rig, by name.
+#: Arguments for :class:`Rig`, by the name of a test case.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {}, "latent": dict(interleaved=True, latent=True),
     "window": dict(window=17), "wide": dict(window=500), "window pool": dict(window=17, own_pool=30),
@@ -199,9 +199,9 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("ranks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch's mark (has it shifted slots?) decides whether keys are rotated to where they are used, or read
-    as cached. Prefills of latent rows always run SGLang's kernels. SGLang's decode kernels leave out the oldest
-    position of a window; SGLang's prefill kernels do not. Slots in a window pool are never shared."""
+    """If a batch is marked as having shifted slots, keys are rotated to the positions where they are used, else
+    read as cached. SGLang's kernels run all prefills of latent rows. SGLang's Triton decode kernels leave out a
+    window's oldest position. Slots in a window pool (SGLang's pool for windowed layers) are never shared."""
     if kind != "plain":
         shrink_launches(monkeypatch)
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1, **KINDS[kind])
@@ -228,8 +228,8 @@ def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPa
 @under_interpreter
 @pytest.mark.usefixtures("few_programs")
 def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> None:
-    """Each replay makes a new plan: rows, lengths, batch sizes and cached positions differ from the capture's.
-    An eager forward between two replays does not disturb the graphs."""
+    """Each replay makes a new plan (a list of the slots to read), because rows, lengths, batch sizes and cached
+    positions change. An eager forward between two replays does not disturb the graphs."""
     graphs = Graphs(rig, backend)
     for lengths in ([1, 19, 70], [1, 2, 33]):
         rig.lengths = lengths
@@ -252,7 +252,7 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
 def test_graphs_and_eager_forwards_skip_evicted_positions(
     rig: Rig, ranks: None, monkeypatch: pytest.MonkeyPatch, corrected: bool
 ) -> None:
-    """Positions are evicted after the capture. Before that, SGLang's kernels run if keys are read as cached."""
+    """Positions are evicted after the capture. If keys are read as cached, our kernels run only after that."""
     backend = triton_backend(rig, monkeypatch, corrected)
     if not corrected:
         rig.settle()
@@ -268,7 +268,7 @@ def test_graphs_and_eager_forwards_skip_evicted_positions(
 
 @under_interpreter
 def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> None:
-    """Eager forwards and both graph variants keep queries; prefill graphs, which keep none, may not run."""
+    """Eager forwards and both decode graphs keep recent queries. Prefill graphs keep none and may not run."""
     found = backend.paged.keep_queries(3)
     graphs = Graphs(rig, backend)
     for shifted in (True, False):
@@ -285,7 +285,7 @@ def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> No
 
 @under_interpreter
 def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
-    """The hooks stay installed, because they cannot be removed; but the process of these tests ends soon."""
+    """The hooks cannot be removed after the test, but the process that runs these tests ends soon."""
     attention._install_hooks(backend)
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
@@ -328,8 +328,8 @@ class Replayed:
 
 
 def moved(part: Any) -> Any:
-    """A copy of ``part``, an object of SGLang, with device tensors over the same memory. SGLang keeps
-    ``req_generation`` on the host, so that tensor stays."""
+    """A copy of ``part``, such as a KV pool. Its tensors become device tensors over the same memory, except
+    ``req_generation``, which SGLang keeps in host memory."""
     found = copy.copy(part)
     for name, value in vars(part).items():
         if name != "req_generation":
@@ -351,7 +351,7 @@ def on_stand_in(rig: Rig, corrected: bool = True) -> Any:
 
 
 def batch_of(rig: Rig, backend: Any, new: list[int], evicted: list[int] | None = None) -> Any:
-    """A batch on the device, marked by our hook, which must not wait."""
+    """A batch on the device, marked by our hook, which must not wait for the device."""
     batch = rig.batch(new)
     there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
     batch = dataclasses.replace(batch, **there)
@@ -376,8 +376,8 @@ def check_on_stand_in(
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
 @pytest.mark.parametrize("new", NEW.values(), ids=NEW)
 def test_hooks_and_plans_do_not_wait(new: list[int], corrected: bool) -> None:
-    """If ``corrected``, runs a batch with shifted slots; then, in any case, one with evicted positions. Over
-    all cases, each batch and each mode runs both with and without kept queries."""
+    """Runs a batch with evicted positions and, before that, if ``corrected``, a batch with shifted slots. Each
+    batch of ``NEW`` and each value of ``corrected`` run in one case with kept queries, in another without."""
     keeps = corrected != (new == NEW["with-prefix"])
     rig = Rig(shifted=0.4, lengths=SHORT, heads=2, kv_heads=1)
     backend = on_stand_in(rig, corrected)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of DP attention agree by SGLang's votes: which decode graph runs, and whether a prefill graph does."""
+"""DP attention groups vote through SGLang on which decode graph to run, and whether to run a prefill graph."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from sglang_reasoncache.plugin import attention
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
 
-#: A group's next step: nothing, or a batch (mode, and whether it reads slots away from their keys' positions).
+#: A group's next step: None (no batch), or a mode and whether keys are rotated to other positions (*shifted*).
 IDLE, EXTEND = None, ForwardMode.EXTEND
 DECODE, SHIFTED_DECODE = (ForwardMode.DECODE, False), (ForwardMode.DECODE, True)
 CASES: list[tuple[tuple[Any, Any], GraphVote]] = [
@@ -79,7 +79,7 @@ def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 @pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries"])
 def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> None:
-    """A group votes on decode steps too, because SGLang may run them as prefills."""
+    """A group also votes if its next batch is a decode step, because SGLang may run that step as a prefill."""
     backend, batch = backend_of(), batch_of((mode, cause == "shifted"))
     controller = batch.tree_cache.controller
     controller.eviction.evicts_prompts = cause == "evicts"

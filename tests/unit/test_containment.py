@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""If any part of our code fails while a server runs, requests go on and every slot comes back.
+"""If a call in our code fails while a server runs, requests go on and no slot is lost.
 
-Runs SGLang's pools, allocator, tree and release path with our controller and hooks. A test raises an
-exception in place of one call. Each place in our code that calls PyTorch or NumPy, or a function of another
-file of ours that does, fails once."""
+The tests run SGLang's pools and release code with our allocator, prefix tree, controller and hooks. In each
+run one call raises an exception. There is a run for each place in our code that calls PyTorch or NumPy,
+directly or through a function in another of our files."""
 
 import contextlib
 import copy
@@ -59,15 +59,15 @@ class Site(NamedTuple):
 
 
 class Faults:
-    """Counts what our code calls while SGLang waits for it: PyTorch, NumPy, and functions in another of our
-    files that call these. Raises ``error`` in place of the ``number``-th call at ``site``.
+    """Counts calls that our code makes inside a :class:`Containment`: of PyTorch, of NumPy, and of functions
+    in another of our files that call these. Raises ``error`` in place of the ``number``-th call at ``site``.
 
-    A function changes rows or slots after it has called :meth:`Ranks.agree`. From then on only its PyTorch
-    calls fail, because NumPy needs just some bytes of host memory. With ``agreed`` these do not fail either,
-    nor do calls of our own functions; ``tests/server/test_sharing.py`` has a rank on which they fail.
+    A function that calls :meth:`Ranks.agree` changes rows or slots only after that call. From then on only its
+    PyTorch calls fail, because NumPy needs little memory. With ``agreed`` these do not fail either, nor do any
+    calls of our own functions. In ``tests/server/test_sharing.py`` some of our functions fail on one rank.
     """
 
-    #: Functions of ours that were seen to call PyTorch or NumPy, directly or through others.
+    #: Our functions that have called PyTorch or NumPy so far, directly or through other functions.
     computing: ClassVar[set[CodeType]] = set()
 
     def __init__(
@@ -120,7 +120,7 @@ class Faults:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether the frame runs code of our package. containment.py is left out, because it repeats calls."""
+    """Whether the frame runs code of our package other than containment.py, which repeats failed calls."""
     name = frame.f_code.co_filename
     return name.startswith(OURS) and not name.endswith("containment.py")
 
@@ -167,7 +167,7 @@ class ReadingEvictor(ScriptedEvictor):
 
 
 class Load:
-    """Takes requests of one scheduler through every function of ours that SGLang calls."""
+    """Takes the requests of one scheduler through our allocator, prefix tree, controller and hooks."""
 
     def __init__(self, setup: Setup, ranks: Ranks | None = None) -> None:
         evictor = ReadingEvictor(prompt=setup.prompts)
@@ -175,7 +175,7 @@ class Load:
         self.world.evictor = evictor
         self.memory = Memory(self.world, setup.block)
         self.setup, self.running = setup, list[Req]()
-        #: Free slots after each step; equal on all ranks.
+        #: Number of free slots after each step. All ranks must have the same numbers.
         self.free: list[int] = []
 
     @property
@@ -246,7 +246,7 @@ class Load:
         self.decode(1)
 
     def shortage(self, slots: int) -> None:
-        """A prompt does not fit, and then a decode step lacks ``slots`` slots."""
+        """Ask for more slots than are left: first for a prompt, then ``slots`` too many for a decode step."""
         allocator, tree = self.world.allocator, self.world.tree
         if self.setup.when == "short":
             left = allocator.available_size() + tree.evictable_size()
@@ -310,7 +310,7 @@ class Load:
         tree.reset()
 
     def check(self) -> None:
-        """Check that SGLang's slots add up, and that a page is free once or has the counted references."""
+        """Check that all slots are accounted for, and that a page is free once or used as often as counted."""
         world, page = self.world, self.world.page
         named, private = [], 0
         for _, data in world.nodes():
@@ -325,15 +325,15 @@ class Load:
         self.free.append(world.allocator.available_size())
 
 
-#: A place in our code, and which of its calls fails.
+#: A place in our code, and which call at this place fails: 1 is the first.
 Fault = tuple[Site, int]
 
 
 def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]]:
-    """The statistics of a run without faults; and one fault for each place: by turns, the first or the last of
-    the place's calls fails."""
+    """The statistics of a run without faults, and one fault for each place: by turns the first or the last call
+    at the place fails."""
     for _ in range(2):
-        # The first run fills caches; the second one counts.
+        # The first run fills caches, such as ``Faults.computing``. The second run's calls are returned.
         load, faults = Load(setup), Faults(agreed=agreed)
         with injected(faults):
             load.run()
@@ -343,7 +343,7 @@ def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]
 
 
 def failed(load: Load, faults: Faults) -> Any:
-    """Runs the load with this fault and checks that no slot is lost; returns the endpoint's report."""
+    """Runs the load with this fault. The load checks that no slot is lost. Returns the report of ``look``."""
     try:
         with injected(faults):
             load.run()
@@ -358,7 +358,7 @@ def failed(load: Load, faults: Faults) -> Any:
 @pytest.mark.usefixtures("published_config")
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL + 1)  # keeps some hundred tracebacks out of the log
+    caplog.set_level(logging.CRITICAL + 1)  # keeps the faults' tracebacks out of the log
     torch.set_num_threads(1)
     stats, found = sites(setup)
     assert len(found) > 70 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
@@ -375,7 +375,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
 def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     fails: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If our hook fails, a new batch stays unmarked, and our kernels, which can read any row, run the batch."""
+    """If our hook fails, a new batch is not marked. Our kernels run such a batch, because they read any row."""
     world = World(SETUPS[0])
     world.allocator.has_shifted_slots = world.allocator.has_evicted = True
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
@@ -392,7 +392,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
 
 
 def _rank(rank: int, group: Any) -> list[Any]:
-    """Runs every fourth fault, on the second rank only; returns places, free slots, and why sharing ended."""
+    """Raises every fourth fault, on the second rank only. Returns places, free slots, and why sharing ended."""
     logging.disable()
     ranks = functools.partial(Ranks, group)
     seen = []
@@ -411,15 +411,15 @@ def _rank(rank: int, group: Any) -> list[Any]:
 @pytest.mark.slow
 def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
     """Wherever the second rank fails, both ranks have the same number of free slots after each step, because
-    both go on publishing and freeing in the same way."""
+    both go on inserting into the prefix tree, and freeing slots, in the same way."""
     found = on_two_ranks(_rank, tmp_path, 300)
     stopped = []
     for (site, free, well), (_, other_free, failed) in zip(found[0], found[1], strict=True):
         assert free == other_free, site
-        # A failure after the last reduction stops neither rank.
+        # If a rank fails after the last reduction over the ranks, sharing ends on neither rank.
         assert (well is None) == (failed is None), site
         assert well in (None, "another tensor-parallel rank failed"), site
-        if not site.file.startswith("cache"):  # no reduction follows a late failure to publish
+        if not site.file.startswith("cache"):  # a failure there may follow the last reduction
             stopped.append(well is not None)
     assert sum(stopped) > len(stopped) * 0.8 > 10
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The site builds in strict mode. Links, paths, commands, tables and examples of docs and READMEs are right."""
+"""The docs build in strict mode. Links, paths, commands, tables and examples of docs and READMEs are right."""
 
 import dataclasses
 import importlib.util
@@ -47,7 +47,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def test_the_site_builds_strictly(tmp_path: Path) -> None:
-    """Builds the site like ``make docs``: a broken link, anchor or navigation entry fails."""
+    """Builds the site like ``make docs``, which fails on a broken link, anchor or navigation entry."""
     pytest.importorskip("mkdocs")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -72,7 +72,7 @@ def test_source_paths_and_commands_exist(page: Path) -> None:
         assert existing, path
         assert not name or re.search(rf"\b{name}\b", existing[0].read_text()), f"{path}: {name}"
     if page.stem == "history":
-        return  # Each command works at the commit named beside it.
+        return  # Commands in this page work at the commit named beside them.
     for module in re.findall(r"python -m\s((?:eval|sglang_reasoncache)[\w.]*\w)", text):
         made = ROOT / module.replace(".", "/")
         assert made.with_suffix(".py").exists() or (made / "__main__.py").exists(), module
@@ -130,14 +130,14 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
 
 
 def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The document's example, imported as a module, evicts what the text says."""
+    """The example policy in docs/eviction.md, imported as a module, evicts what the page says."""
     [source] = re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL)
     path = tmp_path / "thinning_of_the_document.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # ``dataclass`` looks up the module of a class here.
+    # ``dataclass`` looks up a class's module in ``sys.modules``.
     monkeypatch.setitem(sys.modules, path.stem, module)
     spec.loader.exec_module(module)
     registered = {**registry.BUILT_IN, "thinning": f"{path.stem}:Thinning"}
@@ -153,7 +153,7 @@ def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_worked_example_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    """The example prints the numbers that the page shows."""
+    """The example in docs/kernels.md prints the numbers that the page shows."""
     [source] = re.findall(r"```python\n(.*?)```", TEXT["kernels"], flags=re.DOTALL)
     exec(source, {})
     printed = capsys.readouterr().out

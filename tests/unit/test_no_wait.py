@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing in a decode or prefill step waits for the device, or does what a device forbids.
+"""Tests that our code in decode and prefill steps never waits for the GPU and does nothing that CUDA forbids.
 
-Our code runs over SGLang's pools, allocators and trees, on a stand-in for a GPU and, if there is one, on a GPU.
-Only freeing slots that the host does not know waits: our ``free`` and ``free_page_ids``, and SGLang's
-``PagedTokenToKVPoolAllocator.free`` (``torch.unique``). SGLang frees such slots only when an allocation for a
-part of a batch fails; our code never does."""
+The code runs with SGLang's pools, allocators and prefix trees, on a stand-in for a GPU (``strict_device.py``)
+and, if there is one, on a GPU. Only freeing slots whose numbers the host does not know may wait: in our
+``free`` and ``free_page_ids``, and in SGLang's ``PagedTokenToKVPoolAllocator.free`` (``torch.unique``). SGLang
+frees such slots only when another allocation for the batch failed; our code never does."""
 
 import contextlib
 import inspect
@@ -34,7 +34,7 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
 def called_by_sglang(owner: Any) -> set[str]:
-    """The public methods that our classes define for ``owner``, except ``free``, which may wait."""
+    """Names of the public methods that ``owner`` has from our classes, except ``free``, which may wait."""
     ours = [cls for cls in type(owner).__mro__ if cls.__module__.startswith("sglang_reasoncache.")]
     found = [item for cls in ours for item in vars(cls).items() if inspect.isfunction(item[1])]
     return {name for name, _ in found if name[0] != "_"} - {"free"}
@@ -48,7 +48,7 @@ pytestmark = [
 
 @pytest.fixture(params=["stand-in", "gpu"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts worlds on the device. Methods of ours that SGLang calls then raise if they wait."""
+    """Makes each ``World`` use the stand-in or the GPU. Our methods that SGLang calls raise if they wait."""
     made: list[World] = []
     plain = World.__init__
 
@@ -64,7 +64,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         pytest.skip("needs a GPU")
     with contextlib.ExitStack() as stack:
         if request.param == "stand-in":
-            # PyTorch computes the distances: Triton's interpreter would need a process of its own.
+            # Let PyTorch compute the distances, because Triton's interpreter would need a separate process.
             monkeypatch.setattr(distance, "BACKENDS", {})
             stack.enter_context(strict_device())
         yield
@@ -76,7 +76,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 def shared(world: World, name: str = "r", first: int = 100) -> Any:
-    """A request that shares two blocks, whose distances have arrived."""
+    """Starts a request, and runs decode steps until two of its blocks share."""
     req = world.start(name, first)
     world.propose(req, Pair(20, 8), Pair(16, 12))
     steps(world, req, count=4)
@@ -100,7 +100,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
         world.finish(req)
     if end == "together":
         world.allocator.free_group_end()
-    # A follow-up turn begins with the published prefix.
+    # The prompt of a follow-up turn begins with the prefix that the finished request published.
     text = [*reqs[1].origin_input_ids, *reqs[1].output_ids, 5]
     after = world.request("after", text)
     world.prefill(after)
@@ -115,7 +115,7 @@ def test_sharing_publishing_and_freeing(setup: Setup, end: str) -> None:
 def test_evicting(setup: Setup) -> None:
     world = World(setup)
     req = shared(world)
-    # Three blocks: the first reads other slots, the second is read, the third shares nothing.
+    # Of the evicted positions, 20 to 23 read other slots, 12 to 15 are read by others, 24 to 27 neither.
     world.evictor.waiting["r"] = [Eviction(at, 4) for at in (20, 12, 24)]
     steps(world, req, count=4)
     assert world.controller.report.slots_saved == 8 + 4
@@ -129,7 +129,7 @@ def test_evicting(setup: Setup) -> None:
 @pytest.mark.parametrize("page", [1, 4])
 @pytest.mark.parametrize("kind", [L2Norm, KeyDiff, H2O, RKV])
 def test_policies_that_read_keys_and_queries(kind: Any, page: int) -> None:
-    """Scores arrive at a later poll; the same positions are evicted as on the CPU."""
+    """On the device, scores arrive only at a later poll. The policy evicts the same positions as on the CPU."""
     policy = kind(budget=16, slack=4, recent=4)
 
     def evicted() -> list[int]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing waits while KV distances of blocks are measured, and results that come too late are refused. Runs
-SGLang's pools, requests and release path with our controller. A test decides when distances arrive, in place of
-a GPU."""
+"""Tests that decode steps go on while KV distances of blocks are measured, and that results which arrive too
+late are refused. The tests run SGLang's pools, requests and ``release_kv_cache`` with our controller. They need
+no GPU, because each test sets when distances arrive."""
 
 import gc
 import threading
@@ -30,17 +30,17 @@ def slow() -> World:
 
 
 def arrive(world: World, yes: bool) -> None:
-    """Sets whether measurements in flight, now or later, count as arrived."""
+    """Sets whether measurements count as arrived: those in flight now, and all later ones."""
     assert isinstance(world.meter, SlowMeter)
     world.meter.arrived = yes
 
 
-#: Gets our state of a request.
+#: ``state_of`` with type ``Any``, so that tests need not check for None.
 state: Any = state_of
 
 
 def pairs_of(req: Req) -> list[tuple[int, int]]:
-    """The request's blocks that share, as (destination, source)."""
+    """The request's blocks that share: the first position of each, and of its source."""
     return [(block.dst_start, block.src_start) for block in state(req).redirected]
 
 
@@ -53,7 +53,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
     before = used(slow)
     slow.propose(req, Pair(20, 8))
     assert slow.controller.after_decode([req]) == 0
-    # While a batch is measured, later results stay in the engine (the filter).
+    # While a batch is measured, later block pairs stay in the engine, which stands in for the filter.
     slow.propose(req, Pair(26, 14))
     assert slow.engine.outstanding == 1
     assert used(slow) == before + 2
@@ -65,7 +65,7 @@ def test_a_batch_in_flight_holds_nobody_up(slow: World) -> None:
 
 
 def assert_judged(world: World, freed: int, refusal: str) -> None:
-    """Checks that a block of four was refused for ``refusal``, or freed its slots if ``refusal`` is empty."""
+    """Checks that a block of four tokens was refused for ``refusal``, or freed four slots if that is empty."""
     seen = freed, dict(world.controller.stats.refusals)
     assert seen == ((0, {refusal: 1}) if refusal else (4, {}))
 
@@ -79,7 +79,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
     ],
 )  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
-    """A block is refused if it is no whole page, overlaps its source, or is younger than ``min_age``."""
+    """A block is refused if it splits a page, overlaps its source, or fewer than ``min_age`` tokens follow."""
     world = World(Setup(page=4, block=4, slots=160))
     world.controller.pipeline.redirector._min_age = min_age
     req = world.start()
@@ -91,7 +91,7 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
 
 
 def test_a_flush_forgets_what_was_judged() -> None:
-    """After a flush blocks are judged anew, because a retracted request may come back under other weights."""
+    """After a cache flush blocks are judged again, because a retracted request may go on with new weights."""
     world = World(Setup(1, 4, 120, when="always"))
     req, pipeline = world.start(), world.controller.pipeline
     world.propose(req, Pair(20, 8))
@@ -108,7 +108,7 @@ def test_a_flush_forgets_what_was_judged() -> None:
 
 
 def test_a_retracted_request_shares_again(slow: World) -> None:
-    """Accepted blocks share again after a retraction. Blocks in flight are measured again in the new row."""
+    """Accepted blocks share again after a retraction. Blocks that were being measured are measured again."""
     arrive(slow, True)
     req = slow.start()
     slow.propose(req, Pair(20, 8))
@@ -120,7 +120,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
     assert slow.controller.pipeline.saved == 0
     slow.come_back(req)
     arrive(slow, True)
-    # First the batch from before the retraction arrives, too late: its row is gone.
+    # The first poll refuses the batch measured before the retraction, whose block table is gone.
     assert [slow.controller.after_decode([req]) for _ in range(2)] == [0, 8]
     stats = slow.controller.stats
     assert stats.refusals["late"] == stats.blocks_reapplied == 1 and stats.blocks_shared == 2
@@ -129,7 +129,7 @@ def test_a_retracted_request_shares_again(slow: World) -> None:
 
 
 def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back: list) -> None:
-    """A retracted request that is aborted while it waits is never released, only collected by Python."""
+    """SGLang does not tell us when a waiting retracted request is aborted. Python only garbage-collects it."""
     world = World(SETUP)
     req = world.start()
     followed = state(req).followed.id
@@ -150,7 +150,7 @@ def test_results_of_a_request_that_disappeared_are_refused(everything_comes_back
 
 
 class Voting(Ranks):
-    """The slowest other rank has ``allowed`` results; None: every other rank has as many as this one."""
+    """Acts as if the slowest other rank had ``allowed`` results, or as many as this rank if that is None."""
 
     def __init__(self, allowed: int | None) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Voting(Ranks):
 
 
 def test_ranks_take_only_what_all_of_them_have() -> None:
-    """A rank takes only results that all filters have, and judges only distances that all devices have."""
+    """A rank takes only filter results that all ranks have, and judges only distances that all ranks have."""
     ranks = Voting(0)
     world = World(SETUP, SlowMeter, ranks=ranks)
     req = world.start()
@@ -186,8 +186,8 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
 @pytest.mark.parametrize("where", ["here", "on another rank"])
 @pytest.mark.parametrize("given_up", [False, True])
 def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> None:
-    """The running request is followed no more but keeps its shared blocks. New requests are followed unless
-    the engine was given up."""
+    """After the engine (the filter) failed, it does not follow the running request any more. The request's
+    shared blocks stay shared. The engine follows new requests unless it was given up."""
     ranks = Voting(None)
     world = World(SETUP, ranks=ranks)
     req = world.start()
@@ -232,7 +232,7 @@ def test_polls_the_requests_now_and_then() -> None:
 def test_ratios_of_the_endpoint() -> None:
     names = ("finished_redirected", "finished_positions", "finished_evicted")
     for finished, affected, final in (
-        # ``affected_ratio`` is over tokens, ``final_saving_ratio`` is a mean over requests.
+        # ``affected_ratio`` divides by all tokens, ``final_saving_ratio`` is the mean of each request's ratio.
         ([(50, 100, 0), (0, 900, 0)], 0.05, 0.25),
         # Evicted positions count as saved.
         ([(10, 100, 30)], 0.4, 0.4),
@@ -248,7 +248,7 @@ def test_ratios_of_the_endpoint() -> None:
         assert "sum_saved" not in seen
 
 
-# -- blocks that could share, and what they give when SGLang is short ------------------------
+# -- accepted blocks share when SGLang is short of slots --------------------------------------
 
 SETUPS = [
     Setup(page=1, block=4, slots=120, when="short"),
@@ -258,13 +258,13 @@ ALL_SETUPS = pytest.mark.parametrize("setup", SETUPS, ids=str)
 
 
 def find(world: World, req: Req, *pairs: Pair) -> None:
-    """The engine proposes blocks, and the next poll takes them."""
+    """Has the engine (the filter) propose ``pairs``, then runs a decode step whose poll takes them."""
     world.propose(req, *pairs)
     steps(world, req)
 
 
 def lack(world: World, slots: int) -> int:
-    """A decode step wants ``slots`` more slots than are free; returns how many come back."""
+    """Asks for ``slots`` more slots than are free, as decode steps do. Returns how many slots became free."""
     before = world.allocator.available_size()
     fits = world.allocator.check_decode_capacity(num_tokens=before + slots, tree_cache=world.tree)
     found: int = world.allocator.available_size() - before
@@ -286,7 +286,7 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
     world = World(setup, no_tree=no_tree)
     req = world.start()
     before = world.row(req).copy()
-    # KV counts up with the position, so near positions have near KV.
+    # KV values grow with the position, so the KV distance is small between near positions.
     find(world, req, Pair(8, 28), Pair(16, 20), Pair(12, 24))
     assert ledger(world).slots == 12 and len(ledger(world)) == 3
     assert (world.row(req)[: len(before)] == before).all() and lack(world, 0) == 0
@@ -296,7 +296,7 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
 
 
 def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
-    """Blocks are measured while over half of the pool is in use, or after a request had to wait."""
+    """Blocks are measured only while over half of the pool is in use, or after a request waited for slots."""
     world = World(SETUPS[0])
     pipeline, use = world.controller.pipeline, [0.4]
     pipeline._use = lambda: use[0]
@@ -321,7 +321,7 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
 
 @pytest.mark.parametrize("percentile", [100, 50])
 def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
-    """Unmeasured blocks count in admission's credit, at the share of blocks that the percentile will accept."""
+    """Admission's credit counts the fraction of the unmeasured blocks that the percentile will accept."""
     world = World(SETUPS[0])
     pipeline, forecast = world.controller.pipeline, world.controller.forecast
     pipeline.threshold = AdaptiveThreshold(percentile, warmup=0)
@@ -335,7 +335,7 @@ def test_unmeasured_blocks_raise_the_credit(percentile: float) -> None:
 
 @ALL_SETUPS
 def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
-    """Slots for a prompt are reclaimed before its admission. Future output may rely on blocks yet to share."""
+    """If a prompt lacks slots, blocks share before its admission. For its output, blocks may share later."""
     world = World(setup)
     req = world.start()
     find(world, req, Pair(8, 24), Pair(12, 28))
@@ -352,7 +352,7 @@ PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
 @settings(max_examples=300, deadline=None)
 @given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
 def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
-    """Even positions belong to row 0, odd ones to row 1. Row 1 is released after ``removed`` blocks."""
+    """Even positions belong to row 0, odd positions to row 1, which is freed after ``removed`` blocks."""
     merges, labels = Merges(), list(range(10))
 
     def key(at: int) -> Key:
@@ -363,7 +363,7 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int
             merges.remove(1)
             labels = [label if at % 2 == 0 else 10 + at for at, label in enumerate(labels)]
         if any(labels[dst] != dst for dst, _ in block):
-            # A position reads at most one other position.
+            # Skip blocks with a position that reads another position already, or that belonged to row 1.
             continue
         after, joins = list(labels), True
         for dst, src in block:

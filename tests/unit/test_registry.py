@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The text of ``--reasoncache-policy``, on a server's command line and in a method of ``eval.run``."""
+"""Tests how ``--reasoncache-policy`` is parsed, on a server's command line and in a method of ``eval.run``."""
 
 import shlex
 from typing import Any
@@ -78,7 +78,7 @@ def test_a_bad_text_names_flag_bound_and_value(text: Any, message: str) -> None:
 
 
 def test_what_is_on() -> None:
-    """Sharing needs ``reasoncache`` and a percentile above 0; ``none`` touches no row."""
+    """Sharing needs the policy ``reasoncache`` and a percentile above 0. ``none`` switches everything off."""
     assert ReasonCacheConfig().shares
     assert not ReasonCacheConfig(policy="none").is_active
     eviction = ReasonCacheConfig(policy="reasoncache+random:share=0.5", percentile=0)
@@ -86,7 +86,7 @@ def test_what_is_on() -> None:
 
 
 def test_a_method_carries_a_policy() -> None:
-    """Methods of ``eval.run`` use commas and colons too; a policy in them may use only colons."""
+    """Commas separate settings in a method of ``eval.run``, so colons separate the options of its policy."""
     spec = "reasoncache:policy=reasoncache+streamingllm:budget=256:sinks=8,percentile=90"
     method = find_method(spec)
     flags = dict(zip(method.flags[1::2], method.flags[2::2], strict=True))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the endpoints show: totals to every client, and single requests only at paths of their own, which need
-SGLang's admin key if one is set."""
+"""Tests our HTTP endpoints. ``/reasoncache`` shows every client the totals. Data of single requests is shown
+only at other paths, which require SGLang's admin key if one is set."""
 
 import asyncio
 import dataclasses
@@ -30,7 +30,7 @@ RESPONSE = "/reasoncache/response?rid=r"
 
 @pytest.fixture
 def world() -> World:
-    """A world in which one request had positions evicted, and finished."""
+    """A ``World`` with one finished request, three of whose positions were evicted."""
     world, req = begun(SINGLE)
     world.evictor.waiting[req.rid] = [Eviction(10, 3)]
     world.controller.after_decode([req])
@@ -39,7 +39,7 @@ def world() -> World:
 
 
 def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -> TestClient:
-    """A client of our routes, behind SGLang's key check and over SGLang's messages to a scheduler."""
+    """An HTTP client of our routes. SGLang's code checks the keys and carries messages to a scheduler."""
 
     def scheduler(sent: GetInternalStateReq) -> None:
         asked = msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=GetInternalStateReq)
@@ -82,7 +82,7 @@ def test_single_requests_are_told_only_on_request(
     assert brief == totals
     # Without ``keep_responses`` no text is kept.
     assert client.get(RESPONSE).json() == {"rid": "r", "parts": None}
-    # The request that /server_info sends.
+    # Without a path, as ``/server_info`` asks, the scheduler returns SGLang's entries and ours.
     own = GetInternalStateReqOutput(internal_state={"stock": 1})
     told = hooks._around_internal_state(lambda *_: own, None, GetInternalStateReq())
     assert told.internal_state.pop("stock") == 1
@@ -112,7 +112,7 @@ def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
 
 
 def test_parts_of_a_response() -> None:
-    """Parts begin where blocks that read, or their sources, begin or end. They join to the whole text."""
+    """The text is cut where a run of sharing blocks, or its source, begins or ends. No part of it is lost."""
     text = "what repeats, and so what repeats, ends"
     found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
     found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, "other")]}

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spellings by which a client opts out of sharing, and the refusal of other spellings. Also tests the markers
-of reasoning (such as ``<think>``), which SGLang's parsers name."""
+"""Tests by which values a client opts out of sharing, and that wrong values are refused. Also tests which
+tokens mark the start and end of reasoning (such as ``<think>``) for SGLang's reasoning parsers."""
 
 import logging
 import re
@@ -19,7 +19,7 @@ from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 
-#: Whether the request shares (None: the spelling is refused) -> spellings.
+#: Whether the request may share (None: the values are refused) -> values of ``OPT_OUT_KEY``.
 SPELLINGS = {
     False: (False, 0, "false", "False", "off", "no", "NO", "0"),
     True: (True, 1, "true", "TRUE", "on", "yes", "1", None),
@@ -41,7 +41,7 @@ def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     ("shares", "value"), [(shares, value) for shares in SPELLINGS for value in SPELLINGS[shares]]
 )
 def test_spellings_of_yes_and_no(shares: bool | None, value: object) -> None:
-    """The frontend refuses other spellings. A scheduler that gets such a spelling lets the request opt out."""
+    """The frontend refuses values that mean neither yes nor no. A scheduler takes such values as opt-outs."""
     params = SamplingParams(custom_params={OPT_OUT_KEY: value})
     assert allows(Req("r", "", array("q", [1]), params)) == bool(shares)
     if shares is not None:
@@ -75,7 +75,7 @@ def test_single_tokens(parser: str, force: bool, added: list[str]) -> None:
 
 @pytest.mark.parametrize("parser", ["gpt-oss", "mistral", "no-such-parser", "k2_horizon"])
 def test_what_cannot_be_followed_is_said(parser: str, caplog: pytest.LogCaptureFixture) -> None:
-    """All output is reasoning without a usable parser or tokenizer. Only an unsupported parser warns."""
+    """Without a usable parser or tokenizer all output counts as reasoning. Only unusable parsers are logged."""
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     for known in ((None, tokenizer), ("", tokenizer), ("qwen3", None)):
         assert reasoning_markers(*known) is None

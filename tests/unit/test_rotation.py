@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotates cached keys, with the rotary parameters of published models and over their whole context.
-Hugging Face's module embeds a key for positions s and t. The key for s, rotated by t - s with SGLang's table,
-must equal the key for t. Models whose keys cannot be rotated are refused by name."""
+"""Tests the rotation of cached keys to other positions, with rotary parameters of published models, over the
+whole context. Hugging Face's module rotates a key for position s, and for position t. The key for s, rotated by
+t - s with SGLang's table, must equal the key for t. Models whose keys cannot be rotated are refused."""
 
 import importlib
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ UNIT = 2.0**-24
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_rotary_modules() -> Iterator[None]:
-    """Runs SGLang's modules on our platform, and empties SGLang's cache, which would keep every table."""
+    """Lets SGLang's rotary modules use our platform, and a new cache: SGLang's own would keep all tables."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "current_platform", TorchCpuPlatform())
         patch.setattr(factory, "_ROPE_DICT", {})
@@ -100,7 +100,7 @@ MODELS = [
 
 
 class Embedding:
-    """Keys of one model, embedded by Hugging Face and by SGLang."""
+    """Applies one model's rotary embedding to keys, with Hugging Face's module or with SGLang's."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -123,7 +123,7 @@ class Embedding:
         return factory.get_rope(*asked, rope, dtype, self.model.partial)
 
     def by_hugging_face(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embeds keys ``[tokens, heads, head_dim]`` at ``[tokens]`` in a response that fills the context."""
+        """Rotates keys ``[tokens, heads, head_dim]`` for ``positions`` of a response that fills the context."""
         # With dynamic NTK the highest position decides all angles. SGLang's table assumes a full context.
         last = torch.tensor([self.model.positions - 1])
         cos, sin = (t[:, :-1] for t in self._module(keys, torch.cat((positions, last))[None]))
@@ -132,18 +132,18 @@ class Embedding:
         return torch.cat((found[0].transpose(0, 1), keys[..., self.rotary_dim :]), dim=-1)
 
     def by_sglang(self, keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # DeepSeek's module takes ``[tokens, heads, dim]``, others flat rows.
+        # DeepSeek's module takes ``[tokens, heads, dim]``, other modules take ``[tokens, heads * dim]``.
         flat = keys if self.model.family == "DeepseekV3" else keys.flatten(1)
         return self.sglang.forward_native(positions, flat.clone(), flat.clone())[1].view_as(keys)
 
     def assert_close(
         self, found: torch.Tensor, raw: torch.Tensor, cached_at: torch.Tensor, used: torch.Tensor
     ) -> None:
-        """Check that ``found`` is ``raw`` embedded at ``used``, as exactly as fp32 angles allow.
+        """Check that ``found`` is ``raw`` rotated for the positions ``used``, as exactly as fp32 angles allow.
 
-        Each dim may be off by a share of its pair's length. In units of 2**-24 the share is the sum of three
-        rounded angles (position times frequency), four roundings of each library's frequencies, and 16 more.
-        """
+        The error of each dim may be a fraction of its pair's norm. In units of 2**-24 the fraction is the sum
+        of the angles (position times frequency) of ``cached_at``, ``used`` and the shift between them, 8 times
+        the shift's angle (two libraries, each with four roundings of a frequency), and 16."""
         expected = self.by_hugging_face(raw, used)
         distance = (used - cached_at).abs()
         positions = cached_at + used + distance + 8 * distance
@@ -171,7 +171,7 @@ def embedding(request: pytest.FixtureRequest, fresh_rotary_modules: None) -> Ite
 
 @pytest.mark.parametrize("cached_by", ["by_hugging_face", "by_sglang"])
 def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: str) -> None:
-    """Tests shifts of both signs: 0, small ones, and nearly the whole context."""
+    """Tests shifts in both directions, by 0 positions up to the whole context."""
     last = embedding.model.positions - 1
     some = torch.tensor([0, 1, 19, last // 8, last // 3, last // 2 + 1, last - 1, last])
     cached_at, used = torch.cartesian_prod(some, some).unbind(1)
@@ -182,7 +182,7 @@ def test_rotated_key_is_the_key_computed_there(embedding: Embedding, cached_by: 
     embedding.assert_close(rotated, raw, cached_at, used)
     stays = used == cached_at
     assert torch.equal(rotated[stays], cached[stays]), "every bit without a shift"
-    # The bound is tight: even a large shift fails if it is off by one position.
+    # The bound is tight: even after a large shift, keys that are off by one position fail.
     far = slice(3, 8)
     rotated = embedding.rotation.rotate(cached[far], (used - cached_at)[far] - 1)
     with pytest.raises(AssertionError, match="of what fp32 allows"):
@@ -221,7 +221,7 @@ def test_layers_beside_windows_have_their_own_rotation() -> None:
 
 
 def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
-    """A block and its copy at another position have distance 0 if each layer is read with its own rotation."""
+    """A block and its rotated copy elsewhere have distance 0 only if each layer's own rotation is used."""
     near, far = (
         key_rotation(torch.nn.ModuleList([rotary_of(base=base)]), 256) for base in (100, 10_000)
     )
@@ -253,7 +253,7 @@ def rotary_of(**changes: Any) -> Any:
 
 
 def longrope() -> Any:
-    """Phi-3's rotation: one table up to the original length, another for longer responses."""
+    """Phi-3's rotary embedding: one table up to the original context length, another for longer responses."""
     original = dict(original_max_position_embeddings=256)
     factors = dict(short_factor=[1.0] * 32, long_factor=[4.0] * 32)
     sizes: dict[str, Any] = dict(hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
@@ -289,7 +289,7 @@ class Attention(torch.nn.Module):
 
 
 def hunyuan(use_qk_norm: bool) -> Any:
-    """HunYuan scales each dim of a key after the rotation, so a further rotation would mix these scales."""
+    """With ``use_qk_norm`` HunYuan scales each dim of a rotated key, so the key cannot be rotated again."""
     layer: Any = HunYuanAttention.__new__(HunYuanAttention)
     Attention.__init__(layer, rotary_of())
     layer.use_qk_norm = use_qk_norm
@@ -308,7 +308,7 @@ def hunyuan(use_qk_norm: bool) -> Any:
         # Llama 4 and others have layers without rotation, whose keys must not be rotated.
         (r"1 \(Attention\)", lambda: [Attention(rotary_of()), Attention(None)]),
         (r"0 \(HunYuanAttention, use_qk_norm\) scales keys", lambda: [hunyuan(True)]),
-        # In XLLM the rotated dims are neither the first dims of a head nor side by side.
+        # XLLM rotates only a part of each head's dims, and these dims are not contiguous.
         (
             r"0 \(Attention\) rotates a part of \{32\} dims.*\{64\}",
             lambda: [Attention(rotary_of(head_size=32, rotary_dim=32))],
@@ -321,13 +321,13 @@ def test_refused_by_name(message: str, modules: Any) -> None:
 
 
 def test_not_refused() -> None:
-    """A rotation of a part of a head is accepted too, if the module's ``rotary_dim`` names the part."""
+    """A rotation of a part of each head is accepted too, if the module's ``rotary_dim`` says how many dims."""
     for modules, rotary_dim in (
         ([rotary_of()] * 2, 64),
         ([Attention(rotary_of()), Attention(rotary_of())], 64),
         ([hunyuan(False)], 64),
         ([Attention(rotary_of(rotary_dim=32))], 32),
-        # Qwen3.5 with text only: the model also has a vision part with another table.
+        # Qwen3.5 used for text only: its vision part has another table, which is ignored.
         (
             [Attention(rotary_of(rope_scaling=MULTIMODAL)), rotary_of(head_size=32, rotary_dim=32)],
             64,

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefix tree of a model with attention and state layers, over SGLang's pools of states. A state here holds
-how many positions it has seen, so a test notices if it is *published* (enters the tree) for another length."""
+"""Tests the prefix tree of a model with attention and state layers (Mamba). Here a state holds the number of
+positions it has seen, so a test notices if the state enters the tree for a prefix of another length."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ STRATEGIES = ["no_buffer", "extra_buffer"]
 
 @pytest.fixture
 def any_length(published_config: None) -> None:
-    """States are kept at any length, not only at multiples of a kernel's chunk."""
+    """Lets SGLang cache states after any number of tokens, not only multiples of a kernel's chunk size."""
     get_server_args()._mamba_cache_chunk_size = 1
 
 
@@ -48,7 +48,7 @@ class States(World):
         params.enable_mamba_extra_buffer = self.copies
 
     def write(self, slots: object, contents: object) -> None:
-        """Acts as a forward: afterwards each request's state has seen all positions of the request."""
+        """Acts as a forward pass: afterwards each request's state has seen all positions of the request."""
         super().write(slots, contents)  # type: ignore[arg-type]
         for req in self.requests if hasattr(self, "controller") else ():
             if req.kv.holds_mamba and req.kv.holds_kv:
@@ -62,7 +62,7 @@ class States(World):
             state[:, slot] = positions
 
     def track(self, req: Req) -> None:
-        """Keeps a copy of the state beside the previous copy, as SGLang does at intervals."""
+        """Copies the request's state, and keeps the previous copy too. SGLang does this at intervals."""
         kv, pool = req.kv, self.rows
         kv.mamba_last_track_idx = kv.mamba_next_track_idx
         kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
@@ -72,7 +72,7 @@ class States(World):
         self.set_state(slot, kv.kv_committed_len)
 
     def cached(self, tokens: list[int]) -> int:
-        """How many ``tokens`` a new request finds cached. Checks that the cached state has seen as many."""
+        """How many of ``tokens`` a new request finds cached. Checks that the cached state has seen as many."""
         req = self.request("again", [*tokens, 1])
         req.init_next_round_input(self.tree)
         found = req.prefix_len
@@ -110,11 +110,11 @@ def test_a_row_that_shares_nothing_is_published_whole(world: States) -> None:
 
 @pytest.mark.parametrize("dst", [8, 20])
 def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int) -> None:
-    """Without copies nothing of the response is published, because the only state has seen all of it. With
-    copies the response is published up to the last copy before the first shared position."""
+    """Without copies of the state, nothing of a response that shares is published: the only state has seen
+    all of it. With copies the response is published up to the last copy before the first shared position."""
     req = world.start(first=100)
     if world.copies:
-        # Makes copies of the state after 15 positions and after all.
+        # Keep two copies of the state: after 15 positions, and after all positions.
         req.kv.mamba_prev_track_seqlen, req.kv.mamba_last_track_seqlen = None, 15
         kept = req.kv.mamba_ping_pong_track_buffer[req.kv.mamba_next_track_idx]
         req.kv.mamba_last_track_idx = req.kv.mamba_next_track_idx
@@ -157,7 +157,7 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
 def test_a_node_that_is_evicted_while_a_row_is_published_frees_its_own_slots(
     any_length: None,
 ) -> None:
-    """Publishing a row that shares makes SGLang evict a node, because the pool of compressed states is full."""
+    """The pool of compressed states is full. So entering a request that shares into the tree evicts a node."""
     pool = {"enable_int8_mamba_checkpoint": True, "int8_mamba_ckpt_size": 2}
     facts = {"device": "cpu", "attention_backend": "torch_native"}
     with get_context().override_server_args(**facts, **pool):

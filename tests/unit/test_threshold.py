@@ -34,7 +34,7 @@ def test_the_value_is_within_one_percent_of_numpy(distances: list[float], p: flo
 
 
 def test_every_distance_is_at_most_the_edge_of_its_bin() -> None:
-    """Also tests distances just below an edge: their logarithm may round to the other side."""
+    """Tests distances at an edge between two bins of the histogram, and just below and above the edge."""
     for edge in (1e-7 * 10.0 ** (np.arange(1, 2560) / 256)).tolist():
         for distance in (edge * (1 - 1e-11), math.nextafter(edge, 0), edge, edge * (1 + 1e-15)):
             assert distance <= value_after([distance], 50) <= distance * 1.011
@@ -67,7 +67,7 @@ def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_accepted_follows_what_was_observed() -> None:
-    """Nothing is accepted in the warm-up or at 0 percent, all at 100. A batch counts before it is judged."""
+    """The warm-up and percentile 0 accept nothing, 100 accepts all. A batch is observed before it is judged."""
     nothing, everything = AdaptiveThreshold(0, 0), AdaptiveThreshold(100, 3)
     distances = [0.0, 1e-9, 0.5, 1e6]
     assert not nothing.decide(distances).any() and not nothing.decide([]).size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""While nothing is shared, our prefix tree does what SGLang's does, under SGLang's own fuzz test."""
+"""Tests with SGLang's own fuzz test that our prefix tree acts as SGLang's tree while no slots are shared."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ class _Fuzz(insert_walk.SegmentLockFuzzFixtures):
 
 
 def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, ours: bool) -> list[Any]:
-    """Sizes and slots after each of SGLang's random inserts, matches, locks and evictions."""
+    """Runs SGLang's fuzz test. Returns all matches, and the tree's sizes and slots after each operation."""
     seen: list[Any] = []
 
     def build(config: CacheConfig) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharing in models where SGLang keeps the KV of window layers in a second pool, only inside the window."""
+"""Tests sharing in models whose sliding-window layers have a second KV pool with slots for the window only."""
 
 import random
 from types import SimpleNamespace
@@ -23,12 +23,12 @@ from tests.property.world import ENDS, LAYERS, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 WINDOW, CHUNK, BLOCK, SLOTS = 8, 16, 4, 300
-#: All requests have this text, so that the tree holds prefixes of later requests.
+#: Every request's prompt and output repeat this text, so the tree holds prefixes of later requests.
 TEXT = list(range(1, 130))
 
 
 class Windows(World):
-    """A world whose last layer has a window, and a second pool for it. ``peers``: slots in that pool."""
+    """A ``World`` with one more layer, which has a window and its own pool. ``peers``: slots in that pool."""
 
     def __init__(self, core: str) -> None:
         super().__init__(Setup(1, BLOCK, SLOTS, core=core))
@@ -74,7 +74,7 @@ class Windows(World):
         req.output_ids[-1] = TEXT[req.kv.kv_allocated_len]
 
     def check(self, live: list[Req]) -> None:
-        """Checks that each request's window is whole, and that no slot of either pool is lost."""
+        """Checks that the KV in each request's window is right, and that no slot of either pool is lost."""
         tree, pools = self.tree, self.allocator
         full = tree.full_evictable_size() + tree.full_protected_size() + pools.full_available_size()
         window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()
@@ -91,7 +91,7 @@ class Windows(World):
 @pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("seed", range(8))
 def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
-    """Requests start behind cached prefixes, share, are retracted and leave. The tree evicts windows and
+    """Requests reuse cached prefixes, share, are retracted and end. The tree evicts windows and
     prefixes, and requests publish them again."""
     world, dice = Windows(core), random.Random(seed)
     live, away = list[Req](), list[Req]()

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evicting policies, one per file. A policy scores how much positions are worth. See docs/eviction.md."""
+"""Evicting policies, one per file. A policy scores a request's positions. See docs/eviction.md."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types that an evicting policy reads. They contain no types of SGLang and no slot ids."""
+"""Types that evicting policies work with. These types contain no SGLang types and no slot ids."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ if TYPE_CHECKING:
 
 
 class Layer(Protocol):
-    """Keys and newest queries of one attention layer, read from the device on demand. A rank sees only its own
-    heads. A key's *cached position* is the one it was rotated for. ``held`` in a shape: ``len(View.held)``."""
+    """One request's keys and newest queries in one attention layer, read from the device on demand. A
+    tensor-parallel rank sees only its own heads. A key's *cached position* is the position for which the cached
+    key was rotated. In shapes, ``held`` stands for ``len(View.held)``."""
 
     @property
     def rotation(self) -> KeyRotation | None:
@@ -28,18 +29,17 @@ class Layer(Protocol):
         """fp32 ``[held, kv_heads, head_dim]``: keys as cached, rotated for their cached positions."""
 
     def used(self) -> torch.Tensor:
-        """fp32 ``[held, kv_heads, head_dim]``: keys as attention uses them, rotated for the held positions."""
+        """fp32 ``[held, kv_heads, head_dim]``: the keys that attention uses, rotated for the positions in
+        ``View.held``, or as cached if :attr:`rotation` is None."""
 
     def queries(
         self, first: int, end: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries of the positions from ``first`` on, as far as they were kept.
+        """Queries of positions ``[first, end)``, as far back as the buffer of newest queries reaches. If
+        ``end`` is None, the last query is that of the forward pass in flight.
 
-        ``end``: the position behind the last query to read. If None, the forward in flight has the last query.
-
-        Returns the queries after rotary embedding, fp32 ``[queries, heads, head_dim]``; their positions, int64
-        ``[queries]``; whether a query was kept for each position, bool ``[queries]``.
-        """
+        Returns three tensors: the queries after rotary embedding, fp32 ``[queries, heads, head_dim]``; their
+        positions, int64 ``[queries]``; whether each query was kept, bool ``[queries]``."""
 
     def weights(self, first: int, end: int | None = None) -> torch.Tensor:
         """fp32 ``[heads, held]``: softmax weight of each held position, summed over the queries that
@@ -48,21 +48,21 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """One request between two forwards.
+    """What policies see of one request between two forward passes.
 
     Attributes:
-        prompt: Tokens of the prompt.
+        prompt: Number of tokens in the prompt.
         written: Positions ``[0, written)`` have their KV in the pool, or were evicted.
         owned: First position that may be evicted. Earlier positions belong to the prefix tree or, without
-            the option ``prompt``, to whole pages of the prompt.
-        page: Positions of a page; only whole pages can be evicted.
+            the option ``prompt``, to pages that hold only prompt tokens.
+        page: Number of positions in a page; only whole pages can be evicted.
         held: int64 ``[held]``, ascending: written positions that were not evicted.
-        first_readers: int64 ``[held]``: the lowest held position with the same slot.
-        seed: A number that is the same for the same prompt.
-        layers: All attention layers of this rank.
-        earlier: fp32 ``[held]``: the last scores of a policy with running totals, 0 for positions written
-            since. None if the policy has not scored yet.
-        seen: The queries of positions ``[0, seen)`` are counted in ``earlier``.
+        first_readers: int64 ``[held]``: for each held position, the lowest held position with the same slot.
+        seed: A number computed from the prompt, equal for equal prompts.
+        layers: All attention layers of this rank; empty except in :meth:`Evictor.scores`.
+        earlier: fp32 ``[held]``: the last scores of a policy whose scores are running totals; 0 for positions
+            written since then. None for other policies, and before the first scoring.
+        seen: Queries from position ``seen`` on are not counted in ``earlier`` yet.
     """
 
     prompt: int
@@ -79,9 +79,9 @@ class View:
     def candidates(self, recent: int = 1) -> np.ndarray:
         """int64, ascending: positions that may be evicted, in whole pages.
 
-        All are held, and none is before ``owned``. The ``recent`` newest positions are left out, at least 1,
-        because SGLang reads the newest position's slot to place the next slot. If a slot also belongs to a
-        position that stays, its other positions are left out, because evicting them frees nothing.
+        All are in ``held``, and none is before ``owned``. The newest ``recent`` positions are left out, and the
+        newest one always is, because SGLang reads its slot when it allocates the next slot. A position that
+        shares its slot with a position that stays is left out, because evicting it would free nothing.
         """
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of every evicting policy: its budget, when it acts, which positions may be evicted."""
+"""The base class of evicting policies: the budget, when a policy acts, and which positions it may evict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALWAYS, SHORT = "always", "short"
 
 
 class OptionError(ValueError):
-    """An option of a policy is out of bounds. ``bound`` completes the sentence "``key`` must be ..."."""
+    """The value of a policy's option is not allowed. ``bound`` completes the sentence "``key`` must be ..."."""
 
     def __init__(self, key: str, bound: str) -> None:
         super().__init__(f"{key} {bound}")
@@ -28,7 +28,7 @@ class OptionError(ValueError):
 
 
 def bounded(default: float | None, low: float, high: float) -> Any:
-    """A field of a policy whose value, if there is one, must lie in ``[low, high]``."""
+    """A dataclass field of a policy. Its value must be None or lie in ``[low, high]``."""
     return dataclasses.field(default=default, metadata={"bounds": (low, high)})
 
 
@@ -41,15 +41,15 @@ class Evictor:
 
     Attributes:
         budget: Slots that a request may take, prompt included. Positions that share a slot count once.
-        share: The budget as a share of the request's positions so far.
-        slack: Once the budget is exceeded by more slots than this, the policy evicts down to the budget.
-        recent: Newest positions that stay, even if the request then exceeds its budget. If the prompt stays
-            and fills the budget, only these stay of the response, which would be noise without them.
-        prompt: Whether positions of the prompt may be evicted, after each chunk of a prefill. If so, the
-            request enters the prefix tree only when it finishes, up to the first evicted position.
-        when: ``always`` acts at polls, every fourth decode step; ``short`` if SGLang would retract a request.
+        share: The budget as a fraction of the number of positions that the request has so far.
+        slack: The policy evicts only from a request that exceeds the budget by more slots than this number.
+        recent: Number of newest positions that stay, even if the request then exceeds its budget. If the prompt
+            alone fills the budget, only these response positions stay. Without them the output would be noise.
+        prompt: Whether positions of the prompt may be evicted. If so, a poll also follows each prefill chunk,
+            and the request enters the prefix tree only when it finishes, up to its first evicted position.
+        when: ``always``: at polls, every fourth decode step. ``short``: only if SGLang would retract a request.
 
-    Raises OptionError for a value out of bounds.
+    Raises OptionError for an option whose value is not allowed.
     """
 
     budget: int | None = bounded(None, 1, 10_000_000)
@@ -59,9 +59,9 @@ class Evictor:
     prompt: bool = False
     when: str = ALWAYS
 
-    #: Whether scores are running totals, which must count each kept query before a newer one overwrites it.
+    #: Whether scores are running totals. If so, each kept query is counted before a newer one overwrites it.
     accumulates: ClassVar[bool] = False
-    #: Whether the policy undoes rotary embedding. If so, cached positions must be recorded.
+    #: Whether the policy undoes rotary embedding. If so, it needs ``--reasoncache-positions corrected``.
     unrotates: ClassVar[bool] = False
 
     @property
@@ -97,21 +97,21 @@ class Evictor:
         return view.candidates(self.recent)
 
     def scores(self, view: View) -> torch.Tensor:
-        """How much each held position is worth: float ``[held]`` on any device. The lowest scores are evicted
-        first, and the oldest position among equal scores; NaN is evicted last. Each rank scores by its own
-        heads, and the ranks' scores are added up."""
+        """The score of each held position: float ``[held]`` on any device. Positions with the lowest scores are
+        evicted first, the oldest first among equal scores, and those with NaN last. Each tensor-parallel rank
+        scores with its own heads, and the ranks' scores are added up."""
         raise NotImplementedError
 
 
 def lowest(scores: np.ndarray, slots: np.ndarray, page: int, count: int) -> np.ndarray:
-    """Choose positions to evict among whole pages of a row: bool ``[positions]``.
+    """Choose which positions of a request to evict, in whole pages: bool ``[positions]``.
 
     Args:
-        scores: float ``[positions]``. A page's score is the mean of its positions.
+        scores: float ``[positions]``. A page's score is the mean of its positions' scores.
         slots: int ``[positions]``, equal for positions that share a slot. Such positions are evicted
             together, and the highest of their scores counts.
-        page: Positions of a page.
-        count: Slots that must become free, rounded up to whole pages.
+        page: Number of positions in a page.
+        count: Number of slots to free, rounded up to whole pages.
     """
     by_page = scores.astype(np.float64).reshape(-1, page).mean(axis=1)
     known, slot_of = np.unique(slots[::page], return_inverse=True)
@@ -122,7 +122,7 @@ def lowest(scores: np.ndarray, slots: np.ndarray, page: int, count: int) -> np.n
 
 
 def runs(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers in ascending ``positions``: ``(start, length)`` of each."""
+    """Split ascending ``positions`` into runs of consecutive numbers, each as ``(start, length)``."""
     if not len(positions):
         return []
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1

@@ -10,19 +10,19 @@ import torch
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
-#: At least this many queries are kept. The totals are updated before newer queries overwrite these.
+#: At least this many newest queries are kept. Kept queries are counted before newer ones overwrite them.
 _WINDOW = 32
 
 
 @dataclass(frozen=True)
 class H2O(Evictor):
     """H2O (Zhang et al., arXiv 2306.14048) evicts the positions with the least total attention weight. The
-    paper decides at every token.
+    paper evicts at every token.
 
     Attributes:
-        recent_share: Share of the budget for the newest positions; at least ``recent`` positions.
-        prompt_queries: How many of the prompt's last queries count. With ``prompt=true``, so many count at
-            the end of each chunk of the prompt. The paper counts all queries.
+        recent_share: The share of the budget that the newest positions get; at least ``recent`` positions stay.
+        prompt_queries: How many of the prompt's last queries count. With ``prompt=true``, the same number of
+            queries counts at the end of each prompt chunk. The paper counts all queries.
     """
 
     accumulates: ClassVar[bool] = True

@@ -13,7 +13,7 @@ _EPSILON = 1e-8
 
 
 def similarity(keys: torch.Tensor) -> torch.Tensor:
-    """``[held, heads, head_dim]`` to ``[heads, held]``: the cosine of each key with the mean of all."""
+    """Maps ``[held, heads, head_dim]`` to ``[heads, held]``: each key's cosine with its head's mean key."""
     mean = keys.mean(dim=0)
     lengths = keys.norm(dim=-1) * mean.norm(dim=-1)
     return ((keys * mean).sum(dim=-1) / lengths.clamp_min(_EPSILON)).T
@@ -24,7 +24,7 @@ class KeyDiff(Evictor):
     """KeyDiff (Park et al., arXiv 2504.15364) evicts the keys that are most like the mean of all held keys.
 
     Keys are compared as cached, after rotation. The paper does not say whether keys are compared before or
-    after rotation. It protects either no recent positions (``recent=1``) or 10 to 20% of the budget.
+    after rotation. The paper protects either no recent positions (``recent=1``) or 10 to 20% of the budget.
     """
 
     def scores(self, view: View) -> torch.Tensor:

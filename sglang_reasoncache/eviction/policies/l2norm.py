@@ -10,9 +10,9 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 
 
 def relative_norms(keys: torch.Tensor) -> torch.Tensor:
-    """``[held, heads, head_dim]`` to ``[heads, held]``: each key's norm, divided by the mean norm of its head.
+    """Maps ``[held, heads, head_dim]`` to ``[heads, held]``: each key's norm divided by its head's mean norm.
 
-    The division keeps the paper's order within a head. Without it, layers with long keys would dominate.
+    Dividing keeps the paper's order within a head. Without it, layers with large norms would dominate scores.
     """
     norms = keys.norm(dim=-1)
     return (norms / norms.mean(dim=0).clamp_min(1e-12)).T
@@ -20,7 +20,7 @@ def relative_norms(keys: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class L2Norm(Evictor):
-    """L2 norm (Devoto et al., arXiv 2406.11430) evicts the keys of highest norm, which no rotation changes."""
+    """L2 norm (Devoto et al., arXiv 2406.11430) evicts the keys of highest norm. Rotation changes no norm."""
 
     def scores(self, view: View) -> torch.Tensor:
         return -view.mean(lambda layer: relative_norms(layer.stored()))

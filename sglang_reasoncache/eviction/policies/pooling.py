@@ -6,9 +6,9 @@ from torch.nn import functional
 
 
 def pooled(weights: torch.Tensor, kernel: int, kind: str) -> torch.Tensor:
-    """``max`` or ``avg`` of the ``kernel`` weights around each position, so that neighbours stay together.
-    Weights beyond both ends count as 0. An even ``kernel`` reaches one position further back than ahead.
-
+    """The ``max`` or ``avg`` of the ``kernel`` weights around each position, so that neighbours get similar
+    scores. Weights before the first and after the last position count as 0. An even ``kernel`` reaches one
+    position further back than ahead.
     ``weights``: fp32 ``[held]``, none below 0, in the order of the held positions.
     """
     if not len(weights):

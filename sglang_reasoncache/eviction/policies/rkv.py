@@ -15,15 +15,15 @@ _ELEMENTS = 1 << 20
 
 
 def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor:
-    """The paper's R, ``[held, heads, head_dim]`` to ``[heads, held]``: each key's mean cosine with the other
-    keys, passed through a softmax over positions.
-
-    Each key spares the newest other key that is similar to it (cosine above ``threshold``): that key's mean
-    leaves out this cosine. So one of several similar keys stays. Only the newest ``reach`` keys can be spared.
+    """The paper's R: each key's mean cosine with the other keys, passed through a softmax over positions. Maps
+    keys ``[held, heads, head_dim]`` to ``[heads, held]``.
+    For each key, the newest similar other key (cosine above ``threshold``) is spared: this cosine counts as 0
+    in the other key's mean. So the newest of similar keys tends to stay. Only the newest ``reach`` keys can be
+    spared.
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
-    # The sum of a key's cosines with all others, as one product with the sum of all keys.
+    # A key's cosines with the other keys add up to its product with the sum of the other keys.
     sums = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
     first = max(0, count - reach)
     newest = unit[:, first:].transpose(1, 2)
@@ -44,17 +44,17 @@ class RKV(Evictor):
     """R-KV (Cai et al., arXiv 2505.24133) evicts the positions with the lowest
     ``mix * importance - (1 - mix) * redundancy``.
 
-    Importance is the attention weight by the newest ``alpha`` queries, averaged over queries, layers and heads,
-    then max-pooled over ``kernel`` neighbours. The paper acts every 128 tokens (``slack``) and keeps the newest
-    ``alpha`` positions (``recent``).
+    Importance is the attention weight from the newest ``alpha`` queries, averaged over queries, layers and
+    heads, then max-pooled over ``kernel`` neighbours. The paper acts every 128 tokens (``slack``) and keeps the
+    newest ``alpha`` positions (``recent``).
 
     Attributes:
         mix: The paper's lambda.
-        alpha: Queries that count.
-        kernel: Held positions whose weights are pooled.
+        alpha: Number of newest queries whose attention counts.
+        kernel: Number of neighbouring held positions whose weights are pooled.
         threshold: Cosine above which two keys count as similar.
         reach: How many of the newest held positions are searched for a similar key. The paper can search all,
-            because it never holds more than its budget."""
+            because its cache never exceeds its budget plus a buffer."""
 
     slack: int = bounded(128, 0, 65_536)
     recent: int = bounded(8, 1, 65_536)
@@ -69,7 +69,7 @@ class RKV(Evictor):
         return self.alpha
 
     def scores(self, view: View) -> torch.Tensor:
-        # The newest query is the one of the forward in flight.
+        # The newest query is the one of the forward pass in flight.
         first = view.written + 1 - self.alpha
         weights = view.mean(lambda layer: layer.weights(first))
         # A query's weights sum to 1, so this divides by the number of queries.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SnapKV: keeps the positions of the prompt that the prompt's end attends to."""
+"""SnapKV: keeps the positions of the prompt that the end of the prompt attends to most."""
 
 from dataclasses import dataclass
 
@@ -13,18 +13,18 @@ from sglang_reasoncache.eviction.policies.pooling import pooled
 
 @dataclass(frozen=True)
 class SnapKV(Evictor):
-    """SnapKV (Li et al., arXiv 2404.14469) brings the prompt down to the budget once the prompt has been
-    computed; the response stays.
+    """SnapKV (Li et al., arXiv 2404.14469) evicts positions of the prompt after its prefill, until the
+    prompt fits the budget; the response stays.
 
-    The prompt's last ``window`` positions stay. So do the positions to which the newest ``window`` queries give
-    most attention weight, averaged over neighbours. A chunked prompt is brought down after each chunk.
+    The prompt's last ``window`` positions stay. So do the prompt positions with the most attention weight from
+    the newest ``window`` queries, averaged over neighbours. The policy acts after each chunk of a prefill.
 
     Attributes:
         window: How many positions at the end of the prompt stay, and how many newest queries count.
-        kernel: Neighbouring positions that are averaged.
+        kernel: Number of neighbouring positions whose weights are averaged.
     """
 
-    # With 1 the policy acts at once, before later queries push the prompt's queries out of the window.
+    # With 1 the policy acts right after the prefill, while the newest ``window`` queries are the prompt's.
     slack: int = bounded(1, 0, 65_536)
     prompt: bool = True
     window: int = bounded(32, 1, 256)

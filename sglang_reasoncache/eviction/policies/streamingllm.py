@@ -14,11 +14,11 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
 @dataclass(frozen=True)
 class StreamingLLM(Evictor):
-    """StreamingLLM (Xiao et al., arXiv 2309.17453) evicts the oldest positions behind the sinks. Positions are
+    """StreamingLLM (Xiao et al., arXiv 2309.17453) evicts the oldest positions after the sinks. Positions are
     not renumbered; the paper renumbers them within its cache.
 
     Attributes:
-        sinks: First positions of the request that stay. Without ``prompt=true`` the whole prompt stays anyway.
+        sinks: How many of the first positions stay. Without ``prompt=true`` the whole prompt stays anyway.
     """
 
     sinks: int = bounded(4, 0, 65_536)

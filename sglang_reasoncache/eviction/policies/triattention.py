@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TriAttention: keeps the keys that later queries will attend to, if later queries resemble recent ones."""
+"""TriAttention: keeps the keys that later queries are expected to attend to, judging by recent queries."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,20 +12,20 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 
 @dataclass(frozen=True)
 class TriAttention(Evictor):
-    """TriAttention (Mao et al., arXiv 2604.04921): before rotary embedding, queries are close to a
-    centre, so the logits that a key will get from later queries follow from the key's position.
+    """TriAttention (Mao et al., arXiv 2604.04921). Before rotary embedding, a head's queries are close to their
+    mean, the *centre*. So a key and its distance to a later query are enough to predict the query's logit.
 
-    Take a head's mean query q and a key k at distance D, before rotation, as one complex number per frequency
-    f. The paper's score has two terms. ``sum |q| |k| cos(w_f D + arg(q / k))`` is averaged over the distances
-    of queries 1, 2, 4, ... ``reach`` positions ahead. ``sum (mean |query| - |q|) |k|`` accounts for how far
-    queries are from their centre. Each head's scores are brought to mean 0 and deviation 1.
+    Write the centre q and a key k, both before rotation, as one complex number per rotary frequency w_f. The
+    score is the sum of two terms. ``sum |q| |k| cos(w_f D + arg(q / k))`` is averaged over the distances D
+    to queries 1, 2, 4, ... positions after the newest token. ``sum (mean |query| - |q|) |k|`` grows with the
+    spread of queries around the centre. Each head's scores are normalized to mean 0 and standard deviation 1.
 
     The authors measure centres beforehand on other texts; here a centre is the mean of the request's newest
     ``window`` queries. The authors take the highest score of any head; here the heads' scores are averaged.
 
     Attributes:
-        window: How many of the newest queries make up the centre.
-        reach: Distance to the farthest query ahead, at most the length of the rotary table.
+        window: Number of newest queries whose mean is the centre.
+        reach: Largest number of positions after the newest token, limited also by the rotary table's length.
     """
 
     unrotates: ClassVar[bool] = True
@@ -47,9 +47,9 @@ class TriAttention(Evictor):
             count = kept.sum().clamp_min(1)
             centre = plain.sum(dim=0) / count
             spread = rotation.magnitudes(plain).sum(dim=0) / count - rotation.magnitudes(centre)
-            # The first term equals the product of the used keys with the centre, once the centre is
-            # rotated to the position of a later query. The product is linear in the rotated centre,
-            # so the centre is rotated to all distances and averaged before the one product.
+            # For one later query, the first term is the dot product of the rotated keys with the centre
+            # rotated to that query's position. The dot product is linear, so the mean of all rotated
+            # centres needs only one product.
             last = min(self.reach, len(rotation.cos) - 1)
             steps = 2 ** torch.arange(last.bit_length(), device=centre.device)
             now = rotation.rotate(centre, torch.full_like(steps[0], view.written))
@@ -63,6 +63,6 @@ class TriAttention(Evictor):
 
 
 def _product(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """``[heads, dim]`` and ``[kv_heads, held, dim]`` to ``[heads, held]``."""
+    """Dot products of ``[heads, dim]`` queries with ``[kv_heads, held, dim]`` keys: ``[heads, held]``."""
     grouped = queries.unflatten(0, (len(keys), -1))
     return (grouped @ keys.transpose(1, 2)).flatten(0, 1)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses a step's formal content (mathematics, code) into SymPy expressions, and tells whether two steps have
-equal content: part of stage 1 of the ReasonCache paper. Text is never evaluated, and parsing is bounded.
+"""Parses the formal content (mathematics, code) of steps into SymPy expressions, and compares those of two
+steps, as in stage 1 of the ReasonCache paper. Text is never evaluated, and :class:`Limits` bounds the time.
 
 SymPy and zss are imported on first use, because they take half a second to load and only the filter process
 needs them.
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 
 class OverBound(Exception):
-    """A step exceeds a bound. The argument names the field of :class:`Limits`. Caught in this package."""
+    """A step exceeds a bound. The argument is the bound's name in :class:`Limits`. Caught in this package."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one step. A step over one of the first three is not parsed, so it matches no step."""
+    """Bounds of one step. A step that exceeds one of the first three bounds never matches another step."""
 
     max_chars: int = 8192  # of the decoded step
-    max_depth: int = 32  # of nested brackets, arguments and signs, because SymPy recurses
-    max_nodes: int = 1024  # lexical tokens of the step
-    max_edit_nodes: int = 32  # SymPy nodes; larger steps have no edit distance and must be equal
+    max_depth: int = 32  # of nested brackets, arguments and signs; limits the depth of recursion
+    max_nodes: int = 1024  # the parser's tokens in the step, which are not the model's tokens
+    max_edit_nodes: int = 32  # SymPy nodes; for larger steps no edit distance is computed
 
 
 LIMITS = Limits()
@@ -36,8 +36,8 @@ LIMITS = Limits()
 class Signature(NamedTuple):
     """Formal content of one step.
 
-    ``content``: its expressions in their order; None for prose, or if a bound is exceeded. ``bound``:
-    the field of :class:`Limits` that the step exceeds, or empty.
+    ``content``: the step's expressions in the order of the text; None for prose, or if a bound is exceeded.
+    ``bound``: the field of :class:`Limits` that the step exceeds, or empty.
     """
 
     content: Tuple | None = None
@@ -45,7 +45,7 @@ class Signature(NamedTuple):
 
 
 def signature(text: str, limits: Limits = LIMITS, *, in_code: bool = False) -> Signature:
-    """Parse the formal content of a decoded step. No text makes this raise, and none is executed.
+    """Parse the formal content of a decoded step. Never raises, whatever the text, and never executes text.
 
     ``in_code``: the step begins inside a code fence.
     """
@@ -58,12 +58,12 @@ def signature(text: str, limits: Limits = LIMITS, *, in_code: bool = False) -> S
 
 
 def same_structure(a: Signature, b: Signature, tolerance: int = 0, limits: Limits = LIMITS) -> bool:
-    """Whether two steps pass the structure check (ReasonCache, stage 1, item 4).
+    """Whether two steps pass the structure check (ReasonCache paper, stage 1, item 4).
 
-    A step over a bound passes with no other step. Otherwise prose passes with every step.
+    A step that exceeds a bound never passes. Otherwise a step without formal content passes with every step.
 
-    ``tolerance``: largest tree edit distance allowed (Zhang and Shasha, unit costs) between trees within
-    ``limits.max_edit_nodes``. Larger trees must be equal.
+    ``tolerance``: the largest allowed tree edit distance (Zhang and Shasha, unit costs). Trees of more than
+    ``limits.max_edit_nodes`` nodes must be equal.
     """
     if a.bound or b.bound:
         return False
@@ -80,7 +80,7 @@ def _is_near(a: Basic, b: Basic, tolerance: int, max_nodes: int) -> bool:
     from sympy import preorder_traversal
 
     first, second = (Counter(map(_label, preorder_traversal(tree))) for tree in (a, b))
-    # Each edit operation changes at most one label, so at least this number of operations is needed.
+    # Each edit operation changes at most one label, so at least ``least`` operations are needed.
     least = max((first - second).total(), (second - first).total())
     if least > tolerance or max(first.total(), second.total()) > max_nodes:
         return False

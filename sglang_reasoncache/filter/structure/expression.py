@@ -36,7 +36,7 @@ def read(text: str, limits: Limits, in_code: bool) -> Tuple | None:
     found: list[Basic] = []
     num_nodes = 0
     for kind, part in regions(f"```\n{text}" if in_code else text):
-        # Code becomes words, signs and line breaks with the indentation behind them.
+        # Code is split into words, signs, and line breaks together with the indentation that follows.
         words = re.findall(r"\n\s*|\w+|\S", part.strip()) if kind == "code" else []
         tokens = [] if kind == "code" else parser_tokens(part, kind == "latex")
         num_nodes += len(words) + len(tokens)
@@ -48,16 +48,16 @@ def read(text: str, limits: Limits, in_code: bool) -> Tuple | None:
 
 
 class Parser:
-    """Operator precedence parser, one pass over tokens whose brackets match. If ``latex``, an argument
-    takes a single digit of a number, because TeX reads ``x^12`` as ``x^{1}2``."""
+    """An operator precedence parser. It reads tokens, whose brackets must match, in one pass. If ``latex``,
+    only the first digit of a number becomes an argument, because TeX reads ``x^12`` as ``x^{1}2``."""
 
     def __init__(self, tokens: list[Token], max_depth: int, latex: bool) -> None:
-        # A stack of tokens, the next one on top. The token at the bottom ends every expression.
+        # A stack of tokens, the next one on top. The closing bracket at the bottom marks the end of the input.
         self._left: list[Token] = [("close", ""), *reversed(tokens)]
         self._max_depth, self._latex = max_depth, latex
 
     def parse(self) -> list[Basic]:
-        """Expressions up to a closing bracket. Raises OverBound if they are nested too deeply."""
+        """Parse expressions up to a closing bracket. Raises OverBound if they are nested too deeply."""
         found: list[Basic] = []
         while (kind := self._left[-1][0]) != "close":
             if kind == "separator":
@@ -73,7 +73,7 @@ class Parser:
         return LEVELS[label] if kind == "operator" else _PRODUCT_LEVEL * (kind in _OPERAND_STARTS)
 
     def _chain(self, level: int) -> Basic:
-        """The next expression whose operators bind at least as strongly as ``level``."""
+        """Parse an expression up to the first operator that binds less strongly than ``level``."""
         left = self._operand()
         while (here := self._level_ahead()) >= level:
             operators: list[str] = []
@@ -86,7 +86,7 @@ class Parser:
         return left
 
     def _operand(self, scripted: bool = True) -> Basic:
-        """An atom with its signs, and with its scripts if ``scripted``; an empty Symbol if no atom follows."""
+        """Parse an operand with signs and, if ``scripted``, scripts; an empty Symbol if no operand follows."""
         self._max_depth -= 1
         if self._max_depth < 0:
             raise OverBound("max_depth")

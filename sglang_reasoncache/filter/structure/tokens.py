@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-# ruff: noqa: RUF001 - mathematical signs look alike on purpose
-"""Extracts the formal content of a step as tokens. All spellings of a sign get the same label.
+# ruff: noqa: RUF001 - some mathematical signs below look like other characters on purpose
+"""Extracts the formal content (mathematics, code) of a step as tokens. ``<=`` and ``≤`` become the same token.
 
 Most models write mathematics without mark-up ("so x + 1 = 2"), so this module decides for every word of
 plain text whether it is formal. In doubt a word counts as formal: at worst, a block is not shared.
 
-* Numbers, scripts, LaTeX commands, mathematical signs and *names* count. Names are single letters, up
-  to six capitals, functions, and words that touch a digit, script or bracket (3rd, h_1, f(x)).
-* ``a``, ``A`` and ``I`` count next to a number, an operator or a single letter, or where no article
-  can stand. Other words count beside an operator: Area = 3.
+* Numbers, scripts (x², x_1), LaTeX commands, mathematical signs and *names* count. Names are single letters,
+  two to six capitals, functions, and words right after a digit (3rd) or before a digit, script or bracket.
+* ``a``, ``A`` and ``I`` count next to a number, an operator or a single letter, and where they cannot be
+  English words. Other words count beside an operator other than ``-`` and ``~``: Area = 3.
 * A hyphen counts beside a number, name or bracket, but not as a list bullet; Markdown does not
   count. A pair of brackets counts if it holds something formal.
 """
@@ -25,7 +25,7 @@ Token = tuple[str, str]
 
 _SEPARATOR: Token = ("separator", ",")
 
-# One string per binding strength, the weakest first. For each operator: its label, then its other spellings.
+# One string per binding strength, weakest first. ``;`` separates operators: first the label, then synonyms.
 _OPERATORS = (
     r"-> → \to \rightarrow; => ==> ⇒ ⟹ \Rightarrow \implies; <=> ⇔ ⟺ \iff",
     r"= ==; != ≠ \ne \neq; < \lt; <= ≤ \le \leq; > \gt; >= ≥ \ge \geq; ≈ \approx; ≡ \equiv; ~ ∼ \sim;"
@@ -60,7 +60,7 @@ _SUP, _SUB = "²³¹⁰ⁱ⁴-ⁿ", "₀-₎"
 _LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
 _END = rf"(?![’']?{_LETTER})"
 _FUNCTION = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|lg|exp|sqrt|mod|gcd|lcm|max|min|lim|det|deg"
-# An article stands before a word, but hardly before one of these.
+# ``a`` before one of these words counts as a variable, because an article rarely stands there.
 _NO_ARTICLE = "is|and|or|equals|be|was|to|plus|minus|times|over|has|gives|must|can|so|then|by|as"
 # No two alternatives inside a repetition can match the same text, so matching
 # is linear. Digits stay text: no number is ever converted.
@@ -81,8 +81,8 @@ _SCANNER = re.compile(
     r"|[A-Za-z]+|.|$))|(?P<newline>\n)|(?P<other>\S)",
     re.DOTALL,
 )
-# The search for a part's end stops where another part of its kind begins, so matching is linear. An open fence
-# reaches to the end of the text. Dollars enclose LaTeX by Pandoc's rule: no space just inside, no digit behind.
+# To keep matching linear, the search for a formula's end stops where another begins. An unclosed code fence
+# ends with the text. As in Pandoc, LaTeX in single dollars has no space just inside and no digit behind.
 _REGION = re.compile(
     r"```(?:[ \t]*+\S*+[ \t\r]*+\n)?(?P<code>.*?)(?:```|\Z)|`(?P<code1>[^`\n]+)`"
     r"|\\\[(?P<latex>(?:[^\\]|\\[^][])*+)\\\]|\\\((?P<latex1>(?:[^\\]|\\[^()])*+)\\\)"
@@ -98,7 +98,7 @@ _BULLET = re.compile(r"^[ \t]*[-−–*][ \t]", re.MULTILINE)
 
 
 def regions(text: str) -> Iterator[tuple[str, str]]:
-    """Parts of a step: kind (``plain``, ``latex`` or ``code``) and text without its delimiters."""
+    """Split a step into parts: the kind (``plain``, ``latex`` or ``code``) and the text without delimiters."""
     start = 0
     for match in _REGION.finditer(text):
         yield "plain", text[start : match.start()]
@@ -108,7 +108,7 @@ def regions(text: str) -> Iterator[tuple[str, str]]:
 
 
 def parser_tokens(text: str, latex: bool) -> list[Token]:
-    """Tokens of plain text, where prose becomes separators, or of a LaTeX formula, where all is formal.
+    """The tokens of a LaTeX formula, or those of plain text, in which separators replace the prose.
     Brackets come in pairs. An empty pair, or a bracket without its match, becomes a separator."""
     tokens: list[Token] = []
     opened: list[int] = []
@@ -136,7 +136,7 @@ def _scan(text: str) -> list[Token]:
 def _read(pieces: Iterable[Token]) -> Iterator[Token]:
     for group, text in pieces:
         if group == "sup" or group == "sub":
-            # x² is x^2, x⁻¹ is x^{-1}.
+            # x² becomes x^{2}, and x⁻¹ becomes x^{-1}.
             yield "script", "^" if group == "sup" else "_"
             yield "open", "{"
             yield from _read(_scan(unicodedata.normalize("NFKC", text)))

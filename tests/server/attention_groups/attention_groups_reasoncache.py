@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: it makes DP attention run on a CPU. SGLang copies the hidden states of each
-group of ranks into the batch of all groups with Triton; with this plugin SGLang uses PyTorch, like its CPU
-engine. SGLang still decides what is gathered, and when."""
+"""An SGLang plugin for a test: it makes DP attention run on a CPU. SGLang copies hidden
+states between a group's batch and the batch of all groups with a Triton kernel. With this plugin, SGLang uses
+its PyTorch code for CPUs instead. SGLang still decides what is gathered, and when."""
 
 
 def register() -> None:
@@ -12,8 +12,8 @@ def register() -> None:
     from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
-    # SGLang then uses PyTorch's collectives instead of operators that need CUDA.
+    # With this flag SGLang uses PyTorch's collectives instead of operators that need CUDA.
     parallel_state._is_cpu = True
-    # SGLang then uses no pinned memory, and asks our backend for the length of padding requests.
+    # With this flag SGLang pins no memory, and calls the method below for the length of padding requests.
     forward_batch_info._is_cpu = True
     PagedCpuBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: it does not redirect a row (a request's block table) to shared slots, but copies
-K and V, with keys rotated, from these slots to the row's own. Answers must equal those with redirected rows."""
+"""An SGLang plugin for a test. Instead of redirecting a row (block table) to shared slots, it copies K and V,
+with keys rotated, from the shared slots to the row's own. Answers must equal those with redirected rows."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

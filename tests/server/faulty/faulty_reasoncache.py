@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: after a request with the id :data:`ARMS` and some batches of block pairs,
-measuring a batch raises an OutOfMemoryError on the last tensor-parallel rank. After that, each *vital* call (a
-call that SGLang cannot go on without) raises this error once on that rank."""
+"""An SGLang plugin for a test. A request with the id :data:`ARMS` switches it on. After :data:`BATCHES` or more
+batches of block pairs, measuring a batch raises an OutOfMemoryError on the last rank. After that, the next
+call of each *vital* function (one that SGLang cannot go on without) raises this error on that rank, too."""
 
 from collections.abc import Sequence
 from typing import Any
 
 ARMS = "arm"
-#: How many batches at least are measured before the failure.
+#: The least number of batches that are measured before the failure.
 BATCHES = 10
-#: Words in the log for each vital call that fails, and the number of vital calls.
+#: SAID begins the log line of each vital call that fails. VITAL is the number of vital functions.
 SAID, VITAL = "faulty_reasoncache:", 5
 
 
@@ -59,7 +59,7 @@ def register() -> None:
         elif (
             left and torch.distributed.get_rank() == last and any(a.references for a in allocators)
         ):
-            # Waits until requests share slots, so that freeing the slots needs reference counts.
+            # Some slots are shared now, so freeing slots calls the vital ``prepare_known``.
             left.clear()
             due.update(name for _, name in vital)
             raise torch.OutOfMemoryError("made up by a test")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for tests: if :data:`WAITS` is set, each poll of the running requests waits for
-the filter process, so that a response shares at the same tokens in every run."""
+"""An SGLang plugin for tests. If the variable :data:`WAITS` is set, each poll of the running requests waits for
+all replies of the filter process, so that responses share the same blocks at the same steps in every run."""
 
 import os
 import time

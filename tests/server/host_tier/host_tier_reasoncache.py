@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SGLang plugin for a test: for copying between host and device, it puts PyTorch in place of the CUDA
-kernels of SGLang's hierarchical cache. SGLang still decides which nodes move, and when."""
+"""An SGLang plugin for a test without a GPU: PyTorch code replaces the CUDA kernels that copy KV between host
+and device in SGLang's hierarchical cache. SGLang still decides which radix nodes are copied, and when."""
 
 import importlib
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def register() -> None:
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # SGLang calls this function before it makes the prefix tree, which makes the host pool.
+    # SGLang calls the function ``target`` before it creates the radix cache, which creates the host pool.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
 
@@ -35,6 +35,6 @@ def copy(
     src_layers: Sequence[torch.Tensor], dst_layers: Sequence[torch.Tensor],
     src_indices: torch.Tensor, dst_indices: torch.Tensor, page_size: int,
 ) -> None:  # fmt: skip
-    """Replaces ``transfer_kv_direct``: it copies slots of all layers."""
+    """Replaces ``transfer_kv_direct``: copies slots from each source tensor to the matching target tensor."""
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices]

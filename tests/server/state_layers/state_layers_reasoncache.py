@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An SGLang plugin for a test: it computes the state layers of hybrid models (Mamba, linear attention, short
-convolutions) in PyTorch, not in Triton, which needs a GPU. SGLang still manages the slots of states."""
+convolutions) in PyTorch, not in Triton, which needs a GPU. SGLang still manages the slots that hold states."""
 
 import importlib
 import itertools
@@ -15,10 +15,10 @@ import torch.nn.functional as F
 def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    # Qwen3-Next makes its norms on the current device of the module that ``get_device_module`` returns: by
-    # default a GPU, which this machine need not have.
+    # Qwen3-Next creates its norms on ``get_device_module().current_device()``. By default this is a GPU, which
+    # a test machine may not have.
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
-    # When SGLang calls this function, the model is loaded and no forward has run.
+    # SGLang calls the function ``target`` after it has loaded the model and before the first forward.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
 
@@ -53,8 +53,8 @@ def convolve(
     has_initial_state: torch.Tensor | None, conv_states: torch.Tensor,
     activation: str | None = "silu", **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Replaces ``causal_conv1d_fn``: ``x`` is ``[dim, tokens]`` of several requests, ``conv_states`` is
-    ``[slots, dim, width - 1]``."""
+    """Replaces ``causal_conv1d_fn``. ``x``, ``[dim, tokens]``, holds the tokens of several requests;
+    ``conv_states`` is ``[slots, dim, width - 1]``."""
     before, out = weight.shape[1] - 1, torch.empty_like(x)
     ends = query_start_loc.tolist()
     for i, slot in enumerate(cache_indices.tolist()[: len(ends) - 1]):
@@ -73,7 +73,7 @@ def convolve_one(
     bias: torch.Tensor | None = None, activation: str | None = None, *,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Replaces ``causal_conv1d_update``: ``x`` ``[requests, dim]`` has a token of each request."""
+    """Replaces ``causal_conv1d_update``. ``x``, ``[requests, dim]``, holds one token of each request."""
     slots = conv_state_indices.long()
     piece = torch.cat((conv_state[slots].to(x.dtype), x[:, :, None]), dim=2)
     conv_state[slots] = piece[:, :, 1:].to(conv_state.dtype)
@@ -87,7 +87,7 @@ def scan_one(
     c: torch.Tensor, d: torch.Tensor, *, dt_bias: torch.Tensor, state_batch_indices: torch.Tensor,
     out: torch.Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """Replaces ``selective_state_update`` (Mamba 2): ``x`` ``[requests, heads, dim]`` has a token of each."""
+    """Replaces ``selective_state_update`` (Mamba 2). ``x``: a token per request, ``[requests, heads, dim]``."""
     slots = state_batch_indices.long()
     b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], dim=1) for each in (b, c))
     dt = F.softplus(dt.float() + dt_bias.float())
@@ -102,8 +102,8 @@ def scan(
     D: torch.Tensor, dt_bias: torch.Tensor, cu_seqlens: torch.Tensor,
     initial_states: torch.Tensor | None, out: torch.Tensor, state_dtype: torch.dtype, **_: Any,
 ) -> tuple[None, torch.Tensor, None]:  # fmt: skip
-    """Replaces ``mamba_chunk_scan_combined``: ``x`` is ``[1, tokens, heads, dim]`` of several requests.
-    Fills ``out`` and returns the requests' last states."""
+    """Replaces ``mamba_chunk_scan_combined``. ``x``, ``[1, tokens, heads, dim]``, holds tokens of several
+    requests. Fills ``out`` and returns the requests' last states."""
     ends = cu_seqlens.tolist()
     size = len(ends) - 1, *x.shape[2:], b.shape[-1]
     states = torch.zeros(size, dtype=state_dtype)
@@ -177,7 +177,7 @@ def _request(ends: Sequence[int], token: int) -> int:
 
 
 def add_gated(x: torch.Tensor, gate: torch.Tensor, one: torch.Tensor, total: torch.Tensor) -> None:
-    """Replaces ``fused_gate_sigmoid_mul_add``, by which Qwen3-Next adds its shared expert."""
+    """Replaces ``fused_gate_sigmoid_mul_add``, with which Qwen3-Next adds the output of its shared expert."""
     total += (x @ gate).sigmoid()[:, None] * one
 
 
