@@ -62,9 +62,7 @@ class Served:
     responses: int  # complete responses
     decode_steps: int  # forward passes: logged decode lines times --decode-log-interval
     retractions: int  # how often SGLang retracted a request, to compute it again later
-    reports: list[
-        dict[str, Any]
-    ]  # each scheduler's part of GET /reasoncache/details; [] for a stock server
+    reports: list[dict[str, Any]]  # parts of GET /reasoncache/details; [] for a stock server
     leaked_slots: int  # KV slots still in use after the last response and a cache flush
     command: list[str]  # the server's command line
     kv_slots: int  # KV slots of each data-parallel scheduler

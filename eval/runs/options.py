@@ -12,9 +12,7 @@ from eval import command
 from eval.command import flags_of, option
 from eval.runs.folder import RunError
 
-EMBEDDED = (
-    "tiny_reasoner"  # the value of --model for the embedded model, which is in eval/tiny_reasoner
-)
+EMBEDDED = "tiny_reasoner"  # the value of --model for the model in eval/tiny_reasoner
 #: Sampling parameters that have flags, by their names in a request's body.
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 

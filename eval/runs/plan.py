@@ -19,12 +19,8 @@ _EMBEDDED_SERVER_FLAGS = ("--max-running-requests", "128")
 #: Tokens in each piece of a streamed response, except the first token, which SGLang sends at once. Pieces are
 #: not smaller, because each piece costs the client some 180 us on a core that a server may need.
 _STREAM_INTERVAL = "8"
-_LONGEST = (
-    32_768  # tokens of a response with its reasoning, if neither task nor --max-tokens sets a limit
-)
-_WARM_UP_TOKENS = (
-    512  # limit of a warm-up response; a large model would take minutes for a longer one
-)
+_LONGEST = 32_768  # limit of a response in tokens, if neither task nor --max-tokens sets one
+_WARM_UP_TOKENS = 512  # limit of a warm-up response; a large model takes minutes for more
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,7 @@ SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
 #: counted, because words are learnt soon and logits over 49,152 tokens are costly.
 WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
 
-Example = tuple[
-    list[int], list[int]
-]  # token ids and their targets: the next ids, or IGNORE in the prompt
+Example = tuple[list[int], list[int]]  # token ids; their targets: next ids, IGNORE in prompts
 
 
 def examples(

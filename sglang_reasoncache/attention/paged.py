@@ -231,9 +231,7 @@ class PagedAttention:
         if self.cached is not None:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
-        self._new_peers = (
-            None  # Set by the trial run before a capture, but the graph must look up the peers.
-        )
+        self._new_peers = None  # A captured graph must look up its peers, not use a trial run's.
         rows, positions = batch.req_pool_indices, batch.positions
         if self.queries is None:
             return

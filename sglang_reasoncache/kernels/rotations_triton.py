@@ -73,9 +73,7 @@ def rotation_kernel(
     count = tl.load(run_indptr + request + 1) - first_run
     start, stop = common.piece_of(count, tl.program_id(0), PIECES, RUNS)
     lane = tl.arange(0, RUNS)
-    if (
-        WRITE
-    ):  # Each list begins with the rotation by 0. Its bits are all set; runs clear some below.
+    if WRITE:  # A list begins with the rotation by 0, all bits set; runs clear some of them below.
         for some in range(0, tl.cdiv(entries, ENTRIES), RUNS):
             tile = some + lane
             own = tl.load(tile_ptr + tile, mask=tile * ENTRIES < entries, other=capacity)

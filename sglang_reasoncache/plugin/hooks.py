@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 #: HTTP paths. To say what is requested, ``_schedulers`` sends such a path to the schedulers as ``rid``.
 _ROUTE = "/reasoncache"  # JSON: the totals of each scheduler
-_DETAILS = (
-    "/reasoncache/details"  # JSON: the totals of each scheduler and its last finished requests
-)
+_DETAILS = "/reasoncache/details"  # JSON: each scheduler's totals and last finished requests
 _PAGE = "/reasoncache/ui"  # a web page that shows what the other paths return
 _RESPONSE = "/reasoncache/response"  # JSON: a single response
 #: Sent in the same way, to request details without the lists of shared blocks and evicted positions.
