@@ -36,7 +36,7 @@ _LONGEST = 1000
 
 
 class PolicyError(ValueError):
-    """The text of a policy is wrong. The message continues ``must be NAME[:key=value,...][+NAME...]``."""
+    """A policy's text is wrong. The message follows the words ``must be NAME[:key=value,...][+NAME...]``."""
 
 
 @dataclass(frozen=True)

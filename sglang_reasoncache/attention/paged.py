@@ -49,7 +49,7 @@ def once_more(work: _Method) -> _Method:
 
 
 class PagedAttention:
-    """Plans forwards and runs our kernels. Each attention backend has an object of this class.
+    """Makes the plan of each forward and runs our kernels. Each attention backend has one such object.
 
     ``rows`` is the plan of a decode step, ``extend_plan`` is the plan of a prefill. Both are None in a
     forward that SGLang's kernels run. Layers with sliding windows have further plans: a decode step has one for

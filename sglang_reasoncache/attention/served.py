@@ -343,7 +343,7 @@ def key_rotation(
 
 
 def _rotary_modules(model: torch.nn.Module) -> list[Any]:
-    """The rotary modules of a model, also those of SGLang that do not derive from RotaryEmbedding (LongRoPE,
+    """The rotary modules of a model, including SGLang's that do not derive from RotaryEmbedding (LongRoPE,
     dual chunk). Vision layers are skipped, because they cache no keys."""
     package = compat.RotaryEmbedding.__module__.rpartition(".")[0] + "."
     found = [child for _, owner in _owners(model) for child in owner.children()]

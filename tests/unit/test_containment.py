@@ -333,7 +333,7 @@ def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]
     """The statistics of a run without faults, and one fault for each place: by turns the first or the last call
     at the place fails."""
     for _ in range(2):
-        # The first run fills caches, such as ``Faults.computing``. The second run's calls are returned.
+        # The first run fills caches, such as ``Faults.computing``. Returns what the second run counted.
         load, faults = Load(setup), Faults(agreed=agreed)
         with injected(faults):
             load.run()
@@ -343,7 +343,7 @@ def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]
 
 
 def failed(load: Load, faults: Faults) -> Any:
-    """Runs the load with this fault. The load checks that no slot is lost. Returns the report of ``look``."""
+    """Runs the load while ``faults`` makes one call fail. The load checks that no slot is lost. Returns the report of ``look``."""
     try:
         with injected(faults):
             load.run()

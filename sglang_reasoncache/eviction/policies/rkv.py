@@ -23,7 +23,7 @@ def redundancy(keys: torch.Tensor, threshold: float, reach: int) -> torch.Tensor
     """
     count = len(keys)
     unit = (keys / (keys.norm(dim=-1, keepdim=True) + _EPSILON)).transpose(0, 1)
-    # A key's cosines with the other keys add up to its product with the sum of the other keys.
+    # A unit key's dot product with the sum of all other unit keys is the sum of its cosines with them.
     sums = (unit * (unit.sum(dim=1, keepdim=True) - unit)).sum(dim=-1)
     first = max(0, count - reach)
     newest = unit[:, first:].transpose(1, 2)
