@@ -55,7 +55,7 @@ class TaskError(ValueError):
 class Source:
     """Where a task's problems (lm-eval calls them documents) come from, and how many are used."""
 
-    file: str = ""  # a local JSONL; "" for the Hugging Face hub
+    file: str = ""  # a local JSONL; "": from the Hugging Face hub, or generated
     seed: int = 0  # for generated problems, and for tasks that shuffle a question's choices
     limit: int | None = None
     model: str = ""  # the model whose tokenizer replays need
