@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-# Every target does its own set-up: the first call creates .venv, later ones
-# find it in place.
+# Each target that needs .venv runs tools/setup.sh first. The script creates .venv,
+# or does nothing if an up-to-date .venv exists.
 
 PYTHON_ENV := .venv/bin/python
 PROPERTY_OPERATIONS ?= 1000000
@@ -8,7 +8,7 @@ TEST_WORKERS ?= 2
 # Recorded responses for some benchmarks: a folder of JSONL files.
 TRACES ?=
 
-# With this variable set, Python would not keep compiled modules in .venv, and every server
+# With PYTHONDONTWRITEBYTECODE set, Python would keep no .pyc files in .venv, and every server
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -44,8 +44,8 @@ setup:
 demo: setup
 	$(PYTHON_ENV) -m eval.demo $(DEMO_ARGS)
 
-# One OpenMP thread, because waking more threads costs small tensor operations more than it saves.
-# Each of the TEST_WORKERS pytest processes holds up to two servers of 3 GB each.
+# Tests use one OpenMP thread: for small tensor operations, waking more threads costs more time than they save.
+# Each of the TEST_WORKERS pytest processes keeps up to two servers running, each with up to 3 GB of memory.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PYTHON_ENV) -m pytest
 IN_PARALLEL := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 

@@ -1,21 +1,21 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
 #
-# Runs what needs an NVIDIA GPU: tools/gpu.sh [PART...]. Without arguments, the parts kernels, servers and
-# bench run; their time limits end them within 540 s in all, enough for one H100 if ~/.cache and ~/.triton
-# have the compiled kernels. The first run compiles these, so set SECONDS_A_PART=3600, a limit for each part.
+# Runs tests and benchmarks that need an NVIDIA GPU: tools/gpu.sh [PART...]. The default parts are kernels,
+# servers and bench. Time limits end them within 540 s, enough on an H100 if ~/.cache and ~/.triton hold the
+# compiled kernels. For the first run, which compiles them, set SECONDS_A_PART=3600, each part's time limit.
 #
-#   kernels             tests/kernels on the GPU, and the test that none of our code waits for the GPU
+#   kernels             tests/kernels on the GPU, and tests that our code never makes the host wait for the GPU
 #   servers             tests/server/test_cuda.py, three servers at a time
-#   bench               our decode attention against FlashInfer's; BENCH_ARGS are further arguments of
+#   bench               compares our decode attention with FlashInfer's; BENCH_ARGS are further arguments of
 #                       eval.bench.attention, after --device cuda
-#   memcheck racecheck  tests/kernels under this tool of compute-sanitizer, an hour each at most
-#   load                recorded responses (TRACES=FOLDER) on stock and sharing servers, an hour at most;
-#                       LOAD_ARGS go to eval.bench.servers, such as LOAD_ARGS="--only waiting,together"
+#   memcheck racecheck  tests/kernels under compute-sanitizer --tool PART, an hour each at most
+#   load                replays recorded responses (TRACES=FOLDER) on stock and sharing servers, an hour at most.
+#                       LOAD_ARGS, as "--only waiting,together", are further arguments of eval.bench.servers
 #
-# Failed tests are shown at once. If a part fails or reaches its time limit (SECONDS_A_PART), the others
-# run nevertheless. Logs and a summary go to build/bench/gpu. The exit status is 0 if all parts passed, 1
-# if one did not, 2 for a wrong command line, without a usable GPU, or if the set-up failed.
+# Failed tests are shown at once. If a part fails or reaches its time limit, the other parts still run. Logs
+# and a summary go to build/bench/gpu. The exit status is 0 if all parts passed, 1 if a part did not pass,
+# and 2 if the command line was wrong, no GPU was usable or the set-up failed.
 set -u
 cd "$(dirname "$0")/.." || exit 2
 out=build/bench/gpu
@@ -39,7 +39,7 @@ command -v nvidia-smi >/dev/null 2>&1 ||
     fail "no nvidia-smi on PATH: this needs an NVIDIA GPU and its driver"
 gpus=$(nvidia-smi --query-gpu=name,compute_cap,driver_version,memory.total,memory.free \
     --format=csv,noheader 2>&1) && [ -n "$gpus" ] || fail "nvidia-smi finds no GPU: $gpus"
-# With this variable set, Python would keep no compiled modules, and servers would take twice as long to start.
+# With PYTHONDONTWRITEBYTECODE set, Python would keep no .pyc files and servers take twice as long to start.
 unset PYTHONDONTWRITEBYTECODE
 tools/setup.sh || fail "set-up failed"
 "$python" -c '
@@ -70,7 +70,7 @@ failed=0
 exec 3>&2
 export REASONCACHE_FAILURES=3 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# part NAME SECONDS COMMAND... runs the command, SECONDS (or SECONDS_A_PART) at most, with output in NAME.log.
+# part NAME SECONDS COMMAND... runs COMMAND for at most SECONDS (or SECONDS_A_PART) and logs to NAME.log.
 part() {
     name=$1
     limit=${SECONDS_A_PART:-$2}
@@ -113,7 +113,7 @@ sanitized() {
         echo "| $1 | failed: compute-sanitizer is not installed | |" >>"$out/summary.md"
         return
     fi
-    # Each tensor gets its own memory, so that a read past its end is found.
+    # PyTorch allocates each tensor separately, so that the tool finds reads past a tensor's end.
     part "$1" 3600 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
         "$sanitizer" --tool "$1" --error-exitcode 86 --target-processes all \
         "$python" -m pytest -x tests/kernels -k "$on_device"
@@ -125,7 +125,7 @@ for name; do
         part kernels 160 "$python" -m pytest tests/kernels tests/unit/test_no_wait.py \
             -k "($on_device) or gpu" -n 8
         ;;
-    # Each of three workers ends its server before it starts the next one.
+    # Each of the three pytest workers ends its server before it starts the next one.
     servers)
         part servers 270 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
             tests/server/test_cuda.py -n 3 --dist loadgroup --no-loadscope-reorder

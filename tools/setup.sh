@@ -3,12 +3,12 @@
 #
 # Creates .venv with the pinned SGLang, this project (editable) and its test
 # tools. Needs a Python from 3.11 to 3.13 and a package registry, nothing else:
-# uv is fetched into .tools when it is not on PATH. Does nothing when .venv is
-# already what pyproject.toml and constraints.txt ask for. A .venv that is a
-# symbolic link was filled by other means: it is used as it is, never changed.
+# uv is fetched into .tools when it is not on PATH. Does nothing if .venv was made
+# from the present pyproject.toml and constraints.txt. A .venv that is a symbolic link is
+# never changed, only checked: its Python must be able to import the needed packages.
 #
 # PYTHON=/path/to/python selects the interpreter. With the argument
-# "constraints" it renews constraints.txt instead.
+# "constraints", the script renews constraints.txt instead.
 set -eu
 cd "$(dirname "$0")/.."
 root=$(pwd)
@@ -21,7 +21,7 @@ fail() {
 }
 
 supported() {
-    # "python3" may be a version manager's shim that only fails when run.
+    # "python3" may be a version manager's shim, which is on PATH but fails when run.
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }
 
@@ -73,8 +73,8 @@ if [ "${1:-}" = constraints ]; then
     exit 0
 fi
 
-# The path is part of it: a moved or copied tree holds an environment whose
-# scripts and editable link still point to the old place.
+# The stamp includes the path, because after the checkout is moved or copied, the scripts
+# and the editable install in .venv still point to the old place.
 wanted="$root ${PYTHON:-} $(cat pyproject.toml constraints.txt tools/setup.sh | cksum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
     exit 0
@@ -91,9 +91,9 @@ python=$(find_python)
 uv=$(find_uv "$python")
 echo "set-up: installing SGLang and this project into .venv (about 9 GB; once)" >&2
 rm -f "$stamp"
-# Wheels of a gigabyte do not arrive within uv's default of 30 s on a slow line.
+# On a slow line, the download of a wheel of a gigabyte can exceed uv's default timeout of 30 s.
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-600}"
-# Another project's environment being active must not redirect the install.
+# If another project's environment is active, the install must not go there.
 unset VIRTUAL_ENV PYTHONPATH PYTHONHOME || true
 extras=server,dev,real-model
 command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null ||

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Paged decode attention: checks a call, divides it into units and runs them on threads.
+// Paged decode attention: checks a call, cuts the call into units (task.h), and computes the units on threads.
 
 #include <algorithm>
 #include <exception>
@@ -13,7 +13,7 @@ namespace reasoncache {
 namespace attention {
 namespace {
 
-// For a call that reads fewer bytes, waking a second thread costs more time than it saves.
+// If a call reads fewer bytes than this, waking a second thread costs more time than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 18;
 
 std::int32_t check(const Pool& pool, const DecodeCall& call) {

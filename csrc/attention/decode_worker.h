@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The part of a decode call that one thread computes. Every key and value is fetched from memory
-// once for all query heads that share it.
+// The part of a decode call that one thread computes. A key or value is fetched from memory once for
+// all query heads that belong to its KV head.
 //
 // A worker alternates between the queries of a unit (task.h), one tile of entries at a time, roughly
 // in slot order. Requests that decode together get neighbouring slots, so the next query reads the
-// same memory pages. If queries were read one by one, each would miss in the TLB for every page.
+// same memory pages. If queries were computed one by one, every page would cost each query a TLB miss.
 #pragma once
 
 #include <algorithm>
@@ -23,8 +23,8 @@
 namespace reasoncache {
 namespace attention {
 
-// Uninitialised fp32 memory, aligned to a cache line, because reading a vector that spans two lines
-// takes two reads.
+// Uninitialised fp32 memory, aligned to a cache line, because a vector that spans two cache
+// lines takes two reads.
 class Lines {
  public:
   explicit Lines(std::size_t size) : memory_(new float[size + 15]) {}
@@ -64,17 +64,17 @@ class Worker {
   }
 
  private:
-  // The rotations of a tile, except the rotation by 0, are `begin` to `end` of the call's list.
-  // The tile has kTile entries and is a part of a tile of kRotationTile entries.
+  // The rotations of a tile of kTile entries, which is a part of a tile of kRotationTile entries. The
+  // rotations other than the rotation by 0 have the indices [begin, end) in the call's `by` and `bits`.
   struct Turns {
     std::int64_t begin = 0;
     std::int64_t end = 0;
-    int first = 0;           // the bit of the call's `bits` for the tile's first entry
-    std::uint64_t mask = 0;  // a bit for each entry of the tile
+    int first = 0;           // which bit in the call's `bits` belongs to the tile's first entry
+    std::uint64_t mask = 0;  // one bit set for each entry of the tile
     std::uint64_t own = ~std::uint64_t{0};  // bits of the entries whose keys are used as cached
   };
 
-  // A tile of one query's entries under one KV head. A step without entries (begin == end) means
+  // A tile of one query's entries, for one KV head. A step without entries (begin == end) means
   // that no step is left.
   struct Step {
     std::int64_t query;
@@ -84,7 +84,7 @@ class Worker {
     Turns turns;
   };
 
-  // A step, and where its keys and values are.
+  // A step, and the addresses of its keys and values.
   struct Reads {
     Step step;
     const Element* keys[kTile];
@@ -122,8 +122,8 @@ class Worker {
     }
   }
 
-  // Notes that the query's next tile begins at entry `offset` of the chunk, or, if the chunk has no
-  // such entry, that the query is done.
+  // Records that the next tile of query `row` begins at entry `offset` of the chunk. If the chunk has no
+  // such entry, records that the query is done.
   void wait(const Unit& unit, std::int64_t row, std::int64_t offset) {
     const auto at = static_cast<std::size_t>(row - unit.first_query);
     const std::int64_t entry = call_.begin[row] + unit.chunk * kChunk + offset;
@@ -134,9 +134,9 @@ class Worker {
     prefetch(reinterpret_cast<std::uintptr_t>(call_.kv_indices + entry + kTile));
   }
 
-  // Returns the next tile as a step. A round takes a tile of each query, but skips a query whose
-  // next tile begins at a much higher slot than the lowest next tile. A query that shares many
-  // slots has fewer tiles. Without the skips, this query would get ahead of the others.
+  // Returns a step for the next tile. Each round takes one tile of every query, but skips the queries
+  // whose next tile begins at a much higher slot than the next tile of some other query. Without the skips,
+  // a query that uses slots at several positions would get ahead of the others, because it has fewer tiles.
   Step take(const Unit& unit) {
     const auto queries = static_cast<std::size_t>(unit.last_query - unit.first_query);
     for (;;) {
@@ -173,8 +173,7 @@ class Worker {
     return turns;
   }
 
-  // Goes on to the next step and writes that step, with the addresses of its keys and values, to
-  // `reads`.
+  // Writes the next step, with the addresses of its keys and values, to `reads`.
   void plan_next(const Unit& unit, Reads& reads) {
     if (step_.begin == step_.end || ++step_.head == unit.last_head) step_ = take(unit);
     reads.step = step_;
@@ -208,9 +207,10 @@ class Worker {
     heads(std::integral_constant<int, 1>{});
   }
 
-  // Adds a tile to the results of kHeads query heads, from place `head` on. own_scores has written
-  // the entries' own scores before. An entry's weights under its rotations are added to its own
-  // weight before the product with its value. Each pass takes the rotations that fit into scores_.
+  // Adds a tile to the results of kHeads query heads, from index `head` on (see `place`). The caller must
+  // call own_scores first. An entry has a weight for its own score and one for each of its rotations. Each
+  // pass of the loop takes as many rotations as fit into scores_, adds up the weights of each entry, and
+  // multiplies the sum with the entry's value.
   template <int kHeads>
   void under(const Step& step, int count, std::int64_t head, const Ahead<Element>& values) {
     Turns turns = step.turns;
@@ -239,8 +239,8 @@ class Worker {
     }
   }
 
-  // Writes each entry's own score to scores_. For this score the key is rotated by the entry's
-  // `shift`, if the call has shifts, but not by `turns`. Meanwhile prefetches `keys`.
+  // Writes each entry's own score to scores_: the score of the entry's key, rotated by the entry's `shift`
+  // if the call has shifts, but not by the rotations in `turns`. Meanwhile prefetches `keys`.
   template <int kHeads>
   void own_scores(const Step& step, int count, std::int64_t head, const Ahead<Element>& keys) {
     if (pool_.is_latent) {
@@ -264,9 +264,9 @@ class Worker {
     }
   }
 
-  // Takes from `turns` the rotations whose scores fit into scores_, and writes these scores after
-  // the first `vectors` vectors, which hold the entries' own scores. Returns the number of vectors
-  // in use. A vector has the scores of neighbouring keys, at least one of which is rotated.
+  // Removes as many rotations from `turns` as fit into scores_, and writes their scores after the first
+  // `vectors` vectors, which are for the entries' own scores. Returns the number of vectors in use. Each
+  // vector has the scores of neighbouring keys for one rotation, which at least one of these keys uses.
   template <int kHeads>
   int rotated_scores(Turns& turns, int vectors, std::int64_t head) {
     constexpr int kKeys = kLanes / kHeads;
@@ -290,9 +290,9 @@ class Worker {
     return vectors;
   }
 
-  // Returns the queries rotated back by `shift`. The product of such a query with a key equals the
-  // product of the original query with the key rotated by `shift`. The result is kept, because
-  // later tiles may have entries with the same shift.
+  // Returns kHeads query heads, from index `head` on, rotated back by `shift`. The product of such a
+  // head and a key equals the product of the original head and the key rotated by `shift`.
+  // The result is kept, because later tiles may have entries with the same shift.
   template <int kHeads>
   const float* rotated(std::int64_t head, std::int32_t shift) {
     if (shift == 0) return query(head);
@@ -371,7 +371,7 @@ class Worker {
   }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
-  static constexpr std::int64_t kRound = 4;  // a query may lead by kRound * queries slots
+  static constexpr std::int64_t kRound = 4;  // tiles of one round begin fewer than kRound * queries slots apart
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;
@@ -381,25 +381,25 @@ class Worker {
   Lines latent_query_;         // [most_queries][num_heads][latent_padded], scaled
   Lines sums_;                 // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // largest scores [most_queries][num_heads], then room for a vector
-  std::vector<float> total_;   // sums of weights [most_queries][num_heads], then such room
-  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], 0 if not rotated yet
+  std::vector<float> total_;   // sums of weights [most_queries][num_heads], then room for a vector
+  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], shift used for rotated_; 0 if none yet
   Lines rotated_;                         // [most_queries][num_heads][k_padded]
   Lines kept_;  // [2 * kTile][k_padded], fp32 keys of a tile, and room for stores beyond the tile
-  std::vector<std::int64_t> offset_;      // [most_queries], where the next tile begins in the chunk
-  std::vector<std::int32_t> next_slot_;   // [most_queries], first slot of that tile, kDone if none
+  std::vector<std::int64_t> offset_;      // [most_queries], where in the chunk the next tile begins
+  std::vector<std::int32_t> next_slot_;   // [most_queries], first slot of the next tile, kDone if none
   std::size_t turn_ = 0;
-  std::int64_t horizon_ = 0;  // the current round takes tiles whose first slot is below it
-  static constexpr int kAhead = 2;  // steps by which prefetching is ahead
+  std::int64_t horizon_ = 0;  // the current round takes tiles whose first slot is below this slot
+  static constexpr int kAhead = 2;  // how many steps ahead keys and values are prefetched
   Reads steps_[kAhead + 1];
   Step step_{};
   const float* kept_rows_[kTile];
   const Element* const* keys_ = nullptr;  // of the current step
   const Element* const* values_ = nullptr;
-  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // in scores_
+  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // number of vectors that fit into scores_
   alignas(64) float scores_[(kVectors + 1) * kLanes];
   alignas(64) float latent_[kTile * kMostHeads + kLanes];  // scores of a tile's latent values
   alignas(64) float decay_[kLanes];
-  int of_[kVectors];  // of_[i]: the tile's entry whose score is first in vector i of scores_
+  int of_[kVectors];  // of_[i]: index in the tile of the entry whose score is first in vector i of scores_
 };
 
 }  // namespace attention

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies entries of a pool to contiguous K and V, heads first, and rotates keys by their shifts.
+// Copies keys and values of given slots to contiguous memory, heads first, and rotates keys by their shifts.
 
 #include <algorithm>
 #include <atomic>
@@ -24,7 +24,7 @@ struct Call {
 
 constexpr std::int64_t kChunk = 256;  // entries that a thread takes at a time
 constexpr std::int64_t kInlineBytes = 1 << 18;  // fewer bytes than this are copied by one thread
-constexpr std::int64_t kAhead = 8;  // rows by which prefetching is ahead
+constexpr std::int64_t kAhead = 8;  // how many entries ahead keys and values are prefetched
 
 struct Task {
   const Pool& pool;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations on fp32 lanes that only attention needs: exp, sums across lanes, stores.
+// Operations on fp32 numbers that only attention needs: exp, sums across lanes, stores, conversions.
 #pragma once
 
 #include <cmath>
@@ -91,7 +91,7 @@ RC_INLINE Floats sums_of(const Floats (&v)[kLanes]) {
 #endif
 }
 
-// Converts fp32 to an element: rounds to the nearest, ties to even.
+// Writes an fp32 number as an element, rounded to the nearest, ties to even.
 inline void put(float* to, float value) { *to = value; }
 
 inline void put(Bfloat16* to, float value) {

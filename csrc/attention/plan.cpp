@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Converts rows of req_to_token to FlashInfer's kv_indptr and kv_indices in one pass.
+// Converts rows of req_to_token to kv_indptr and kv_indices, as FlashInfer has them, with shifts or rotations.
 
 #include <algorithm>
 #include <exception>
@@ -26,13 +26,13 @@ Bounds bounds_of(const std::int32_t* slots, std::int64_t count) {
   return found;
 }
 
-// Writes the shifts (position - cached position) of `length` positions of a row, from `first` on.
+// Writes the shifts (position - cached position) of `length` positions of a row, from position `first` on.
 // The shift of an evicted position means nothing. Returns the bitwise or of all shifts.
 std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, std::int64_t first,
                       std::int64_t length, std::int32_t* shift) {
   std::int32_t any = 0;
   for (std::int64_t i = 0; i < length; ++i) {
-    // Unsigned, because an unused slot may have any cached position: the difference may wrap around.
+    // The subtraction is unsigned, because it may overflow: an unused slot may have any cached position.
     const auto home = static_cast<std::uint32_t>(cached_at[std::max(slots[i], 0)]);
     shift[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(first + i) - home);
     any |= shift[i];
@@ -41,7 +41,7 @@ std::int32_t shift_by(const std::int32_t* cached_at, const std::int32_t* slots, 
 }
 
 // Returns the first position in [begin, end) at which `differs` is not 0, or `end` if there is
-// none. Tests groups of positions at once, so that the compiler can use vectors.
+// no such position. Tests groups of positions at once, so that the compiler can use vectors.
 template <class Differs>
 std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& differs) {
   constexpr std::int64_t kTogether = 16;
@@ -57,13 +57,13 @@ std::int64_t first_that(std::int64_t begin, std::int64_t end, const Differs& dif
   return begin;
 }
 
-// Merges entries of a request that name the same slot, and writes rotations, request by request.
+// Merges the entries of a request that name the same slot (see reasoncache_plan), and writes the rotations.
 class Merge {
  public:
   Merge(std::int32_t* tile_ptr, std::int32_t* by, std::uint64_t* bits)
       : tile_ptr_(tile_ptr), by_(by), bits_(bits) {}
 
-  // Writes the entries of a row and the rotations of its tiles. The first tile has the number
+  // Writes the entries of a row and the rotations of its tiles. The row's first tile has the number
   // `tile`. `shift` [length] has the shifts of the row's positions. Returns the number of entries.
   std::int64_t row(const std::int32_t* slots, std::int64_t length, std::int64_t tile,
                    std::int32_t* kv_indices, const std::int32_t* shift) {
@@ -102,7 +102,7 @@ class Merge {
     return count;
   }
 
-  // Writes tile_ptr up to entry `tile`. Tiles that were not written before have no rotations.
+  // Writes tile_ptr up to element `tile`. Tiles whose element was not written before get no rotations.
   // Returns the number of rotations so far.
   std::int32_t fill(std::int64_t tile) {
     for (; tiles_ <= tile; ++tiles_) tile_ptr_[tiles_] = rotations_;
@@ -110,10 +110,10 @@ class Merge {
   }
 
  private:
-  // Neighbouring positions with the same shift. Either they have entries of their own (`shifted`),
-  // or they use the entries of other positions.
+  // Neighbouring positions with the same shift. If `shifted`, these positions have entries of their own.
+  // If not, they use the entries of other positions.
   struct Moved {
-    std::int64_t first;  // if shifted: first entry, else: position whose entry is used first
+    std::int64_t first;  // if shifted: the first entry, else: the position whose entry is used first
     std::int64_t length;
     std::int32_t by;
     std::int64_t end;  // if shifted: the position after the last one, else 0
@@ -126,8 +126,8 @@ class Merge {
     bool shifted;
   };
 
-  // Cuts moved_ at the borders of tiles. Neighbouring positions that use their slots as cached have
-  // neighbouring entries, so the first entry of a run determines its other entries.
+  // Cuts each element of moved_ at the borders of tiles. Neighbouring positions whose shift is 0 have
+  // neighbouring entries, so the first entry of a run determines the run's other entries.
   void find_runs() {
     runs_.clear();
     for (const Moved& moved : moved_) {
@@ -142,8 +142,8 @@ class Merge {
     }
   }
 
-  // Writes a list of rotations for each tile with runs. A list begins with the rotation by 0, whose
-  // bits are the keys that are used as cached.
+  // Writes a list of rotations for each tile that has runs. A list begins with the rotation by 0, whose
+  // bits mark the keys that are used as cached.
   void group(std::int64_t first, std::int64_t tiles) {
     fill(first);
     next_.assign(static_cast<std::size_t>(tiles) + 1, 0);
@@ -171,7 +171,7 @@ class Merge {
   std::int32_t* by_;
   std::uint64_t* bits_;
   std::int32_t rotations_ = 0;
-  std::int64_t tiles_ = 0;  // entries of tile_ptr written so far
+  std::int64_t tiles_ = 0;  // elements of tile_ptr written so far
   std::vector<std::int32_t> place_{};  // [length], entry of each position whose shift is 0
   std::vector<Moved> moved_{};
   std::vector<Run> runs_{};

@@ -17,7 +17,7 @@ void read_query_as(const Task& task, std::int64_t offset, std::int64_t dim, floa
   for (std::int64_t i = 0; i < dim; ++i) to[i] = get(from + i) * task.call.scale;
 }
 
-// Writes `dim` elements of a query head, from `first` on, times the scale, then zeros up to `padded`.
+// Writes elements [first, first + dim) of a query head, times the scale, to `to`. Appends zeros up to `padded`.
 inline void read_query(const Task& task, std::int64_t row, std::int64_t head, std::int64_t first,
                        std::int64_t dim, std::int64_t padded, float* to) {
   const std::int64_t offset = row * task.call.q_row_stride + head * task.call.q_head_stride + first;
@@ -34,7 +34,7 @@ void write_sums_as(const Task& task, std::int64_t offset, const float* sums, flo
   for (std::int64_t i = 0; i < task.pool.head_dim[1]; ++i) put(to + i, sums[i] * factor);
 }
 
-// Writes sum(weight * value) / sum(weight). A sink adds a weight, but no value.
+// Writes sum(weight * value) / sum(weight) to the output. A sink adds to the weights, but has no value.
 inline void write_out(const Task& task, std::int64_t row, std::int64_t head, float most,
                       float total, const float* sums) {
   float weight = 1.0f;

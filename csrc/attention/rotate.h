@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotates heads by a number of positions, with rows of the model's own rotary table.
+// Rotates heads of keys and queries by a number of positions, with the model's own rotary table.
 #pragma once
 
 #include "attention.h"
@@ -19,7 +19,7 @@ inline void fetch_rotation(const Pool& pool, std::int32_t shift) {
 }
 
 // Rotates `heads` fp32 heads, `stride` elements apart, by `shift` positions, or by -`shift` if
-// `back`. `to` may be `from`. If not, the caller has to copy the dims that are not rotated.
+// `back`. `to` may be `from`. If `to` is other memory, the caller must copy the dims that are not rotated.
 inline void rotate(const Pool& pool, std::int32_t shift, bool back, const float* from, float* to,
                    int heads = 1, std::int64_t stride = 0) {
   const std::int64_t half = pool.rotary_dim / 2;

@@ -9,8 +9,8 @@ namespace attention {
 namespace {
 
 constexpr std::int64_t kUnitsPerThread = 4;
-// A unit's queries and sums take at most this many bytes, so that they stay in the second-level
-// cache together with the prefetched rows.
+// If a unit has several queries, the queries and their sums take at most this many bytes, so that they
+// stay in the second-level cache together with the prefetched keys and values.
 constexpr std::int64_t kStateBytes = 1 << 18;
 
 std::int64_t whole_vectors(std::int64_t dim) { return (dim + kLanes - 1) / kLanes * kLanes; }
@@ -42,8 +42,8 @@ std::int64_t Task::divide(std::int64_t threads) {
   // This memory is not zeroed, because all of it is written before it is read.
   partials_.reset(new float[static_cast<std::size_t>(partials * call.num_heads * (2 + v_padded))]);
 
-  // A unit takes several queries as long as each thread still gets kUnitsPerThread units. If there
-  // are too few chunks for that, the KV heads of each query are divided among several units.
+  // A unit takes several queries if the call still has about kUnitsPerThread units for each thread. If the
+  // call has fewer units even with one query in each, the KV heads are divided among several units.
   const std::int64_t wanted = threads > 1 ? threads * kUnitsPerThread : 1;
   const std::int64_t state =
       call.num_heads * (k_padded + latent_padded + v_padded) * static_cast<std::int64_t>(sizeof(float));

@@ -9,20 +9,20 @@
 namespace reasoncache {
 namespace attention {
 
-// Entries of a tile. The number is small for two reasons. Each row of K or V may be on a memory
-// page of its own, and the first-level TLB holds few pages. The rows' addresses may be at equal
-// distances, and a cache holds few lines of such addresses.
+// Number of entries in a tile. It is small for two reasons. First, each row of K or V may be on a memory
+// page of its own, and the first-level TLB holds few pages. Second, the addresses of the rows may differ
+// by multiples of a large power of two, and a cache can hold only a few such lines.
 constexpr int kTile = 16;
-constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // query heads at a time
+constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // most query heads that are computed together
 constexpr std::int64_t kLine = 64;
 
-// Calls load_some. Not inlined, because only head sizes that kLanes does not divide need it.
+// Calls load_some. Is not inlined, because only head sizes that are not multiples of kLanes need it.
 template <class Element>
 __attribute__((noinline)) Floats load_last(const Element* from, std::int64_t count) {
   return load_some(from, count);
 }
 
-// Rows that are read next. They are prefetched one at a time, while other rows are processed.
+// Rows of K or V that are read next. They are prefetched one at a time, while other rows are processed.
 template <class Element>
 struct Ahead {
   const Element* const* rows;
@@ -38,9 +38,9 @@ struct Ahead {
   }
 };
 
-// Returns scores [kLanes / kHeads][kHeads] of kLanes / kHeads keys under kHeads query heads.
-// `query` is [kHeads][padded]. If `kept` is not null, the keys are also stored there, as fp32
-// [kLanes / kHeads][padded].
+// Returns scores [kLanes / kHeads][kHeads]: the dot products of kLanes / kHeads keys with kHeads query
+// heads. `query` is [kHeads][padded]. If `kept` is not null, the keys are also written to `kept`, as
+// fp32 [kLanes / kHeads][padded].
 template <class Element, int kHeads>
 RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std::int64_t dim,
                              std::int64_t padded, float* kept) {
@@ -69,8 +69,8 @@ RC_INLINE Floats some_scores(const Element* const* rows, const float* query, std
   return sums_of(sums);
 }
 
-// Writes `scores` [count][kHeads] of `count` keys under kHeads heads of a query. Meanwhile
-// prefetches the rows of `ahead` from number `first` on.
+// Writes the dot products of `count` keys with kHeads query heads to `scores` [count][kHeads].
+// Meanwhile prefetches up to `count` rows of `ahead`, from row `first` on.
 template <class Element, int kHeads>
 void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahead, int first,
                const float* query, std::int64_t dim, std::int64_t padded, float* kept,
@@ -79,17 +79,17 @@ void scores_of(const Element* const* rows, int count, const Ahead<Element>& ahea
   for (int at = 0; at < count; at += kKeys) {
     const int here = std::min(kKeys, count - at);
     for (int key = 0; key < here; ++key) ahead.fetch(first + at + key);
-    // If fewer than kKeys keys are left, the last one stands in for the missing ones.
+    // If fewer than kKeys keys are left, the last key stands in for the missing keys.
     const Element* filled[kKeys];
     for (int key = 0; key < kKeys; ++key) filled[key] = rows[at + std::min(key, here - 1)];
     const Floats found = some_scores<Element, kHeads>(
         filled, query, dim, padded, kept == nullptr ? nullptr : kept + at * padded);
-    // This may write beyond the last score. There is room, and no score was written there yet.
+    // This may write behind the last of the `count` scores. There is room, and no score was written there yet.
     store(scores + at * kHeads, found);
   }
 }
 
-// Returns `scores` with -inf for each key whose bit is not set. A key has kHeads lanes.
+// Returns `scores`, but with -inf for each key whose bit is not set. Each key has kHeads neighbouring lanes.
 template <int kHeads>
 RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
   Ints key;
@@ -98,7 +98,7 @@ RC_INLINE Floats only(std::uint64_t bits, Floats scores) {
   return select(is_set, scores, all_of(-kInfinity));
 }
 
-// Combines the lanes of each head with the function `two`. Every lane of the head gets the result.
+// Combines all lanes of the same head with the function `two`. Every lane of a head gets the head's result.
 template <int kHeads, class Two>
 RC_INLINE Floats over_keys(Floats v, const Two& two) {
   if constexpr (kLanes >= 16) v = two(v, turned<8>(v));
@@ -108,10 +108,10 @@ RC_INLINE Floats over_keys(Floats v, const Two& two) {
   return v;
 }
 
-// Replaces `vectors` vectors of scores by their weights. Lane i of a vector belongs to head
-// (i % kHeads). Updates `most` and `total` [kHeads], the largest score and the sum of weights so
-// far. Writes to `decay` the factors by which earlier sums have to be multiplied. Reads `most` and
-// `total`, and writes `decay`, as whole vectors.
+// Replaces the scores in `vectors` vectors by their softmax weights. Lane i of a vector belongs to head
+// i % kHeads. Updates `most` and `total` [kHeads], the largest score and the sum of weights so far. Writes
+// to `decay` the factor by which each head's earlier sums must be multiplied. `most`, `total` and `decay`
+// need room for a whole vector.
 template <int kHeads>
 __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, float* total,
                                      float* decay) {
@@ -139,8 +139,8 @@ __attribute__((noinline)) void weigh(float* scores, int vectors, float* most, fl
   std::memcpy(total, &sum, kHeads * sizeof *total);
 }
 
-// Computes sums [kHeads][padded] = decay * sums + weights [count][kHeads] . rows, for kVectors
-// vectors from dim `at` on.
+// Computes sums [kHeads][padded] = decay * sums + weights [count][kHeads] . rows. Each call handles
+// kVectors vectors of dims, from dim `at` on.
 template <class Element, int kHeads, int kVectors>
 RC_INLINE void add_some(const Element* const* rows, int count, const Ahead<Element>& ahead,
                         const float* weights, const float* decay, std::int64_t at,

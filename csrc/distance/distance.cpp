@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Computes squared differences of pairs of KV blocks in one pass over the pool.
+// Computes the sum of squared differences for each pair of KV blocks, in one pass over the pool.
 
 #include "distance.h"
 
@@ -14,16 +14,16 @@ namespace reasoncache {
 namespace distance {
 namespace {
 
-// For a call that reads fewer bytes, waking a second thread costs more time than it saves.
+// If a call reads fewer bytes than this, waking a second thread costs more time than it saves.
 constexpr std::int64_t kInlineBytes = 1 << 20;
-// A worker takes pieces of about this size: large enough to keep prefetches going, small
-// enough to keep all workers busy to the end.
+// A worker takes pieces of work of about this many bytes: large enough to keep prefetches going,
+// small enough to keep all workers busy to the end.
 constexpr std::int64_t kPieceBytes = 1 << 18;
 constexpr std::int64_t kLine = 64;
-// While row i is read, the cache lines of row i + kAhead are prefetched.
+// While row i (one token's K or V in both blocks) is read, the cache lines of row i + kAhead are prefetched.
 constexpr std::int64_t kAhead = 2;
-// While row i is read, the first address of row i + kPagesAhead is prefetched, so that the CPU
-// translates the address in time: few rows are on a memory page that was read lately.
+// While row i is read, the first address of row i + kPagesAhead is prefetched. The CPU then
+// has time to translate the address, which is often on a memory page that was not read lately.
 constexpr std::int64_t kPagesAhead = 16;
 
 struct Task {
@@ -39,18 +39,18 @@ struct Task {
   std::int64_t entries() const { return pairs * block; }
 };
 
-// One token's K or V in both blocks, and the distances in memory to the rows to prefetch.
+// One token's K or V in both blocks of a pair, x and y, and the offsets from there to the row to prefetch.
 template <class Element>
 struct Row {
   const Element* x;
   const Element* y;
-  std::uintptr_t next_x;  // address of the prefetched row minus x, modulo 2^64
+  std::uintptr_t next_x;  // bytes from x to the row to prefetch, modulo 2^64
   std::uintptr_t next_y;
 
   RC_INLINE Row at(std::int64_t offset) const { return {x + offset, y + offset, next_x, next_y}; }
 
-  // Prefetches `bytes` bytes of the later row, from element `index` on. A prefetch is only a hint,
-  // so any address is allowed.
+  // Prefetches `bytes` bytes of the row to which next_x and next_y lead, from element `index` on. A
+  // prefetch is only a hint, so any address is allowed.
   RC_INLINE void fetch(std::int64_t index, std::int64_t bytes) const {
     const auto from_x = reinterpret_cast<std::uintptr_t>(x + index) + next_x;
     const auto from_y = reinterpret_cast<std::uintptr_t>(y + index) + next_y;
@@ -75,7 +75,7 @@ RC_INLINE void add_plain(const Row<Element>& row, std::int64_t count, Sum& sum) 
   if (i < count) sum.add(1, load_some(row.x + i, count - i), load_some(row.y + i, count - i));
 }
 
-// Element i of the first half is rotated together with element i of the second half.
+// Element i of the first half of the rotary dims is rotated together with element i of the second half.
 template <class Element>
 RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, const float* cosines,
                                  const float* sines, float sign, Sum& sum) {
@@ -103,8 +103,8 @@ RC_INLINE void add_rotated_halves(const Row<Element>& row, std::int64_t half, co
   }
 }
 
-// Elements 2i and 2i + 1 are rotated together. `factors` holds [rotary_dim] cosines, which multiply
-// the elements, then [rotary_dim] signed sines, which multiply the elements' neighbours.
+// Elements 2i and 2i + 1 are rotated together. `factors` holds rotary_dim cosines, by which
+// the elements are multiplied, then rotary_dim signed sines, by which the elements' neighbours are.
 template <class Element>
 RC_INLINE void add_rotated_neighbours(const Row<Element>& row, std::int64_t rotary_dim,
                                      const float* factors, Sum& sum) {
@@ -143,8 +143,8 @@ class Worker {
     }
   }
 
-  // Computes units [begin, end). A unit is one pair in one buffer: K or V of a layer. All pairs of
-  // a buffer come before the next buffer, because the page tables of one buffer fit in a cache.
+  // Computes units [begin, end). A unit is one pair of blocks in one buffer: K or V of a layer. The
+  // units are ordered by buffer, because the page tables of one buffer fit in a cache.
   void run(std::int64_t begin, std::int64_t end) {
     if (begin == end) return;
     const std::int64_t last = end * task_.block - 1;
@@ -183,7 +183,7 @@ class Worker {
   }
 
  private:
-  // Names a row by its buffer and its entry in the slot lists.
+  // Identifies a row: the index of its buffer, and the index of its slots in `dst` and `src`.
   struct Cursor {
     std::int64_t buffer;
     std::int64_t entry;

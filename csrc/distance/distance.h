@@ -6,11 +6,11 @@
 
 #include "pool/pool.h"
 
-// Compares pairs of blocks of `block` slots: destination `dst` [pairs][block] and source `src`
-// [pairs][block]. Source keys are rotated by `shift` [pairs][block] positions, or used as cached if
-// `shift` is null. Writes sum (x - y)^2 of K and of V to out [pairs][num_layers][2]. Returns a
-// reasoncache_status. No slot is read if the status is one of REASONCACHE_BAD_*.
-// Uses up to `threads` threads if there is enough to read. Safe to call concurrently.
+// Compares pairs of blocks. The slots of the destination blocks are `dst` [pairs][block], the slots of
+// the source blocks `src` [pairs][block]. Source keys are rotated by `shift` [pairs][block] positions, or
+// used as cached if `shift` is null. Writes the sums of (x - y)^2 for K and for V to out
+// [pairs][num_layers][2]. Returns a reasoncache_status. No slot is read if the status is one of
+// REASONCACHE_BAD_*. Uses one thread if there is little to read, else up to `threads`. Thread-safe.
 extern "C" __attribute__((visibility("default"))) std::int32_t reasoncache_distance(
     const reasoncache_pool* pool, const std::int64_t* dst, const std::int64_t* src,
     const std::int32_t* shift, std::int64_t pairs, std::int64_t block, std::int64_t threads,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The sum over a pair of blocks: in fp32 within a token, in double over the tokens.
+// The sum of squared differences of two blocks: computed in fp32 within a token, in double over the tokens.
 #pragma once
 
 #include "pool/vector.h"
@@ -9,7 +9,7 @@ namespace distance {
 
 constexpr int kChains = 4;  // independent sums, so that additions need not wait for each other
 
-// sum (x - y)^2
+// The sum of (x - y)^2 over the elements of two blocks.
 class Sum {
  public:
   RC_INLINE void add(int chain, Floats x, Floats y) {
@@ -17,7 +17,7 @@ class Sum {
     chains_[chain] = multiply_add(difference, difference, chains_[chain]);
   }
 
-  // Adds the chains to the sum over tokens, lane by lane, and sets them to 0.
+  // Adds the chains to the sum over tokens, lane by lane, and sets the chains to 0.
   RC_INLINE void end_token() {
     const Floats sum = (chains_[0] + chains_[1]) + (chains_[2] + chains_[3]);
     total_ += __builtin_convertvector(sum, Doubles);

@@ -25,7 +25,7 @@ struct Float8E5M2 {  // the upper byte of a Float16
 
 namespace portable {
 
-// Decodes a float of `exponent_bits` and `mantissa_bits`, with arithmetic on normal numbers only.
+// Decodes the bits of a float that has a sign bit, `exponent_bits` and `mantissa_bits`.
 constexpr float decode(unsigned bits, int exponent_bits, int mantissa_bits, bool has_infinity) {
   const unsigned mantissa = bits & ((1u << mantissa_bits) - 1);
   const unsigned exponent = (bits >> mantissa_bits) & ((1u << exponent_bits) - 1);
@@ -127,7 +127,7 @@ RC_INLINE Floats load(const Float8E4M3* from) {
 
 #endif
 
-// Loads the first `count` < kLanes elements; the other lanes are zero.
+// Loads only `count` elements, which must be fewer than kLanes. The other lanes are zero.
 template <class Element>
 RC_INLINE Floats load_some(const Element* from, std::int64_t count) {
   Element padded[kLanes];

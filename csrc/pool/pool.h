@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The struct that describes a KV pool in host memory to every kernel;
-// sglang_reasoncache/native/pool.py fills it in.
+// The struct that describes a KV pool in host memory to the kernels.
+// sglang_reasoncache/native/pool.py fills in the struct.
 #pragma once
 
 #include <algorithm>
@@ -22,35 +22,35 @@ enum reasoncache_element : std::int32_t {
 
 enum reasoncache_status : std::int32_t {
   REASONCACHE_OK = 0,
-  REASONCACHE_BAD_ROW = 1,    // a request outside req_to_token
-  REASONCACHE_BAD_LEN = 2,    // a length outside [0, width], or too many entries
+  REASONCACHE_BAD_ROW = 1,    // a row index outside req_to_token
+  REASONCACHE_BAD_LEN = 2,    // a length outside [0, width], or a plan with too many entries
   REASONCACHE_BAD_SLOT = 3,   // a slot outside the pool
   REASONCACHE_BAD_DST = 4,    // a destination slot outside the pool, in a distance call
   REASONCACHE_BAD_SRC = 5,    // a source slot outside the pool, in a distance call
-  REASONCACHE_BAD_RANGE = 6,  // entries beyond kv_indices, or a tile beyond the rotations
-  REASONCACHE_BAD_SHIFT = 7,  // |shift| not below table_rows
-  REASONCACHE_BAD_CALL = 8,   // an unknown enumerator, or sizes that do not fit
-  REASONCACHE_NO_MEMORY = 9,  // memory is missing, and outputs are unspecified
+  REASONCACHE_BAD_RANGE = 6,  // begin, end or tile_ptr of a decode call is out of order or bounds
+  REASONCACHE_BAD_SHIFT = 7,  // a rotation by table_rows or more positions, in either direction
+  REASONCACHE_BAD_CALL = 8,   // an unknown element type, or sizes that do not fit together
+  REASONCACHE_NO_MEMORY = 9,  // not enough memory; the outputs are unspecified
 };
 
-// Layers of one layout, and the model's rotary table. In arrays of two, the first element is for
-// keys, the second for values.
+// The KV buffers of layers with the same layout, and the model's rotary table. In arrays of two, the
+// first element is for keys, the second for values.
 struct reasoncache_pool {
   const void* const* bases;  // [num_layers][2], address of slot 0, head 0
   std::int64_t num_layers;
   std::int64_t num_slots;
   std::int64_t num_heads;
-  std::int64_t head_dim[2];     // elements
-  std::int64_t slot_stride[2];  // elements
-  std::int64_t head_stride[2];  // elements
+  std::int64_t head_dim[2];     // in elements
+  std::int64_t slot_stride[2];  // in elements
+  std::int64_t head_stride[2];  // in elements
   const float* cosines;         // [table_rows][rotary_dim / 2], null without rotation
-  const float* sines;           // of the same shape, or null
+  const float* sines;           // like cosines
   std::int64_t table_rows;
   std::int64_t rotary_dim;  // at most head_dim[0], even
-  std::int32_t is_neox;     // 1 if a rotation pairs a head's halves, 0 if it pairs neighbours
+  std::int32_t is_neox;     // 1: dims i and i + rotary_dim / 2 are rotated together; 0: dims 2i and 2i + 1
   std::int32_t element;     // reasoncache_element
-  // Whether the pool has latent rows (MLA). If so, attention multiplies queries with values, too. A
-  // query has head_dim[1] dims for the value, which are not rotated, then head_dim[0] for the key.
+  // 1 if the pool has latent rows (MLA). Then the first head_dim[1] dims of a query are multiplied
+  // with the value and never rotated; the other head_dim[0] dims are multiplied with the key.
   std::int32_t is_latent;
 };
 }
@@ -64,7 +64,7 @@ struct Type {
   using type = T;
 };
 
-// Calls body(Type<Q>{}) for an element type of queries and outputs.
+// Calls body(Type<Q>{}) with the C++ type Q of `element`, which may be fp32, bf16 or fp16.
 template <class Body>
 std::int32_t with_query_element(std::int64_t element, Body&& body) {
   switch (element) {
@@ -79,7 +79,7 @@ std::int32_t with_query_element(std::int64_t element, Body&& body) {
   }
 }
 
-// Calls body(Type<Element>{}) for an element type of a pool.
+// Calls body(Type<Element>{}) with the C++ type of `element`, which may be any reasoncache_element.
 template <class Body>
 std::int32_t with_element(std::int64_t element, Body&& body) {
   switch (element) {
@@ -101,7 +101,7 @@ bool in_pool(const Pool& pool, const Slot* slots, std::int64_t count) {
   return count == 0 || most < static_cast<std::uint64_t>(pool.num_slots);
 }
 
-// Whether the rotary table has a row for every shift. True if `shift` is null.
+// Whether the rotary table has a row for every shift that is not 0. True if `shift` is null.
 inline bool in_table(const Pool& pool, const std::int32_t* shift, std::int64_t count) {
   std::int32_t least = 0;
   std::int32_t most = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Vectors of the compiler's vector types, with as many fp32 lanes as a register of the target. GCC
-// and clang compile these types for any machine. Intrinsics are used only if they are faster.
+// Vector types of the compiler. A vector has as many fp32 lanes as a register of the target CPU. GCC
+// and clang compile these types for any CPU. Intrinsics are used only where they are faster.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ RC_INLINE Vector unaligned(const void* from) {
   return vector;
 }
 
-// a * b + c, fused if the target can. -ffp-contract=off forbids the compiler to fuse by itself.
+// a * b + c, fused on x86 CPUs with FMA. The flag -ffp-contract=off keeps the compiler from fusing on its own.
 RC_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -47,7 +47,7 @@ RC_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Lanes 1, 0, 3, 2, 5, 4, ...
+// Returns lanes 1, 0, 3, 2, 5, 4, ... of v.
 RC_INLINE Floats swap_neighbours(Floats v) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_permute_ps((__m512)v, 0xB1);
@@ -74,7 +74,7 @@ RC_INLINE Floats turned(Floats v) {
 #endif
 }
 
-// Uses intrinsics, because GCC 12 would split the vector, which takes three times as long.
+// Uses intrinsics: with __builtin_convertvector GCC 12 splits the vector, which takes three times as long.
 RC_INLINE Words widened(Shorts v) {
 #if defined(__AVX512F__)
   return (Words)_mm512_cvtepu16_epi32((__m256i)v);
@@ -100,7 +100,7 @@ RC_INLINE double sum_of(const Doubles& v) {
   return total;
 }
 
-// Prefetches into the second-level cache: the first-level cache allows too few pending misses.
+// Prefetches into the second-level cache, because the first-level cache allows too few pending misses.
 RC_INLINE void prefetch(std::uintptr_t address) {
   __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
 }

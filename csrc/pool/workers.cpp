@@ -13,8 +13,8 @@
 namespace reasoncache {
 namespace {
 
-// How long a helper thread spins for the next call before sleeping. The layers of a forward follow
-// each other within this time, the forwards of an idle server do not.
+// How long a helper thread spins while it waits for the next call. After this time the thread sleeps,
+// so that an idle server uses no CPU time.
 constexpr std::chrono::microseconds kSpin{50};
 
 void relax() {
@@ -32,7 +32,7 @@ Workers& Workers::get() {
   const std::lock_guard<std::mutex> lock(mutex);
   if (workers == nullptr || owner != getpid()) {
     // This object is never deleted, because its helpers may use it until the process ends. A forked
-    // child has no helpers, so it makes an object of its own.
+    // child does not inherit the helper threads, so it makes an object of its own.
     workers = new Workers;
     owner = getpid();
   }

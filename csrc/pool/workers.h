@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Threads that are kept for the next call: starting a thread takes longer than an attention layer.
+// Threads that are kept between calls, because starting a thread can take longer than an attention layer.
 #pragma once
 
 #include <atomic>
@@ -12,12 +12,12 @@ namespace reasoncache {
 
 class Workers {
  public:
-  // Returns this process's object. First use makes the object; a forked child makes its own.
+  // Returns the only Workers object of this process, which the first call makes. A forked child makes its own.
   static Workers& get();
 
-  // Calls body(context) here and on up to `helpers` other threads, and returns when all these calls
-  // have returned. The body divides the work by itself, and must do all of it if called only once,
-  // for example while another call is in progress. The body must not throw.
+  // Calls body(context) on this thread and on up to `helpers` other threads, and returns when all these
+  // calls have returned. The body must divide the work among its calls. If it is called only once, for
+  // example because another thread is in run(), that call must do all the work. The body must not throw.
   void run(int helpers, void (*body)(void*), void* context);
 
  private:
@@ -29,14 +29,14 @@ class Workers {
   std::condition_variable begin_;
   std::condition_variable end_;
   std::atomic<std::uint64_t> calls_{0};
-  void (*body_)(void*) = nullptr;  // null while no helper may join
+  void (*body_)(void*) = nullptr;  // null while no helper may call it
   void* context_ = nullptr;
-  int wanted_ = 0;  // helpers that may still join
+  int wanted_ = 0;  // how many more helpers may join the current call
   int active_ = 0;
   int threads_ = 0;
 };
 
-// Calls body() on up to `threads` threads by Workers::run. Returns false if a call of body() threw.
+// Calls body() on up to `threads` threads, this one included. Returns false if a call of body() threw.
 template <class Body>
 bool on_threads(std::int64_t threads, Body&& body) {
   struct Shared {
