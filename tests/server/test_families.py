@@ -82,7 +82,7 @@ class Loop:
             frequencies = embedding.inv_freq if frequencies is None else frequencies
             angles = torch.arange(1024)[:, None] * frequencies.float()
             table = torch.cat((angles.cos(), angles.sin()), dim=1)
-            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2, else one dim of each half as a pair.
+            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2, else pairs made of both halves.
             found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
         return found
 

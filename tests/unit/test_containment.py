@@ -343,7 +343,7 @@ def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]
 
 
 def failed(load: Load, faults: Faults) -> Any:
-    """Runs the load while ``faults`` makes one call fail. The load checks that no slot is lost. Returns the report of ``look``."""
+    """Runs the load, in which one call fails. The load checks that no slot is lost. Returns its report."""
     try:
         with injected(faults):
             load.run()
