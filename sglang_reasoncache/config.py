@@ -78,7 +78,7 @@ class ReasonCacheConfig:
     match: str = _setting(
         "runs",
         "Blocks that may share. runs: equal runs of tokens anywhere in the response. steps: blocks "
-        "of similar reasoning steps; preset=reasoncache sets the ReasonCache paper's filter except align.",
+        "of similar reasoning steps; preset=reasoncache sets the ReasonCache paper's filter, but align stays.",
         choices=("runs", "steps"),
     )
     min_run: int = _setting(

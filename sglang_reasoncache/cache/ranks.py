@@ -31,7 +31,7 @@ class Ranks:
         self.failed = self._ended = False
 
     def least(self, value: int) -> int:
-        """The smallest ``value`` that any rank passed. Raises RankFailed if a rank has failed."""
+        """The smallest ``value`` that any rank passed. Raises RankFailed if one of several ranks failed."""
         if self.alone:
             return value
         if not self._ended:

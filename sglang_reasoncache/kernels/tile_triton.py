@@ -63,7 +63,7 @@ def turned(
     q_at, q_mask, k, by, cosines, sines, column, zeros, ELEMENT: tl.constexpr,
     HALF: tl.constexpr, NEOX: tl.constexpr,
 ):  # fmt: skip
-    """``zeros`` plus the products of the queries with the tile's keys rotated by ``by`` positions, a number or
+    """Adds to ``zeros`` the queries' products with the tile's keys, rotated by ``by`` positions, a number or
     ``[HEADS, 1]``. Instead of the keys, the queries are rotated, by ``-by``."""
     rotated, other, earlier, angle = common.pairing(column[None, :], HALF, NEOX)
     cosine, sine = common.load_factors(cosines, sines, -by, rotated, earlier, angle, True, HALF)

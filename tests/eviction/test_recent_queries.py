@@ -79,7 +79,7 @@ class Kept:
                     at += 1
 
     def check(self, rid: str, written: int, first: int) -> None:
-        """Reads the queries of positions ``[first, written)``. Compares each kept query with the recorded one.
+        """Reads kept queries of positions ``[first, written)``. Compares each kept query with the recorded one.
         Stores the positions of the kept queries in ``there``."""
         queries, positions, kept = self.recent.read(LAYERS - 1, self.rows[rid], first, written)
         assert positions.tolist() == list(range(max(first, written - WINDOW - 1, 0), written))

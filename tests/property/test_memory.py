@@ -375,7 +375,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def evict_positions(
         self, pick: int, evictions: Evictions, steps: int, bits: int, draws: Draws
     ) -> None:
-        """Have the policy evict from one request. Blocks that the filter proposed may arrive only later."""
+        """Have the policy evict from one request. Blocks proposed before the eviction may arrive after it."""
         chosen = self.decoding[pick // 4 % len(self.decoding)]
         track = self._longest() if pick % 4 else chosen
         self._script_evictions(track, evictions)

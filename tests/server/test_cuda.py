@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests on a GPU, with eight servers: FlashInfer or Triton, with or without CUDA graphs."""
+"""Tests on a GPU, with eight servers, each with FlashInfer or Triton; two have no CUDA graphs."""
 
 from typing import Any
 

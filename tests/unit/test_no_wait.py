@@ -4,7 +4,7 @@
 The code runs with SGLang's pools, allocators and prefix trees, on a stand-in for a GPU (``strict_device.py``)
 and, if there is one, on a GPU. Only freeing slots whose numbers the host does not know may wait: in our
 ``free`` and ``free_page_ids``, and in SGLang's ``PagedTokenToKVPoolAllocator.free`` (``torch.unique``). SGLang
-frees such slots only when another allocation for the batch failed; our code never does."""
+frees such slots only when a later allocation for the same batch failed; our code passes none."""
 
 import contextlib
 import inspect

@@ -17,7 +17,7 @@ class SnapKV(Evictor):
     prompt fits the budget; the response stays.
 
     The prompt's last ``window`` positions stay. So do the prompt positions with the most attention weight from
-    the newest ``window`` queries, averaged over neighbours. The policy acts after each chunk of a prefill.
+    the newest ``window`` queries, averaged over neighbours. In a chunked prefill it acts after each chunk.
 
     Attributes:
         window: How many positions at the end of the prompt stay, and how many newest queries count.
