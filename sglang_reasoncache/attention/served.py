@@ -31,7 +31,7 @@ BESIDE_WINDOWS = (
 REFUSED = {
     "other windows": "nothing shared: rotations unknown",
     "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
-    "sparse": "it also caches index keys, which choose what is read and are not rotated with the others",
+    "sparse": "the model also caches index keys, which choose what is read and are not rotated with the others",
 }
 
 
