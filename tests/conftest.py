@@ -25,10 +25,9 @@ _SERVER_TESTS = ROOT / "tests" / "server"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Makes SIGTERM raise an exception, as Ctrl-C does, so that fixtures still end their servers. Servers and
-    their processes are forked unless a ``ServerSpec`` forbids it, because most of a start is imports. PyTorch
-    compiles no function of SGLang, because compiling delays the start of two ranks by 14 seconds."""
+    their processes are forked unless a ``ServerSpec`` forbids it, because most of a start is imports."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ |= {"REASONCACHE_FORK": "1", "TORCHDYNAMO_DISABLE": "1"}
+    os.environ["REASONCACHE_FORK"] = "1"
     ServerProcess.launch = forked.launch
 
 

@@ -38,13 +38,6 @@ def test_counts_by_hand(tmp_path: Path) -> None:
     assert 0 < float(found[4].partition(" / ")[2][:-1]) < 100 * 20 / 78
 
 
-def test_groups(tmp_path: Path) -> None:
-    rows = [{"dataset": "a|b $x$", "correct": right, "response": STEP} for right in (True, False)]
-    found = run(tmp_path, *rows, {"dataset": "c", "response": STEP})
-    assert [*found][2:] == ["all of them", "a|b $x$", "a|b $x$, correct", "a|b $x$, wrong", "c"]
-    assert found["all of them"][0] == "3"
-
-
 def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     faults = {
         "{": "not JSON", "[" * 100_000: "not JSON",

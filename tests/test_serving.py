@@ -2,6 +2,7 @@
 """Launching and ending a server process, with small stand-ins for SGLang."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -64,6 +65,25 @@ def test_no_child_outlives_a_killed_owner(tmp_path: Path) -> None:
     deadline = time.monotonic() + 20
     while running(child):
         assert time.monotonic() < deadline, f"process {child} is still running"
+        time.sleep(0.05)
+
+
+def test_no_forked_server_outlives_a_killed_owner(tmp_path: Path) -> None:
+    """The fork server first imports libraries. Its owner is gone when it forks."""
+    (tmp_path / "slow_library.py").write_text("import time; time.sleep(3)")
+    (tmp_path / "served.py").write_text("import time; time.sleep(600)")
+    owner = (
+        "import os, signal, threading; from eval.serving import ServerProcess; from tests import forked;"
+        "forked.set_forkserver_preload(['slow_library']); ServerProcess.launch = forked.launch;"
+        f"s = ServerProcess('no-model', log_path={str(tmp_path / 'log')!r});"
+        "s.command[1:3] = ['-m', 'served', 'sglang.launch_server'];"
+        "threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start(); s.start()"
+    )
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "REASONCACHE_FORK": "1"}
+    subprocess.run([sys.executable, "-c", owner], cwd=ROOT, env=env, check=False)
+    deadline = time.monotonic() + 20
+    while left := [p.pid for p in psutil.process_iter(["environ"]) if str(tmp_path) in str(p.info)]:
+        assert time.monotonic() < deadline, f"processes {left} are still running"
         time.sleep(0.05)
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from tests import forked
+
 
 def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) -> None:
     torch.set_num_threads(1)
@@ -21,6 +23,7 @@ def _run(rank: int, meet: str, answers: Any, work: Callable[[int, Any], Any]) ->
 
 def on_two_ranks(work: Callable[[int, Any], Any], folder: Path, seconds: float) -> list[Any]:
     """Results of the module-level ``work(rank, group)`` in two processes. Each may take up to ``seconds``."""
+    forked.start()
     context = multiprocessing.get_context("forkserver")
     answers = context.Queue()
     arguments = str(folder / "meet"), answers, work

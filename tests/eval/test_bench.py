@@ -13,7 +13,7 @@ import torch
 from eval import command
 from eval.bench import servers
 from eval.bench.attention_batch import RUN, SHARES, Shape, cached_positions, lay_rows
-from eval.bench.servers import AIME, BENCHES, BUDGETS, LOOPING, MATH, Options, gpu, work
+from eval.bench.servers import AIME, BENCHES, LOOPING, MATH, Options, gpu, work
 from eval.bench.turns import take_turns
 from eval.command import flags_of
 from eval.methods import find_method
@@ -45,24 +45,12 @@ def test_each_method_of_each_run_is_one_that_the_server_takes(bench: str, traces
         assert all(find_method(method).shares for method in options.methods[1:])
 
 
-def test_a_budget_leaves_out_what_is_aimed_at() -> None:
-    lengths = range(45, 580)
-    for saving, budget in zip((0.1, 0.2, 0.4, 0.6), BUDGETS, strict=True):
-        left_out = sum(max(0, length - budget) for length in lengths)
-        assert left_out / sum(lengths) == pytest.approx(saving, abs=0.005)
-
-
 def test_prompts_of_pieces_differ_so_that_no_prefix_is_shared(traces: Path) -> None:
     assert servers.looping_pieces([[7] * (LOOPING + 1), [8] * 50], 4000) == [[7] * 4000] * 4
     options, _ = parse(flags_of(gpu(traces, 400, 1300, 500)["waiting"]))
     for file in options.data.values():
         prompts = replay(file, options.model)["test"]["prompt"]
         assert len({prompt.partition(".")[0] for prompt in prompts}) == len(prompts) > 2
-
-
-def test_an_unknown_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="--only must be of small_reasoner, got another"):
-        work(command.parse(Options, ["answers", "--only", "another"]))
 
 
 @pytest.mark.server

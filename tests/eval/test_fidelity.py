@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausa
 
 from eval import command
 from eval.fidelity import documents, samkv, summary
-from eval.fidelity.__main__ import Options, loops, read, work
+from eval.fidelity.__main__ import Options, read, work
 from eval.fidelity.arms import default_name, parse, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay, compare
@@ -170,11 +170,6 @@ def test_bad_names(names: list[str], said: str) -> None:
         parse_all(names, "newest-runs-8")
 
 
-def test_loops() -> None:
-    assert loops(list(range(40)) * 4)
-    assert not loops(list(range(400)) + list(range(60))) and not loops([])
-
-
 def main(arguments: list[str]) -> None:
     command.run(Options, work, arguments)
 
@@ -306,14 +301,6 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         samkv.select(reader, cache, prompt, asked)
         assert cache.visible[0, first.middle[most]].all()
         assert not cache.visible[0, first.middle[least]].any()
-
-
-def test_attention_that_falls_with_distance() -> None:
-    distance = (torch.arange(60)[:, None] - torch.arange(60)).clamp(min=1)
-    exponents = torch.linspace(0.2, 3, 60)
-    alpha, mean = samkv.decay((0.3 * distance**-exponents).tril())
-    torch.testing.assert_close(alpha[:50], exponents[:50], atol=1e-3, rtol=1e-3)
-    assert float(mean[57]) == pytest.approx(0.15 * (1 + 2 ** -float(exponents[57])))
 
 
 def test_the_program_with_documents(

@@ -73,7 +73,9 @@ PAGE16 = "--page-size 16"
 POLICY = "--reasoncache-policy"
 #: An evicting policy. To check its decisions, ``reference.py`` computes them again.
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
-TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+#: SGLang compiles some functions for several ranks, or for state layers. This delays a start by 14 seconds.
+UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **UNCOMPILED}
 FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
 
 
@@ -145,7 +147,7 @@ EVICTING_PROMPTS = SHARED.having(
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
 ).for_long_runs()
 #: For a server on a GPU: loads a plugin that copies KV into each request's own slots instead of sharing slots.
-COPY = {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "copying")))}
+COPY = {"PYTHONPATH": _beside_ours("faulty", "copying")}
 #: Computes in fp32 and waits for the filter process, for exact comparisons. Shares only in reasoning.
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
@@ -179,16 +181,19 @@ def _beside(model: str) -> dict[str, str]:
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     """A server of a tiny model. The overlap schedule is off: for state layers it needs extra copies of
     states, which SGLang lacks on a CPU. Only one SGLang model is imported: importing all takes many seconds."""
-    states = "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500"
-    states = "" if model in STATELESS else states
-    flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
+    states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
+    flags = (
+        "--dtype float32 --disable-overlap-schedule --max-mamba-cache-size 500",
+        states,
+        *flags,
+    )
     if model in WINDOW_POOL:
         env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
     folder = Path(sglang.__file__).parent / "srt/models"
     others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
     env = _beside(model) | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), **env}
-    env |= {WAITS: "1", "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    env |= {WAITS: "1", "SGLANG_MAMBA_CONV_DTYPE": "float32", **UNCOMPILED}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
 

@@ -20,7 +20,7 @@ from tests.server.problems import OPT_OUT, TO_THE_END, report, told
 _LENGTH = 8
 _WORDS = list("abcdefghijklmnopqrst")
 #: How much fp32 log-probabilities may differ, because sums are computed in different orders.
-ROUNDING = 2e-3
+ROUNDING = 1e-4
 #: Key: whether a layer has a sliding window. Value: rotation of the layer's keys. None: keys stay as cached.
 Rotations = dict[bool, KeyRotation] | None
 
@@ -99,7 +99,7 @@ class Loop:
     def off(
         self, prompt: list[int], found: dict[str, Any], blocks: list[Any], rotation: Rotations
     ) -> float:
-        """Mean absolute difference between a server's log-probabilities and this model's.
+        """Largest absolute difference between a server's log-probabilities and this model's.
 
         Args:
             blocks: For each block, the first query that reads its source, and where block and source begin.
@@ -118,7 +118,7 @@ class Loop:
         logits = self.model(input_ids=torch.tensor([tokens])).logits[0]
         ours = logits.log_softmax(dim=-1)[found["prompt"] - 1 : -1]
         ours = ours.gather(1, torch.tensor(found["tokens"])[:, None])[:, 0]
-        return float((ours - found["logprobs"]).abs().mean())
+        return float((ours - found["logprobs"]).abs().max())
 
     def _attend(
         self,
@@ -174,12 +174,11 @@ def test_a_server_computes_what_a_loop_computes(
     assert (
         sum(len(found["blocks"]) for found in responses) == seen["totals"]["blocks_shared"] >= 200
     )
-    off = dict.fromkeys(("shared", "dense", "as cached"), 0.0)
-    again = 0.0
+    off = dict.fromkeys(("shared", "dense", "as cached", "again"), 0.0)
     for text, found in zip(_prompts(10), responses, strict=True):
         assert found["retractions"] == 0 < len(found["blocks"])
         prompt = loop.tokenizer(text)["input_ids"]
-        off["shared"] += loop.off(prompt, found, found["blocks"], rotation) / 10
+        off["shared"] = max(off["shared"], loop.off(prompt, found, found["blocks"], rotation))
         off["dense"] += loop.off(prompt, found, [], None) / 10
         off["as cached"] += loop.off(prompt, found, found["blocks"], None) / 10
         # The prefix cache holds the response up to the first shared position. If the model has states or a
@@ -188,15 +187,13 @@ def test_a_server_computes_what_a_loop_computes(
         shared = min(dst for _, dst, _ in found["blocks"])
         stateless = spec.model in {**specs.LATENT, **specs.WINDOWS}
         assert follow["cached"] == (shared if stateless else found["prompt"])
-        again += loop.off(prompt + found["tokens"], follow, [], None) / 10
+        off["again"] = max(off["again"], loop.off(prompt + found["tokens"], follow, [], None))
     whole = prompt + found["tokens"] + follow["tokens"]
     follow = _follow_up(server, whole)
     # The last follow-up shared nothing, so the cache holds all its computed positions and its last state.
     assert follow["cached"] == len(whole) - 1
-    again += loop.off(whole, follow, [], None) / 10
-    print(spec.model, off, again, seen["totals"]["blocks_shared"])
-    assert again < ROUNDING / 4
-    assert off["shared"] < ROUNDING / 4
+    print(spec.model, off, seen["totals"]["blocks_shared"])
+    assert max(off["shared"], off["again"], loop.off(whole, follow, [], None)) < ROUNDING
     assert off["dense"] > 10 * off["shared"]
     assert rotation is None or off["as cached"] > 10 * off["shared"]
     assert_whole(server)
@@ -233,5 +230,5 @@ def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.
     for number, text in todo[3::4]:
         [found] = _tell(server, [bodies[number]])
         ids = loop.tokenizer(text)["input_ids"]
-        assert loop.off(ids, found, [], None) < ROUNDING / 4
+        assert loop.off(ids, found, [], None) < ROUNDING
     assert_whole(server, log)
