@@ -29,9 +29,8 @@ set_forkserver_preload(
 
 def start() -> None:
     """Starts the process, if it does not run, with variables that libraries read once, on import."""
-    with mock.patch.dict(
-        os.environ, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"
-    ):
+    once = dict(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    with mock.patch.dict(os.environ, once):
         ensure_running()
 
 

@@ -73,7 +73,7 @@ PAGE16 = "--page-size 16"
 POLICY = "--reasoncache-policy"
 #: An evicting policy. To check its decisions, ``reference.py`` computes them again.
 RKV_POLICY = "rkv:budget=110:slack=24:recent=16"
-#: SGLang compiles some functions for several ranks, or for state layers. This delays a start by 14 seconds.
+#: Compiling SGLang's functions for several ranks or for state layers would delay a start by 14 seconds.
 UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
 TWO_CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", **UNCOMPILED}
 FEW_CORES = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each rank needs a core")
@@ -181,12 +181,9 @@ def _beside(model: str) -> dict[str, str]:
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     """A server of a tiny model. The overlap schedule is off: for state layers it needs extra copies of
     states, which SGLang lacks on a CPU. Only one SGLang model is imported: importing all takes many seconds."""
-    states = "" if model in STATELESS else "--mamba-radix-cache-strategy no_buffer"
-    flags = (
-        "--dtype float32 --disable-overlap-schedule --max-mamba-cache-size 500",
-        states,
-        *flags,
-    )
+    states = "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500"
+    states *= model not in STATELESS  # empty for other models
+    flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     if model in WINDOW_POOL:
         env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
