@@ -371,7 +371,7 @@ class Worker {
   }
   float* sums(std::int64_t place) { return sums_.data() + place * task_.v_padded; }
 
-  static constexpr std::int64_t kRound = 4;  // tiles of one round begin fewer than kRound * queries slots apart
+  static constexpr std::int64_t kRound = 4;  // a round's tiles begin within kRound * queries slots
   static constexpr std::int32_t kDone = std::numeric_limits<std::int32_t>::max();
 
   Task& task_;
@@ -382,11 +382,11 @@ class Worker {
   Lines sums_;                 // [most_queries][num_heads][v_padded]
   std::vector<float> most_;    // largest scores [most_queries][num_heads], then room for a vector
   std::vector<float> total_;   // sums of weights [most_queries][num_heads], then room for a vector
-  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], shift used for rotated_; 0 if none yet
+  std::vector<std::int32_t> rotated_by_;  // [most_queries][num_heads], shift of rotated_, 0: none
   Lines rotated_;                         // [most_queries][num_heads][k_padded]
   Lines kept_;  // [2 * kTile][k_padded], fp32 keys of a tile, and room for stores beyond the tile
   std::vector<std::int64_t> offset_;      // [most_queries], where in the chunk the next tile begins
-  std::vector<std::int32_t> next_slot_;   // [most_queries], first slot of the next tile, kDone if none
+  std::vector<std::int32_t> next_slot_;   // [most_queries], first slot of the next tile, or kDone
   std::size_t turn_ = 0;
   std::int64_t horizon_ = 0;  // the current round takes tiles whose first slot is below this slot
   static constexpr int kAhead = 2;  // how many steps ahead keys and values are prefetched
@@ -395,11 +395,11 @@ class Worker {
   const float* kept_rows_[kTile];
   const Element* const* keys_ = nullptr;  // of the current step
   const Element* const* values_ = nullptr;
-  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // number of vectors that fit into scores_
+  static constexpr int kVectors = 16 * kTile * kMostHeads / kLanes;  // size of scores_ in vectors
   alignas(64) float scores_[(kVectors + 1) * kLanes];
   alignas(64) float latent_[kTile * kMostHeads + kLanes];  // scores of a tile's latent values
   alignas(64) float decay_[kLanes];
-  int of_[kVectors];  // of_[i]: index in the tile of the entry whose score is first in vector i of scores_
+  int of_[kVectors];  // index in the tile of the entry whose score is first in vector i of scores_
 };
 
 }  // namespace attention

@@ -113,7 +113,7 @@ class Merge {
   // Neighbouring positions with the same shift. If `shifted`, these positions have entries of their own.
   // If not, they use the entries of other positions.
   struct Moved {
-    std::int64_t first;  // if shifted: the first entry, else: the position whose entry is used first
+    std::int64_t first;  // if shifted: first entry, else: the position whose entry is used first
     std::int64_t length;
     std::int32_t by;
     std::int64_t end;  // if shifted: the position after the last one, else 0

@@ -42,7 +42,7 @@ std::int64_t Task::divide(std::int64_t threads) {
   // This memory is not zeroed, because all of it is written before it is read.
   partials_.reset(new float[static_cast<std::size_t>(partials * call.num_heads * (2 + v_padded))]);
 
-  // A unit takes several queries if the call still has about kUnitsPerThread units for each thread. If the
+  // A unit takes several queries if the call then still has about kUnitsPerThread units for each thread. If the
   // call has fewer units even with one query in each, the KV heads are divided among several units.
   const std::int64_t wanted = threads > 1 ? threads * kUnitsPerThread : 1;
   const std::int64_t state =

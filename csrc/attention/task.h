@@ -53,14 +53,14 @@ class Task {
   const std::int64_t group;     // query heads per KV head
   const std::int64_t k_padded;  // dims of a key, rounded up to whole vectors
   const std::int64_t v_padded;
-  const std::int64_t latent_padded;  // dims of a query for the latent value, rounded up; 0 if not latent
+  const std::int64_t latent_padded;  // query dims for the latent value, rounded up; 0 if not latent
   std::vector<Unit> units{};
   std::int64_t most_queries = 1;                        // largest number of queries in a unit
-  std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], units of each query that are not done
+  std::unique_ptr<std::atomic<std::int64_t>[]> left{};  // [batch], unfinished units of each query
   std::atomic<std::int64_t> next{0};                    // index of the next unit to compute
 
  private:
-  std::vector<std::int64_t> first_partial_{};  // [batch], each query's first chunk in partials_, or -1
+  std::vector<std::int64_t> first_partial_{};  // [batch], a query's first chunk in partials_ or -1
   std::unique_ptr<float[]> partials_{};        // [chunks][num_heads][2 + v_padded]
 };
 

@@ -13,7 +13,7 @@ namespace attention {
 // page of its own, and the first-level TLB holds few pages. Second, the addresses of the rows may differ
 // by multiples of a large power of two, and a cache can hold only a few such lines.
 constexpr int kTile = 16;
-constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // most query heads that are computed together
+constexpr int kMostHeads = kLanes < 8 ? kLanes : 8;     // most query heads computed together
 constexpr std::int64_t kLine = 64;
 
 // Calls load_some. Is not inlined, because only head sizes that are not multiples of kLanes need it.

@@ -25,7 +25,7 @@ struct Float8E5M2 {  // the upper byte of a Float16
 
 namespace portable {
 
-// Decodes the bits of a float that has a sign bit, `exponent_bits` and `mantissa_bits`.
+// Decodes a float of a sign bit, `exponent_bits` and `mantissa_bits`, with arithmetic on normal numbers only.
 constexpr float decode(unsigned bits, int exponent_bits, int mantissa_bits, bool has_infinity) {
   const unsigned mantissa = bits & ((1u << mantissa_bits) - 1);
   const unsigned exponent = (bits >> mantissa_bits) & ((1u << exponent_bits) - 1);

@@ -47,7 +47,7 @@ struct reasoncache_pool {
   const float* sines;           // like cosines
   std::int64_t table_rows;
   std::int64_t rotary_dim;  // at most head_dim[0], even
-  std::int32_t is_neox;     // 1: dims i and i + rotary_dim / 2 are rotated together; 0: dims 2i and 2i + 1
+  std::int32_t is_neox;     // 1: dims i, i + rotary_dim / 2 rotate together; 0: dims 2i, 2i + 1
   std::int32_t element;     // reasoncache_element
   // 1 if the pool has latent rows (MLA). Then the first head_dim[1] dims of a query are multiplied
   // with the value and never rotated; the other head_dim[0] dims are multiplied with the key.

@@ -13,8 +13,8 @@
 namespace reasoncache {
 namespace {
 
-// How long a helper thread spins while it waits for the next call. After this time the thread sleeps,
-// so that an idle server uses no CPU time.
+// How long a helper thread spins while it waits for the next call, before it sleeps. The layers of a forward
+// follow each other within this time. Without a forward the helpers sleep, so an idle server uses no CPU time.
 constexpr std::chrono::microseconds kSpin{50};
 
 void relax() {

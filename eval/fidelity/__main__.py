@@ -48,8 +48,8 @@ Job = tuple[Sequence[Response | Prompt], list[str], Begin]
 
 def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
     """Yields responses, cut so that question and response have at most ``cap`` tokens. Skips responses below
-    ``shortest`` tokens. Rows have ``question``, ``response``, perhaps ``id`` and ``correct``. A folder yields
-    one response to each question. Raises OSError if a file cannot be read, ValueError if a line is bad."""
+    ``shortest`` tokens. Rows have ``question``, ``response``, perhaps ``id``, ``correct``. A folder yields the
+    first response to each question. Raises OSError if a file cannot be read, ValueError if a line is bad."""
     asked: set[str] = set()
     for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
         for number, row in read_rows(file, _texts):

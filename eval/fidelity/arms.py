@@ -35,7 +35,7 @@ class Arm:
     corrected: bool = True  # keys are rotated to the positions that read them
     percentile: float = 100.0  # pairs up to this percentile of KV distances share; 100: all
     evictor: Any = None
-    need: float = 1.0  # pairs share, least KV distance first, until this part is saved
+    need: float = 1.0  # pairs share, least KV distance first, until this part of positions is saved
     pool: torch.dtype | None = None
 
 

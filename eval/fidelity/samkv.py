@@ -172,7 +172,7 @@ def _look(
 
 
 def _unrotated(reader: Reader, rotated: torch.Tensor, first: int) -> torch.Tensor:
-    """Undoes the rotation of queries or keys ``[..., heads, tokens, head_dim]`` from position ``first`` on."""
+    """Unrotates queries or keys ``[..., heads, tokens, head_dim]`` from position ``first`` on; returns fp32."""
     back = -torch.arange(first, first + rotated.shape[-2], device=rotated.device)
     by_token = rotated.transpose(-3, -2)
     return reader.rotation.rotate(by_token, back.expand(by_token.shape[:-2])).transpose(-3, -2)

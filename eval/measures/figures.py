@@ -32,7 +32,7 @@ class Figures:
     saving: float | None  # slots saved / positions in the batch, mean over every 4th decode step
     across: float | None  # share of the saved slots that comes from sharing with other requests
     final_saving: float | None  # slots saved / positions when a request ends, mean over requests
-    affected: float | None  # share of all positions that read another's slot or were evicted
+    affected: float | None  # share of finished requests' positions redirected or evicted
     peak_slots: int | None  # most KV slots in use at a logged decode step
     mean_slots: float | None
     retractions: int  # times that SGLang retracted a request, to compute it again later

@@ -153,14 +153,14 @@ class Cell:
 
 
 def cells(run: Path) -> list[Cell]:
-    """The measured cells, ordered by task, method and seed. Raises RunError if ``run`` is no run's folder."""
+    """The measured cells, in the order of ``config.json``. Raises RunError if ``run`` is no run's folder."""
     config = read_config(run)
     each = itertools.product(*(config[name] for name in ("tasks", "methods", "seeds")))
     return [cell for one in each if (cell := Cell(run, *one)).measured]
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Returns the content of ``config.json``. Raises RunError if this file is missing or broken."""
+    """Returns ``config.json``, which lists tasks, methods and seeds. Raises RunError if missing or broken."""
     path = run / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -53,7 +53,7 @@ class Server:
 
     def clear(self) -> int:
         """Wait until the server is idle, and flush its cache. Returns the number of slots still in use. Raises
-        RunError if requests do not end or the totals are not reset, ServerError if the server died."""
+        RunError if requests do not end, or flush or reset of totals fails, ServerError if the server died."""
         self.settle()
         _wait(self._flushed, f"{self.url}: /flush_cache was refused")
         totals = [report.get("totals", {}) for report in self.reports()]

@@ -17,7 +17,7 @@ Documents = Sequence[Mapping[str, Any]]
 
 
 def boxed(responses: Responses, _docs: Documents) -> list[list[str]]:
-    r"""Returns the content of the last ``\boxed{}`` in each response, as :func:`last_boxed` finds it."""
+    r"""Returns the content of the last ``\boxed{}`` in each response, or "" (see :func:`last_boxed`)."""
     return [[last_boxed(text) for text in row] for row in responses]
 
 

@@ -3,7 +3,7 @@
 
 A *row* of ``req_to_token`` has the slot of each position of a request, or a number below 0 if the position was
 evicted. A *plan* lists the slots that a forward reads, and how far to rotate keys cached for other positions.
-On a GPU, planning need not wait for the device, because the host sizes a plan by row lengths in its memory."""
+On a GPU, planning need not wait for the device: the row lengths, which size a plan, are in host memory too."""
 
 from __future__ import annotations
 

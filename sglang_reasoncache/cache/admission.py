@@ -17,7 +17,7 @@ class SharingBudget(compat.PrefillBudget):
     future output (``total_offset - current_offset``) is multiplied by ``1 - credit`` (``credit`` < 1).
 
     Slots for future output need not be free yet: if they are missing later, SGLang retracts requests. Slots for
-    a prompt must be free or evictable at its admission, because a failed allocation would end the scheduler.
+    a prompt's next chunk must be free or evictable now, because a failed allocation would end the scheduler.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class SharingBudget(compat.PrefillBudget):
         return left
 
     def _reclaim(self, tokens: int) -> bool:
-        """If slots are missing, have running requests share. Returns whether ``tokens`` slots exist then."""
+        """Have requests share if slots are missing. Returns whether ``tokens`` slots are free or evictable."""
         free, short = self.allocator.free_size(), tokens - self._there()
         if short > 0 and self._shareable:
             self.allocator.reclaim_to(free + short)

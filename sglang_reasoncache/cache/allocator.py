@@ -190,7 +190,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         return ids[ids >= 0] if self.has_evicted else ids
 
     def evict_to_free_tokens(self, tree_cache: PrefixTree, num_tokens: int) -> bool | None:
-        """Evict cached prefixes until ``num_tokens`` slots are free. If that fails, call :meth:`reclaim_to`."""
+        """Evict cached prefixes until ``num_tokens`` slots are free; :meth:`reclaim_to` frees the rest."""
         done: bool | None = super().evict_to_free_tokens(tree_cache, num_tokens)
         self.reclaim_to(num_tokens)
         return done

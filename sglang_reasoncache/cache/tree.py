@@ -82,7 +82,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         finally:
             self._row = _NOTHING_SHARED
         if self.is_swa_enabled and not self.disable and running and end < up_to:
-            # Admission expects window slots to be free up to the window. The call above stopped at ``end``.
+            # Admission expects the slots of passed windows to be free. The call above stopped at ``end``.
             self.evict_sliding_windows(req, up_to - 1)
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
@@ -93,7 +93,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row = self._host_row(req.kv)
         # KV behind the first evicted position may have been computed without that position.
         up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
-        # The tree would count a slot that another row names as evictable, but evicting it would free nothing.
+        # The tree would count as evictable a slot that another row names, but evicting it would free nothing.
         up_to = row.first_in_other_rows(up_to)
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"

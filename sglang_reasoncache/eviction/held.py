@@ -36,7 +36,7 @@ class KeySource(NamedTuple):
 
         Args:
             row: Index in ``req_to_token``.
-            held: Positions that are not evicted, among the ``written`` positions with KV: int64 ``[held]``.
+            held: Positions below ``written`` that are not evicted: int64 ``[held]``.
             shifted: Whether a slot may be used at a position for which its key was not rotated.
         """
         if self.stream is not None:

@@ -77,8 +77,8 @@ class RowState:
 
     #: Positions that were evicted before a retraction and must be evicted again: int64 ``[n]``, ascending.
     again: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    #: The first evicted runs, for ``GET /reasoncache``: ``(written, start, length)``. ``written`` is the number
-    #: of positions that were written when positions ``[start, start + length)`` were evicted.
+    #: The first evicted runs, for ``GET /reasoncache/details``: ``(written, start, length)``. ``written`` is
+    #: the number of positions that were written when positions ``[start, start + length)`` were evicted.
     evictions: list[tuple[int, int, int]] = field(default_factory=list)
     #: A policy is not asked again before the row has this many written positions.
     next_eviction: dict[str, int] = field(default_factory=dict)

@@ -110,7 +110,7 @@ def chunk_kernel(
             unrotated = tl.zeros([HEADS, TILE], tl.float32)
             if LATENT:
                 v = tl.load(v_at, mask=v_mask, other=0)
-                if not EXACT:  # loaded again, because ``times`` leaves no registers to keep it
+                if not EXACT:  # loaded again: two products in ``times`` leave no registers for it
                     latent = tl.load(latent_at, mask=latent_mask, other=0.0)
                 unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
             turn, last = 0, 0

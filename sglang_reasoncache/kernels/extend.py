@@ -136,7 +136,7 @@ class ExtendPlan:
     def mask(
         self, new: int, total: int, reach: int, places: Tensor | None = None, first: int = -1
     ) -> Tensor:
-        """Additive mask for ``new`` tokens over ``total`` entries. A token sees the last ``reach`` entries up
+        """Additive mask ``[new, total]`` for tokens over entries. A token sees the last ``reach`` entries up
         to its own, or all if ``reach`` is 0. ``places``, int64 ``[new]``: the tokens' own entries; None if they
         are the last. Small masks are kept for later layers. If ``places`` is given, ``first`` must be the index
         in the batch of the first token, because kept masks are found by ``first``, not by ``places``."""
@@ -217,7 +217,7 @@ def add_attention(
 
 
 def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
-    """Entries that each token does not see: bool ``[n, total]``. ``places``: the tokens' own entries."""
+    """Entries that each token does not see: bool ``[n, total]``. ``places``, ``[n]``: tokens' own entries."""
     entries = torch.arange(total, device=places.device)
     hidden = entries > places[:, None]
     return hidden | (entries <= places[:, None] - reach) if reach else hidden

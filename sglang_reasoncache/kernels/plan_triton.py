@@ -35,11 +35,11 @@ def plan_kernel(
     cached_at,  # int32 [num_slots], read only if SHIFTS or MERGE
     runs,  # int32 [2, capacity], written if MERGE: first and last position of each run
     run_indptr,  # int32 [batch + 1], read only if MERGE: where each request's runs begin
-    counts,  # int32 [1 + MERGE, batch, PIECES]: numbers of entries and of runs; read if WRITE, else written
+    counts,  # int32 [1 + MERGE, batch, PIECES]: entry and run counts; read if WRITE, else written
     kv_indptr,  # int32 [batch + 1]
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
-    positions,  # int32 [capacity], written if MERGE: each entry's position, counted from the first one read
+    positions,  # int32 [capacity], written if MERGE: entries' positions; the first one read is 0
     num_rows, width, row_stride, reach, num_slots, stride, capacity, SHIFTS: tl.constexpr,
     MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
     TILE: tl.constexpr,

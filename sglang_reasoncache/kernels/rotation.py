@@ -18,7 +18,7 @@ class KeyRotation:
     """
 
     def __init__(self, table: torch.Tensor, rotary_dim: int, is_neox: bool) -> None:
-        """``table``: ``[max_positions, rotary_dim]``; each row has its cosines first, then its sines.
+        """``table``: ``[max_positions, rotary_dim]``, used in fp32; each row has its cosines, then its sines.
         ``is_neox``: whether to pair the two halves of the dims instead of neighbouring dims (GPT-J)."""
         table = table.float()
         scale = table[0, 0]

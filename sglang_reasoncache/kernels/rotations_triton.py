@@ -53,7 +53,7 @@ def rotation_kernel(
     runs,  # int32 [2, run_capacity]: first and last position of each run
     run_indptr,  # int32 [batch + 1]
     tile_ptr,  # int32 [total // ENTRIES + batch + 1], unused unless WRITE
-    following,  # int32, shape of tile_ptr: a tile's number of rotations; if WRITE, place of its next one
+    following,  # int32, shape of tile_ptr: a tile's rotation count; if WRITE, place of its next one
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
     num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,

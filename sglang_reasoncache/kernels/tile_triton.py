@@ -34,8 +34,8 @@ def dot(x, y, sums):
 
 @triton.jit
 def times(x, y, sums, ELEMENT: tl.constexpr, EXACT: tl.constexpr):
-    """``sums + x @ y`` for fp32 ``x``. If products take a narrower dtype, elements of ``x`` are split into
-    pairs, whose sums keep at least 16 significant bits. EXACT: ``x`` fits that dtype and is not split."""
+    """``sums + x @ y`` for fp32 ``x``. If products take a narrower dtype, each element of ``x`` is split into
+    two numbers of that dtype, whose sum keeps at least 16 bits. EXACT: ``x`` fits it and is not split."""
     y = operand(y, ELEMENT)
     if ELEMENT == "fp32":
         sums = dot(x, y, sums)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller of a scheduler process. Every few decode steps it *polls* (looks at) the running requests, has
+"""The controller of a scheduler process. It *polls* (looks at) the running requests every few decode steps, has
 their blocks share slots, has policies evict positions, and reports."""
 
 import time

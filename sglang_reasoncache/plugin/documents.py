@@ -128,7 +128,7 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
 
 def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None) -> None:
     """Hook after SGLang turned a chat request into tokens: replaces the numbers of marked messages by spans of
-    tokens. Raises ValueError for wrong numbers, and if later messages change the tokens of a marked message."""
+    tokens. Raises ValueError for wrong numbers, and if a marked message has no span in the prompt."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
     asked, messages = custom.get(marks.KEY), request.messages

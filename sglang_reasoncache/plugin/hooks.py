@@ -188,7 +188,7 @@ def _after_prefill(
 
 
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
-    """Before a prefill's forward, prepare to recompute tokens of cached documents (``cache/repair.py``)."""
+    """Once a prefill has its slots, before its forward, prepare document repairs (``cache/repair.py``)."""
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.concerns(batch):
         controller.containment.together(repairs.prepare, batch, controller.tracker.ranks)

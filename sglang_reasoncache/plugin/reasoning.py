@@ -28,7 +28,7 @@ def reasoning_markers(parser: str | None, tokenizer: Any) -> ReasoningMarkers | 
             both = f"{detector.think_start_token!r} and {detector.think_end_token!r}"
             raise ValueError(f"{both} are not single tokens here")
     except Exception as error:
-        # A detector may raise any exception. The server goes on: SGLang itself refuses parsers it cannot use.
+        # A detector may raise any exception. SGLang itself refuses parsers that it cannot use.
         why = f"--reasoning-parser {parser} cannot be followed ({error})"
         logger.warning("reasoncache: %s, the whole response counts as reasoning", why)
         return None

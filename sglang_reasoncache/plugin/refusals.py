@@ -102,7 +102,7 @@ def refuse(subject: str, found: list[str]) -> None:
 
 
 def other_attention(args: ServerArgs) -> list[str]:
-    """The flags that choose an attention backend without support for evicting policies, and its name."""
+    """Flags that choose an attention backend without support for evicting policies, each with its backend."""
     given = {field: getattr(args, field, None) for field in compat.ATTENTION_FIELDS}
     served = (None, *compat.OUR_BACKENDS)
     return [f"{_option(field)} {name}" for field, name in given.items() if name not in served]

@@ -15,7 +15,7 @@ from sglang_reasoncache.sharing.state import Candidate, has_row, state_of
 
 
 class Refusal(Enum):
-    """Why a block does not share (explained in docs/architecture.md). The values are Prometheus labels."""
+    """Why a block does not share (docs/architecture.md). The values are those of a Prometheus label."""
 
     WARMUP = "warmup"
     DISTANCE = "distance"

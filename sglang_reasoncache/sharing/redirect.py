@@ -69,8 +69,8 @@ class Redirector:
 
     def share(self, ledger: Ledger, wanted: float) -> list[tuple[BlockProposal, Refusal]]:
         """Take blocks from ``ledger``, the smallest distance first, and redirect them, until ``wanted`` slots
-        became free, ``_MAX_BATCH`` is reached or no block is left. Returns the taken blocks that must not share
-        by now, with the reasons. If this raises, rows and reference counts are as before."""
+        became free, ``_MAX_BATCH`` is reached or no block is left. Returns the taken blocks that can no longer
+        share, with the reasons. If this raises, rows and reference counts are as before."""
         done, refused = list[Redirected](), list[tuple[BlockProposal, Refusal]]()
         freed = moved = 0
         try:

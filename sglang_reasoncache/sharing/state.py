@@ -180,7 +180,7 @@ class RequestState(RowState):
         return True
 
     def forget_row(self, row: HostRow) -> None:
-        # ``row`` is cleared first, because the call below may fail.
+        # ``self.row`` is cleared first, because the call below may fail.
         self.row = None
         super().forget_row(row)
         self.redirected = []

@@ -18,7 +18,7 @@ class SharingStats(EvictionStats):
         filter_seconds: CPU seconds that the filter process spent on comparing steps.
         scheduler_seconds: Seconds that the scheduler's thread spent on sharing and evicting.
         finished_positions: Positions of finished requests, prompts included.
-        finished_redirected: Those of ``finished_positions`` that read another position's slot.
+        finished_redirected, finished_evicted: Those that read another position's slot; those that were evicted.
         sum_saved: Slots saved by sharing and eviction, added up over all polls (one every fourth decode step).
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """

@@ -223,7 +223,7 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
         important = [max(some) for some in near(weights[-4:].mean(axis=0), 1)]
         redundant = averaged(keys, lambda own: redundancies(own, policy.threshold, policy.reach))
         return (1 - policy.mix) * redundant - policy.mix * np.array(important)
-    # SnapKV: mean weight of the 6 newest queries on prompt positions 0 to 33, averaged over 5 neighbours.
+    # SnapKV: mean weight of the 6 newest queries on prompt positions 0 to 33, averaged over 5 positions.
     return [-float(np.mean(some)) for some in near(weights[-6:].mean(axis=0)[:34], 2)]
 
 

@@ -146,7 +146,7 @@ def test_every_sort_of_tile(
 
 
 def test_slots_of_many_positions(backend: str) -> None:
-    """A row may have one slot many times, or many slots twice. A request decoded alone has the same output."""
+    """A row may have one slot many times, or many slots twice. A request decoded alone gives the same bits."""
     many = 100 if INTERPRETED else 1000
     rig = make(Case(lengths=(many + 150, 70, 300), heads=6, kv_heads=2, shared=0.0))
     rows = [rig.rows[request] for request in rig.requests.tolist()]

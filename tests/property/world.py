@@ -234,7 +234,7 @@ class World:
     ) -> None:  # fmt: skip
         """``evictors``: policies that replace the scripted one. ``no_tree``: no prefix cache
         (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
-        ``engine``: replaces the scripted engine; requests with the same prompt then share with each other."""
+        ``engine``: replaces the scripted engine; requests with the same prompt then may share."""
         self.setup, self.page = setup, setup.page
         #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots

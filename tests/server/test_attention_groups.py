@@ -35,7 +35,7 @@ def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[
 
 def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
     """Checks that the responses' log-probabilities are those of ``loop``, a Hugging Face model in which the
-    same blocks share. Returns how far, on average, they are from those of ``loop`` if no blocks share."""
+    same blocks share. Returns the mean over jobs of the largest difference from ``loop`` without sharing."""
     dense, rotation = 0.0, loop.rotation()
     for (_, text, shares), found in zip(jobs, responses, strict=True):
         prompt = loop.tokenizer(text)["input_ids"]

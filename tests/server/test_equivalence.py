@@ -57,7 +57,7 @@ def _assert_same_answers(one: Answers, other: Answers) -> None:
 
 @pytest.mark.parametrize("spec", [specs.EXACT])
 def test_a_server_with_room_answers_as_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
-    """Answers are equal bit for bit. Blocks are compared only while the pool is over half full; it never is."""
+    """Answers are equal bit for bit. Nothing shares, because one request never fills half of the pool."""
     assert _run(servers, spec) == _run(servers, specs.STOCK)
     assert servers.get(specs.STOCK).get("/server_info").json()["attention_backend"] == CPU_BACKEND
     totals = report(servers.get(spec))["totals"]

@@ -78,7 +78,7 @@ class Rig:
             heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROTATED)
         kind: Any = MLATokenToKVPool if latent else MHATokenToKVPool
         layers: Any = dict(layer_num=2, enable_memory_saver=False)
-        #: Slot in a row -> slot of the same token in layer 1. With ``own_pool`` slot -1 has slot -1.
+        #: Slot in a row -> slot of the same token in layer 1. With ``own_pool``, -1 (evicted) stays -1.
         self.peers = torch.arange(size + 2)
         if own_pool:
             kind, layers = SWAKVPool, dict(size_swa=size, swa_attention_layer_ids=[1])

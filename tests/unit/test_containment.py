@@ -64,7 +64,7 @@ class Faults:
 
     A function that calls :meth:`Ranks.agree` changes rows or slots only after that call. From then on only its
     PyTorch calls fail, because NumPy needs little memory. With ``agreed`` these do not fail either, nor do any
-    calls of our own functions. Failures on one of two ranks: ``tests/server/test_sharing.py``.
+    calls of our own functions. ``tests/server/test_sharing.py`` has a rank on which such calls fail.
     """
 
     #: Our functions that have called PyTorch or NumPy so far, directly or through other functions.

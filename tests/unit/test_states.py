@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests the prefix tree of a model with attention and state layers (Mamba). Here a state holds the number of
-positions it has seen, so a test notices if the state enters the tree for a prefix of another length."""
+positions it has seen, so a test notices if it is *published* (enters the tree) for another length."""
 
 import pytest
 import torch
@@ -157,7 +157,7 @@ def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str)
 def test_a_node_that_is_evicted_while_a_row_is_published_frees_its_own_slots(
     any_length: None,
 ) -> None:
-    """The pool of compressed states is full. So entering a request that shares into the tree evicts a node."""
+    """Publishing a row that shares makes SGLang evict a node, because the pool of compressed states is full."""
     pool = {"enable_int8_mamba_checkpoint": True, "int8_mamba_ckpt_size": 2}
     facts = {"device": "cpu", "attention_backend": "torch_native"}
     with get_context().override_server_args(**facts, **pool):

@@ -23,7 +23,7 @@ from tests.property.world import ENDS, LAYERS, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 WINDOW, CHUNK, BLOCK, SLOTS = 8, 16, 4, 300
-#: Every request's prompt and output repeat this text, so the tree holds prefixes of later requests.
+#: Every request's prompt and output are the start of this text, so the tree holds prefixes of later requests.
 TEXT = list(range(1, 130))
 
 

@@ -42,7 +42,7 @@ class Evictor:
     Attributes:
         budget: Slots that a request may take, prompt included. Positions that share a slot count once.
         share: The budget as a fraction of the number of positions that the request has so far.
-        slack: The policy evicts only from a request that exceeds the budget by more slots than this number.
+        slack: By how many slots a request may exceed the budget before the policy evicts, at most down to it.
         recent: Number of newest positions that stay, even if the request then exceeds its budget. If the prompt
             alone fills the budget, only these response positions stay. Without them the output would be noise.
         prompt: Whether positions of the prompt may be evicted. If so, a poll also follows each prefill chunk,

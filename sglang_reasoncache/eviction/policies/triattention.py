@@ -25,7 +25,7 @@ class TriAttention(Evictor):
 
     Attributes:
         window: Number of newest queries whose mean is the centre.
-        reach: Largest number of positions after the newest token, limited also by the rotary table's length.
+        reach: Largest distance to a later query, in positions; the rotary table's length limits it too.
     """
 
     unrotates: ClassVar[bool] = True
