@@ -73,7 +73,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[int]]:
     """The tokens of a prompt, and the position where each text ends, except for the last text. A chat template
-    gets a system message, then user messages; tokens are counted as in ``plugin/documents.py``."""
+    gets a system message, then user messages, counted as in ``sglang_reasoncache/plugin/documents.py``."""
     if not tokenizer.chat_template:
         parts = [_ids(tokenizer, f"{text}\n\n") for text in texts]
         return [*chain(*parts)], [*accumulate(map(len, parts[:-1]))]

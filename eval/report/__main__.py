@@ -36,7 +36,7 @@ def work(options: Options) -> None:
 
 
 def write(data: Data, out: Path) -> None:
-    """Write ``REPORT.md`` and its pictures, ``report.html`` with both, and ``summary.json`` with cells and tables."""
+    """Write ``REPORT.md`` with pictures, ``report.html`` with both, ``summary.json`` with cells and tables."""
     made = [table for maker in tables.ALL if (table := maker(data)) is not None]
     parts = ["# Evaluation", *(_source(run, config) for run, config in data.configs.items())]
     parts += [table.markdown() for table in made]

@@ -65,7 +65,7 @@ class FilterConfig:
     length_factor: bool = True
     use_structure: bool = True
     structure_tolerance: int = 0
-    #: One step's formulas and code are compared with those of at most this many earlier steps, the most similar.
+    #: A step's formulas and code are compared with those of at most this many earlier steps, the most similar.
     max_structure_checks: int = 64
     match: Literal["steps", "runs"] = "steps"
     direction: Literal["newest", "oldest"] = "oldest"
