@@ -97,9 +97,8 @@ def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_p
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    flags = (
-        "--enable-reasoncache --reasoncache-scope prompt --dtype float32 --max-total-tokens 8000"
-    )
+    flags = "--enable-reasoncache --reasoncache-scope prompt --reasoncache-when always"
+    flags += " --dtype float32 --max-total-tokens 8000"
     log = tmp_path_factory.mktemp("real") / "server.log"
     process = ServerProcess(MODEL, flags=flags.split(), env=STRICT_CHECKS, log_path=log)
     process.start()
