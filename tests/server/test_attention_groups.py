@@ -35,15 +35,15 @@ def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[
 
 def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
     """Checks that the responses' log-probabilities are those of ``loop``, a Hugging Face model in which the
-    same blocks share. Returns the mean over jobs of the largest difference from ``loop`` without sharing."""
+    same blocks share. Returns the mean over jobs of the mean difference from ``loop`` without sharing."""
     dense, rotation = 0.0, loop.rotation()
     for (_, text, shares), found in zip(jobs, responses, strict=True):
         prompt = loop.tokenizer(text)["input_ids"]
         assert shares or not found["blocks"]
         # When a block was shared, the forward in flight still read the old slots.
         blocks = [(written + 1, *block) for written, *block in found["blocks"]]
-        assert loop.off(prompt, found, blocks, rotation) < ROUNDING
-        dense += loop.off(prompt, found, [], None) / len(jobs)
+        assert loop.off(prompt, found, blocks, rotation).max() < ROUNDING
+        dense += float(loop.off(prompt, found, [], None).mean()) / len(jobs)
     return dense
 
 
@@ -64,7 +64,7 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
         assert blocks == one["totals"]["blocks_shared"] > 20
         assert one["uncorrected"] is None is one["disabled"]
         assert one["threshold"]["warm"] and one["totals"]["requests_opted_out"] == 1
-    assert _check(loop, jobs, responses) > 10 * ROUNDING
+    assert _check(loop, jobs, responses) > 5e-3
     families = text_string_to_metric_families(server.get("/metrics").text)
     labels = {
         sample.labels["dp_rank"]: sample.value
