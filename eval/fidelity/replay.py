@@ -15,7 +15,7 @@ import torch
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
 from sglang_reasoncache.cache.host_row import HostRow, Moved
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.row_state import Decision

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition
-from sglang_reasoncache.cache.ranks import RankFailed, Ranks
-from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.device.ranks import RankFailed, Ranks
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
-from sglang_reasoncache.cache.ranks import Ranks
-from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.device.ranks import Ranks
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View

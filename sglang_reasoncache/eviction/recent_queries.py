@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.device.upload import upload
 
 #: Bytes of GPU memory that :class:`RecentQueries` must leave free for SGLang's forward passes.
 _SPARE = 512 << 20

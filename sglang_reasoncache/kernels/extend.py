@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.bias import causal_lower_right
 
-from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan import RowPlan

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.cache.ranks import RankFailed, Ranks
+from sglang_reasoncache.device.ranks import RankFailed, Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_reasoncache.cache.composition import marked
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
 from sglang_reasoncache.filter.messages import StepResult

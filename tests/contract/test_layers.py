@@ -11,7 +11,7 @@ import sglang_reasoncache
 
 #: The rooms of each layer, lowest layer first.
 LAYERS = (
-    ("arguments", "platform"), ("compat",), ("custom_params",),
+    ("arguments", "platform"), ("compat",), ("custom_params",), ("device",),
     ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
     ("registry",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
 )  # fmt: skip

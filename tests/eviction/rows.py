@@ -12,7 +12,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.row_state import Decision

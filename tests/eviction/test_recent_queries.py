@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction import held as held_module
 from sglang_reasoncache.eviction.held import HeldLayer, KeySource
 from sglang_reasoncache.eviction.policies.contract import View

@@ -28,7 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY

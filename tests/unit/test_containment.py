@@ -27,7 +27,7 @@ from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads, mark_of
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.filter.matcher import AcrossPair
 from sglang_reasoncache.plugin import attention, hooks

@@ -16,7 +16,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from sglang_reasoncache.cache.upload import upload
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.policies.h2o import H2O
 from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
 from sglang_reasoncache.eviction.policies.l2norm import L2Norm

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.cache.ranks import Ranks
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.plugin.server import check_alike
 from sglang_reasoncache.sharing import measure
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def register() -> None:
-    from sglang_reasoncache.cache.upload import upload
+    from sglang_reasoncache.device.upload import upload
     from sglang_reasoncache.kernels.paged import read_keys
     from sglang_reasoncache.sharing.measure import BlockMeter
     from sglang_reasoncache.sharing.redirect import Redirected, Redirector
