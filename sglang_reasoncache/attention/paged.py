@@ -20,8 +20,8 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention.served import attention_layers, key_rotations, reach_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.repair import Repaired
-from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention

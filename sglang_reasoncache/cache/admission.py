@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets admission count on slots that sharing will free: a forecast, and a budget that uses the forecast."""
 
-from typing import Any
-
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
@@ -16,8 +14,9 @@ class SharingBudget(compat.PrefillBudget):
     Slots that running requests can free by sharing (``shareable``) count as free. SGLang's reservation for
     future output (``total_offset - current_offset``) is multiplied by ``1 - credit`` (``credit`` < 1).
 
-    Slots for future output need not be free yet: if they are missing later, SGLang retracts requests. Slots for
-    a prompt's next chunk must be free or evictable now, because a failed allocation would end the scheduler.
+    Slots for future output need not be free yet: if they are missing later, SGLang retracts requests. All slots
+    of a prompt must be free or evictable when it is admitted, because a failed allocation would end the
+    scheduler: the requests whose blocks make up ``shareable`` may leave before the prompt's next chunk.
     """
 
     def __init__(
@@ -30,7 +29,11 @@ class SharingBudget(compat.PrefillBudget):
         **kwargs: int,
     ) -> None:
         super().__init__(allocator, tree_cache, **kwargs)
-        self._shareable, self._kept = shareable, 1.0 - credit
+        self._shareable = shareable
+        self._kept = 1.0 - credit
+        # Whether the chunk of an admitted prompt was put off. Then nothing else is admitted in this pass: SGLang
+        # would count the chunk as computed together with the admitted prompts.
+        self._put_off = False
 
     @property
     def remaining_total(self) -> float:
@@ -57,12 +60,17 @@ class SharingBudget(compat.PrefillBudget):
     def check_prefill(
         self, *, extend_input_len: int, total_tokens: int, chunk_limit: int | None, **others: int
     ) -> tuple[bool, int | None]:
+        """Whether to admit a prompt. The slots of all its chunks are reclaimed now (see the class)."""
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
         needed = now + (total_tokens - now) * self._kept
-        asked: Any = dict(extend_input_len=extend_input_len, chunk_limit=chunk_limit, **others)
-        fits, chunk_limit = super().check_prefill(total_tokens=needed, **asked)
-        chunk = now if chunk_limit is None else min(now, self.ceil_paged_tokens(chunk_limit))
-        return (True, chunk_limit) if fits and self._reclaim(chunk) else self._refuse()
+        fits, chunk_limit = super().check_prefill(
+            extend_input_len=extend_input_len,
+            total_tokens=needed,
+            chunk_limit=chunk_limit,
+            **others,
+        )
+        fits = fits and not self._put_off and self._reclaim(now)
+        return (True, chunk_limit) if fits else self._refuse()
 
     def prepare_load_back(
         self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
@@ -78,30 +86,38 @@ class SharingBudget(compat.PrefillBudget):
             self.allocator.controller.pipeline.request_waits()
         return False, None
 
-    def can_allocate_prefill(
-        self, *, paged_input: int, chunk_limit: int | None, **unused: int
-    ) -> bool:
-        fits = super().can_allocate_prefill(
-            paged_input=paged_input, chunk_limit=chunk_limit, **unused
-        )
-        return fits and self._reclaim(paged_input)
+    def can_allocate_prefill(self, *, paged_input: int, **others: int | None) -> bool:
+        """Whether to admit a prompt of a request with ``ignore_eos`` if the prefix cache is off."""
+        fits = super().can_allocate_prefill(paged_input=paged_input, **others)
+        return (fits and not self._put_off and self._reclaim(paged_input)) or self._refuse()[0]
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
-        wanted: int | None = super().available_chunk_tokens(chunk_limit)
-        if wanted is None or self.remaining_total <= 0 or self._reclaim(wanted):
-            return wanted
-        return min(wanted, self._there()) if self._there() > 0 else self._without_slots(chunk_limit)
+        available: int | None = super().available_chunk_tokens(chunk_limit)
+        return self._put_chunk_off() if available is None else available
 
-    def _without_slots(self, chunk_limit: int) -> int | None:
-        """What ``available_chunk_tokens`` of SGLang's budget returns when no slot is left."""
-        return chunk_limit
+    def fit_chunk(
+        self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
+    ) -> int | None:
+        """How many tokens the next chunk of an admitted prompt may have, at most ``chunk_limit``. None puts the
+        chunk off until a later pass, because no slot is left: running requests will finish or be retracted.
+        (SGLang's budget for a single pool returns ``chunk_limit`` then, and the allocation may fail.)"""
+        limit: int | None = super().fit_chunk(
+            extend_input_len=extend_input_len,
+            max_new_tokens=max_new_tokens,
+            chunk_limit=chunk_limit,
+        )
+        if limit is None or self._reclaim(self.ceil_paged_tokens(min(extend_input_len, limit))):
+            return limit
+        there = self._there() // self.page_size * self.page_size
+        return min(limit, there) if there > 0 else self._put_chunk_off()
+
+    def _put_chunk_off(self) -> None:
+        self._put_off = True
+        self._refuse()
 
 
 class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
     """A :class:`SharingBudget` for two pools: the full pool, whose slots can be shared, and the window pool."""
-
-    def _without_slots(self, chunk_limit: int) -> None:
-        return None
 
 
 class SharingForecast:

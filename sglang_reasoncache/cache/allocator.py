@@ -18,8 +18,8 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.repair import Repairs
-from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.compat.types import PrefixTree
+from sglang_reasoncache.device.upload import upload
 
 
 class ReferenceCountError(AssertionError):

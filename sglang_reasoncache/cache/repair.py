@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition
-from sglang_reasoncache.device.ranks import RankFailed, Ranks
-from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
+from sglang_reasoncache.device.ranks import RankFailed, Ranks
+from sglang_reasoncache.device.upload import upload
 
 #: Scores (how much the text after the documents attends to each position) are kept for at most _MOST_PROMPTS
 #: prompts and _MOST_TOKENS tokens in all. A prompt whose scores were dropped is served without its repair.

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
+from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.device.upload import upload
-from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS, Evictor, runs

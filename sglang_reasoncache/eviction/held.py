@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.compat import layer_ids
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.paged import read_keys, read_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation

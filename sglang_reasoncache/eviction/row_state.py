@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_reasoncache.device.download import Download
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.device.download import Download
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.device.upload import upload
-from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import lowest
 

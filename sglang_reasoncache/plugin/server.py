@@ -12,10 +12,10 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention import served
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, filter_config, flag_of
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.filter.process import FilterProcess

@@ -10,11 +10,11 @@ import numpy.typing as npt
 import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.compat import kv_of, shared_layers
+from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.device.download import Download
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.device.upload import upload
-from sglang_reasoncache.compat import kv_of, shared_layers
-from sglang_reasoncache.compat.types import KVPool
 from sglang_reasoncache.kernels.distance import DistanceKernel, Layer, block_distances
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.sharing.decision import BlockProposal

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import Shared
 from sglang_reasoncache.cache.host_row import HostRow, Moved, undo
+from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.device.upload import upload
-from sglang_reasoncache.compat.types import ReqToTokenPool, Request
 from sglang_reasoncache.eviction.row_state import written_positions
 from sglang_reasoncache.sharing.decision import BlockProposal, Refusal, refusal_of
 from sglang_reasoncache.sharing.ledger import Ledger

@@ -9,9 +9,9 @@ from typing import Any
 
 from sglang_reasoncache.cache.composition import marked
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.filter.messages import StepResult
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers

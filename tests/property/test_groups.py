@@ -60,10 +60,12 @@ class GroupMachine(RuleBasedStateMachine):
 
     operations = across = reapplied = 0
     refusals: ClassVar[Counter[str]]
+    #: Rows of the world's ``ReqToTokenPool``.
+    rows = MAX_ROWS
 
     def __init__(self, setup: Setup, engine: FilterProcess) -> None:
         super().__init__()
-        self.world = World(setup, RandomMeter, engine=engine, min_age=MIN_AGE)
+        self.world = World(setup, RandomMeter, engine=engine, min_age=MIN_AGE, max_rows=self.rows)
         self.running: list[Req] = []
         self.waiting: list[Req] = []
         self.names = 0
@@ -130,8 +132,9 @@ class GroupMachine(RuleBasedStateMachine):
             slots = self.world.decode(batch)
             for i, req in enumerate(batch):
                 self._compute(req, slots[i : i + 1])
-                said = PHRASES[phrases[i] // 2 % len(PHRASES)]
-                req.output_ids.append(said[(step + phrases[i] // 16) % len(said)])
+                phrase = phrases[i % len(phrases)]
+                said = PHRASES[phrase // 2 % len(PHRASES)]
+                req.output_ids.append(said[(step + phrase // 16) % len(said)])
             if step % 4 == 3:
                 before = self.world.to_have()
                 freed = self.world.controller.after_decode(batch)
@@ -196,13 +199,13 @@ class GroupMachine(RuleBasedStateMachine):
     @invariant()
     def everybody_reads_what_is_theirs(self) -> None:
         type(self).operations += 1
-        assert self.world.controller.report.disabled is None
+        self.nothing_failed()
         world, page = self.world, self.world.page
         stored = world.contents()
         in_tree = self._check_tree(stored)
         uses, readers = Counter(in_tree), Counter[int]()
         private = 0
-        for req in self.running:
+        for req in self.holding():
             row, protected = world.row(req), req.kv.cache_protected_len
             assert stored[row].tolist() == self._shown(req, len(row))
             mine = (row[protected::page] // page).tolist()
@@ -223,11 +226,18 @@ class GroupMachine(RuleBasedStateMachine):
         assert world.allocator.references.extra == sum(many.values()) - len(many)
         pipeline, tree = world.controller.pipeline, world.tree
         assert pipeline.across == page * (sum(readers.values()) - len(readers))
-        assert pipeline.redirector.within == sum(self._within(req) for req in self.running) >= 0
+        assert pipeline.redirector.within == sum(map(self._within, self.holding())) >= 0
         books = world.allocator.available_size() + tree.evictable_size() + tree.protected_size()
         assert books + private - world.controller.report.slots_saved == world.total
         slots = (free[:, None] * page + np.arange(page)).ravel()
         world.write(slots, [NOTHING] * len(slots))
+
+    def holding(self) -> list[Req]:
+        """The requests that hold a row."""
+        return self.running
+
+    def nothing_failed(self) -> None:
+        assert self.world.controller.report.disabled is None
 
     def _within(self, req: Req) -> int:
         row, protected = self.world.row(req), req.kv.cache_protected_len

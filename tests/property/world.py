@@ -28,10 +28,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
@@ -230,12 +230,12 @@ class World:
     def __init__(
         self, setup: Setup, meter_type: type[BlockMeter] = BlockMeter, ranks: Ranks | None = None,
         interval: int = 1, evictors: Sequence[NamedPolicy] = (), no_tree: bool = False,
-        engine: Any = None, min_age: int = 0, queries: Any = None,
+        engine: Any = None, min_age: int = 0, queries: Any = None, max_rows: int = MAX_ROWS,
     ) -> None:  # fmt: skip
         """``evictors``: policies that replace the scripted one. ``no_tree``: no prefix cache
         (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
         ``engine``: replaces the scripted engine; requests with the same prompt then may share."""
-        self.setup, self.page = setup, setup.page
+        self.setup, self.page, self.max_rows = setup, setup.page, max_rows
         #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
@@ -295,7 +295,7 @@ class World:
         return allocator_of(setup.page, setup.slots, self.pool, setup.need_sort, self.device)
 
     def make_rows(self) -> Any:
-        return ReqToTokenPool(MAX_ROWS, MAX_CONTEXT, self.device, False)
+        return ReqToTokenPool(self.max_rows, MAX_CONTEXT, self.device, False)
 
     def set_components(self, params: CacheInitParams) -> None:
         """Lets a subclass add components that the tree keeps beside keys and values."""

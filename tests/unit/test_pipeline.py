@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
-from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.sharing.measure import AdaptiveThreshold
 from sglang_reasoncache.sharing.state import Key, Merges, state_of
 from sglang_reasoncache.sharing.stats import SharingStats

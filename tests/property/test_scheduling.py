@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random prefill passes by SGLang's own ``PrefillAdder``: prompts in chunks, siblings whose blocks the ledger
+counts, decode steps between two chunks, preemption, aborts and failures of the plugin at any moment.
+
+What an admission promised must be there when the slots are allocated: a failed allocation ends a scheduler.
+Contents of slots are checked as in ``test_groups.py``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import invariant, precondition, rule
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+from sglang_reasoncache.filter.process import FilterProcess
+from sglang_reasoncache.filter.settings import FilterConfig
+from tests.filter.words import Words
+from tests.property.test_groups import (
+    MIN_AGE,
+    PHRASES,
+    PICK,
+    PROMPTS,
+    SALTS,
+    GroupMachine,
+)
+from tests.property.test_memory import explore
+from tests.property.world import MAX_CONTEXT, Setup
+from tests.server.faulty.waiting_reasoncache import wait_for
+
+SETUPS = [
+    Setup(page=1, block=3, slots=170, when="short"),
+    Setup(page=1, block=2, slots=150, when="short", core="rust"),
+    Setup(page=4, block=4, slots=200, need_sort=True, when="short"),
+    Setup(page=1, block=3, slots=170, when="always"),
+]
+QUICK_OPERATIONS = 2400
+#: Requests that run at once, at most. The world's ``ReqToTokenPool`` has a row more, for a preempting request.
+MOST_RUNNING = 4
+#: Tokens of a prefill pass (``--chunked-prefill-size``).
+CHUNKS = st.sampled_from((8, 16, 16, 48))
+#: Tokens of a prompt behind the part that all prompts have.
+TAILS = st.sampled_from((0, 0, 0, 30, 60, 100))
+
+
+class RunningBatch(ScheduleBatch):
+    """SGLang's batch of running requests, without the tensors of a forward."""
+
+    def filter_batch(self, reqs_to_exclude: Any = None, keep_indices: Any = None) -> None:
+        self.reqs = [self.reqs[at] for at in keep_indices]
+
+
+class SchedulingMachine(GroupMachine):
+    """One scheduler. ``waiting``: requests that are not admitted. ``chunked``: the request whose prompt is
+    computed in part; SGLang computes one such prompt at a time."""
+
+    rows = MOST_RUNNING + 1
+    passes = chunks = put_off = on_promise = preempted = failed = 0
+
+    def __init__(self, setup: Setup, engine: FilterProcess) -> None:
+        super().__init__(setup, engine)
+        self.chunked: Req | None = None
+
+    # -- arrivals -------------------------------------------------------------------
+
+    @precondition(lambda self: len(self.waiting) < 8)
+    @rule(
+        kind=PICK,
+        opts_out=st.integers(0, 7),
+        count=st.integers(1, 4),
+        tail=TAILS,
+        output=st.sampled_from((8, 20, 60)),
+        priority=st.integers(0, 2),
+        chunk=CHUNKS,
+        passes=st.integers(1, 6),
+    )
+    def arrive(
+        self, kind: int, opts_out: int, count: int, tail: int, output: int, priority: int,
+        chunk: int, passes: int,
+    ) -> None:  # fmt: skip
+        """Siblings arrive, or one request with a longer prompt, which no other request has."""
+        prompt, salt = PROMPTS[kind % 8 == 0], SALTS[kind % 8 == 1]
+        for _ in range(1 if tail or not opts_out else count):
+            self.names += 1
+            own = [100 + self.names] * tail
+            req = self.world.request(str(self.names), [*prompt, *own], opts_out == 0, salt)
+            req.sampling_params.max_new_tokens = output
+            req.priority = priority
+            self.waiting.append(req)
+        self.schedule(chunk, 0.1, False, kind, passes)
+
+    @precondition(lambda self: self.promise > 0 and self.chunked is None)
+    @rule(part=st.sampled_from((0.3, 0.6, 0.9)), chunk=CHUNKS, ends=st.booleans(), pick=PICK)
+    def arrive_and_rely(self, part: float, chunk: int, ends: bool, pick: int) -> None:
+        """A prompt arrives that fits only if blocks of the ledger share. Often a request whose blocks are in
+        the ledger leaves once the first chunk is computed."""
+        there = self.world.allocator.available_size() + self.world.tree.evictable_size()
+        length = min(there + int(part * self.promise), MAX_CONTEXT - 20)
+        self.names += 1
+        req = self.world.request(str(self.names), [100 + self.names] * max(length, 1), True)
+        req.sampling_params.max_new_tokens = 2
+        req.priority = 3
+        self.waiting.insert(0, req)
+        before = self.promise
+        self.schedule(chunk, 0.0, False, 0, 1)
+        type(self).on_promise += req.kv.holds_kv and self.promise < before
+        if ends and self.running:
+            self.end(pick, ("finish", "abort", "retract")[pick % 3])
+        self.schedule(chunk, 0.0, False, 0, 8)
+
+    @property
+    def promise(self) -> int:
+        slots: int = self.world.controller.pipeline.ledger.slots
+        return slots
+
+    admit = go_on = readmit = None  # type: ignore[assignment]
+
+    # -- a pass of SGLang's scheduler -------------------------------------------------
+
+    @rule(
+        chunk=CHUNKS,
+        ratio=st.sampled_from((0.0, 0.1, 0.7)),
+        mixed=st.booleans(),
+        phrase=PICK,
+        passes=st.integers(1, 6),
+    )
+    def schedule(self, chunk: int, ratio: float, mixed: bool, phrase: int, passes: int) -> None:
+        """What ``Scheduler.get_next_batch_to_run`` does: a prefill pass if one can run, else decode steps."""
+        for _ in range(passes):
+            batch = self._pass(chunk, ratio, mixed)
+            if batch is None:
+                self._decode([phrase], 4)
+            elif mixed:
+                self._decode_beside(PHRASES[0][0])
+
+    def _pass(self, chunk: int, ratio: float, mixed: bool) -> list[Req] | None:
+        """A prefill pass. Returns the requests that it admitted, or None if there are none."""
+        world = self.world
+        self.waiting = [
+            req for req in self.waiting if len(req.full_untruncated_fill_ids) < MAX_CONTEXT - 8
+        ]
+        self._stash()
+        if not (self.waiting or self.chunked):
+            return None
+        adder = self._adder(chunk, ratio, mixed)
+        type(self).passes += 1
+        if self.chunked is not None:
+            self.chunked.init_next_round_input()
+            parked = self.chunked
+            self.chunked = adder.add_chunked_req(self.chunked)
+            if not adder.can_run_list:
+                assert self.chunked is parked
+                type(self).put_off += 1
+            type(self).chunks += bool(adder.can_run_list)
+        for req in list(self.waiting):
+            if adder.budget_state() == AddReqResult.OTHER:
+                break
+            full = len(self.running) + len(adder.can_run_list) >= MOST_RUNNING
+            if full and not adder.preempt_to_schedule(req):
+                break
+            req.init_next_round_input(world.tree)
+            result = adder.add_one_req(
+                req, has_chunked_req=self.chunked is not None, truncation_align_size=None
+            )
+            if result != AddReqResult.CONTINUE:
+                break
+        admitted = list(adder.can_run_list)
+        type(self).preempted += len(adder.preempt_list)
+        self.running = list(adder.running_batch.reqs)
+        self.waiting = [req for req in self.waiting if req not in admitted] + adder.preempt_list
+        if not admitted:
+            return None
+        assert not (adder.new_chunked_req and self.chunked), "two prompts in chunks"
+        assert self.chunked is None or self.chunked in admitted, "counted as computed, but put off"
+        self.chunked = adder.new_chunked_req or self.chunked
+        for req in admitted:
+            self._compute(req, world.extend(req))
+        for req in admitted:
+            if req is not self.chunked:
+                checkpoint_kv_cache(req, world.tree)
+                req.output_ids.append(PHRASES[0][0])
+                self.running.append(req)
+        return admitted
+
+    def _stash(self) -> None:
+        """Publish the chunk that was computed last, unless none was computed since."""
+        chunked = self.chunked
+        if chunked is not None and chunked.extend_end > chunked.prefix_len:
+            checkpoint_kv_cache(chunked, self.world.tree)
+
+    def _adder(self, chunk: int, ratio: float, mixed: bool) -> PrefillAdder:
+        world = self.world
+        batch = RunningBatch(
+            reqs=list(self.running),
+            req_to_token_pool=world.rows,
+            token_to_kv_pool_allocator=world.allocator,
+            tree_cache=world.tree,
+        )
+        return PrefillAdder(
+            page_size=world.page,
+            tree_cache=world.tree,
+            token_to_kv_pool_allocator=world.allocator,
+            running_batch=batch,
+            new_token_ratio=ratio,
+            rem_input_tokens=1 << 14,
+            rem_chunk_tokens=max(chunk, world.page + MOST_RUNNING),
+            num_mixed_decode_tokens=len(self.running) if mixed else 0,
+        )
+
+    def _decode_beside(self, token: int) -> None:
+        """The decode half of a mixed batch, if there is room for it."""
+        batch = [req for req in self.running if req.kv.kv_allocated_len < MAX_CONTEXT - 2]
+        if not batch or not self.world.can_decode(batch):
+            return
+        slots = self.world.decode(batch)
+        for i, req in enumerate(batch):
+            self._compute(req, slots[i : i + 1])
+            req.output_ids.append(token)
+
+    # -- between two chunks ---------------------------------------------------------
+
+    @precondition(lambda self: self.chunked is not None)
+    @rule()
+    def abort_chunked(self) -> None:
+        """What ``process_pending_chunked_abort`` does."""
+        assert self.chunked is not None
+        self.world.abort(self.chunked)
+        self.chunked = None
+
+    @precondition(lambda self: self.world.controller.report.disabled is None)
+    @rule(now=st.sampled_from([True, *[False] * 40]))
+    def fail(self, now: bool) -> None:
+        """The plugin fails in rare cases. From then on nothing of what admission counted on can be reclaimed."""
+        if now:
+            with self.world.controller.containment:
+                raise RuntimeError("a failure of the plugin")
+            type(self).failed += 1
+
+    @precondition(lambda self: not self.running and self.chunked is None)
+    @rule()
+    def flush(self) -> None:
+        super().flush()
+
+    # -- checks ---------------------------------------------------------------------
+
+    def holding(self) -> list[Req]:
+        return self.running + [self.chunked] * (self.chunked is not None)
+
+    def nothing_failed(self) -> None:
+        reason = self.world.controller.report.disabled
+        assert reason in (None, "RuntimeError: a failure of the plugin")
+
+    @invariant()
+    def everybody_reads_what_is_theirs(self) -> None:
+        super().everybody_reads_what_is_theirs()
+
+    def teardown(self) -> None:
+        if self.chunked is not None:
+            self.abort_chunked()
+        super().teardown()
+
+
+@pytest.mark.property
+@pytest.mark.usefixtures("published_config")
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_was_admitted_finds_its_slots(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    monkeypatch.setattr(FilterProcess, "ready", wait_for)
+    config = FilterConfig(
+        match="runs", direction="newest", min_age=MIN_AGE, max_step_tokens=4,
+        block=setup.block, page_size=setup.page, min_run=setup.block,
+    )  # fmt: skip
+    processes: list[FilterProcess] = []
+
+    class Machine(SchedulingMachine):
+        """A subclass, so that each setup has its own counters."""
+
+        refusals: ClassVar[Counter[str]] = Counter()
+
+        def __init__(self) -> None:
+            # A failure shuts the filter's process down.
+            if not processes or processes[-1].given_up:
+                processes.append(FilterProcess(config, Words.vocabulary))
+            super().__init__(setup, processes[-1])
+
+    try:
+        explore(Machine, QUICK_OPERATIONS, len(SETUPS), rate=1)
+    finally:
+        for process in processes:
+            process.shut_down()
+    record_property("operations", Machine.operations)
+    names = ("operations", "passes", "chunks", "put_off", "on_promise", "preempted", "failed")
+    print(setup, {name: getattr(Machine, name) for name in names}, Machine.across)
+    # The run would prove little if hardly any prompt had been computed in chunks, or admitted on the promise.
+    assert Machine.chunks > Machine.operations // 100 and Machine.preempted > 0
+    if setup.when == "short":
+        assert Machine.on_promise > 0 and Machine.failed > 0
