@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from sglang_reasoncache import registry
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, kind_of, value_of
+from sglang_reasoncache.compat.carriers import CONFIG
 from sglang_reasoncache.custom_params import repair_of
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
@@ -292,6 +293,25 @@ def parse_settings(text: str) -> dict[str, Any]:
     return given
 
 
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The settings that a scheduler follows, settled once: before the prefix tree is made, when model,
+    attention backends and page size are known.
+
+    Attributes:
+        config: The operator's settings, but ``positions`` is not ``auto``, and ``min_age`` is at least what the
+            model's sliding windows need.
+        block: Tokens per block that shares.
+        page: Page size, in tokens.
+        uncorrected: Why keys cannot be rotated to the positions that read them, so that nothing is shared.
+    """
+
+    config: ReasonCacheConfig
+    block: int
+    page: int
+    uncorrected: str | None = None
+
+
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
     """The filter's settings. Raises ValueError if ``page_size`` is above 1 and differs from ``block``."""
     same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
@@ -302,4 +322,4 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:
     """The config that ``plugin/flags.py`` attached to ``server_args``. None without --enable-reasoncache."""
-    return getattr(server_args, "_reasoncache", None)
+    return getattr(server_args, CONFIG, None)

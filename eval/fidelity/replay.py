@@ -24,8 +24,9 @@ from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
-from sglang_reasoncache.sharing.measure import AdaptiveThreshold
-from sglang_reasoncache.sharing.state import Candidate, RequestState
+from sglang_reasoncache.sharing.blocks import Candidate
+from sglang_reasoncache.sharing.request import RequestRecord
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 #: Number of tokens in one forward, and in one comparison of log-probabilities.
 _CHUNK, _COMPARED = 128, 32
@@ -45,7 +46,8 @@ class ArmCache:
         self.arm, self.cache, self.prompt, self.row = arm, cache, prompt, 0
         self._block = arm.filter.block if arm.filter else 0
         self._first_slot, self._given_up = 1 + number * _FAR, 0
-        self._state, self._slots = RequestState(), HostRow()
+        self._record = RequestRecord()
+        self._slots = HostRow()
         self._rotation = reader.rotation
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
         # A heap, ordered by KV distance, of accepted pairs that do not share yet.
@@ -63,7 +65,7 @@ class ArmCache:
         first, until the fraction ``need`` of the response is saved. By default ``need`` is 1, so all share."""
         block = self._block
         # As in a server, drop a pair if its destination overlaps the destination of an earlier pair.
-        pairs = [pair for pair in pairs if self._state.claim(Candidate(*pair), block)]
+        pairs = [pair for pair in pairs if self._claim(pair)]
         accepted, distances = np.ones(len(pairs), dtype=bool), [0.0] * len(pairs)
         if pairs and (self.arm.percentile < 100 or self.arm.need < 1):
             rotation = self._rotation if self.arm.corrected else None
@@ -80,6 +82,12 @@ class ArmCache:
         while self._ledger and self.saved < self.arm.need * (self.cache.length - self.prompt):
             dst_start, src_start = heapq.heappop(self._ledger)[1]
             self.read(dst_start, src_start, self)
+
+    def _claim(self, pair: BlockPair) -> bool:
+        if self._record.overlaps(pair.dst_start, self._block):
+            return False
+        self._record.candidates[pair.dst_start] = Candidate(*pair)
+        return True
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
         """Let the block at ``dst_start`` read ``lender``'s block at ``src_start``, perhaps in another response.

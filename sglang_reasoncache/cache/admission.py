@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets admission count on slots that sharing will free: a forecast, and a budget that uses the forecast."""
+"""Lets SGLang's admission count on slots that sharing will free."""
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.owner import Promise, SlotOwner
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
-
-#: The forecast ignores running requests while they have fewer output tokens than this number in total.
-_LEAST_RUNNING = 512
 
 
 class SharingBudget(compat.PrefillBudget):
@@ -24,15 +22,16 @@ class SharingBudget(compat.PrefillBudget):
         allocator: SlotAllocator,
         tree_cache: PrefixTree,
         *,
-        shareable: int,
-        credit: float,
+        promise: Promise,
+        owner: SlotOwner,
         **kwargs: int,
     ) -> None:
         super().__init__(allocator, tree_cache, **kwargs)
-        self._shareable = shareable
-        self._kept = 1.0 - credit
-        # Whether the chunk of an admitted prompt was put off. Then nothing else is admitted in this pass: SGLang
-        # would count the chunk as computed together with the admitted prompts.
+        self._owner = owner
+        self._shareable = promise.shareable
+        self._kept = 1.0 - promise.credit
+        # Whether the chunk of an admitted prompt was put off. Then this pass admits nothing else: SGLang would
+        # count the chunk as computed together with the admitted prompts.
         self._put_off = False
 
     @property
@@ -82,8 +81,7 @@ class SharingBudget(compat.PrefillBudget):
         )
 
     def _refuse(self) -> tuple[bool, None]:
-        if self.allocator.controller is not None:
-            self.allocator.controller.pipeline.request_waits()
+        self._owner.request_waits()
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **others: int | None) -> bool:
@@ -118,36 +116,3 @@ class SharingBudget(compat.PrefillBudget):
 
 class WindowSharingBudget(SharingBudget, compat.SWAPrefillBudget):
     """A :class:`SharingBudget` for two pools: the full pool, whose slots can be shared, and the window pool."""
-
-
-class SharingForecast:
-    """Forecasts which fraction of output positions will need no slot.
-
-    The forecast is the higher of two fractions. The first is measured on finished requests; the weight of each
-    fades exponentially over ``horizon`` later output tokens. The second is measured on running requests, to
-    include long responses before they finish. ``limit``: the highest possible forecast, in [0, 1).
-    """
-
-    def __init__(self, limit: float, horizon: float = 20_000.0) -> None:
-        self._limit, self._horizon = limit, horizon
-        self._shared = self._tokens = self._running = 0.0
-
-    def observe(self, shared: float, tokens: int) -> None:
-        """Count a finished request: ``shared`` of its ``tokens`` output positions needed no slot, or would have
-        needed none if its blocks had shared."""
-        if tokens <= 0:
-            return
-        fade = max(0.0, 1.0 - tokens / self._horizon)
-        self._shared = self._shared * fade + shared
-        self._tokens = self._tokens * fade + tokens
-
-    def poll(self, shared: float, tokens: int) -> None:
-        """Set the fraction among running requests: ``shared`` of their ``tokens`` output positions need no
-        slot, or would need none if their blocks shared."""
-        self._running = shared / tokens if tokens >= _LEAST_RUNNING else 0.0
-
-    @property
-    def credit(self) -> float:
-        """The fraction of future output for which admission need not reserve slots, in [0, ``limit``]."""
-        finished = self._shared / self._tokens if self._tokens else 0.0
-        return min(max(finished, self._running), self._limit)

@@ -6,74 +6,22 @@ page, the page loses a reference. A page without references returns to the free 
 The host knows which slots of a row are shared (:class:`HostRow`), so freeing rows does not wait for the device.
 """
 
-import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
+from sglang_reasoncache.cache.freed import FreedEntries
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
+from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
+from sglang_reasoncache.cache.references import Change, PageReferences
 from sglang_reasoncache.cache.repair import Repairs
 from sglang_reasoncache.compat.types import PrefixTree
 from sglang_reasoncache.device.upload import upload
-
-
-class ReferenceCountError(AssertionError):
-    """A page was freed more often than it is referenced: a bug of the plugin, never bad input."""
-
-
-class PageReferences(dict[int, int]):
-    """Page id -> number of references, in host memory, for pages with two or more. Other used pages have one.
-
-    A *reference* is one use of the page by a tree node, or by a live row in the part that the request owns
-    (positions from ``cache_protected_len`` on).
-
-    Attributes:
-        extra: Total number of references beyond the first one of each page.
-    """
-
-    extra = 0
-
-    def changed(
-        self, gained: Iterable[int], lost: Iterable[int]
-    ) -> tuple[dict[int, int], list[int]]:
-        """Compute new counts: each occurrence in ``gained`` adds a reference, then each occurrence in
-        ``lost`` takes one away. Nothing changes yet.
-
-        Returns the new counts of these pages, and the pages that have no reference left, in the order
-        in which they lost their last reference. Raises ReferenceCountError if a count falls below 0.
-        """
-        counts: dict[int, int] = {}
-        for page in gained:
-            counts[page] = counts.get(page, self.get(page, 1)) + 1
-        freed = []
-        for page in lost:
-            counts[page] = left = counts.get(page, self.get(page, 1)) - 1
-            if left < 0:
-                raise ReferenceCountError(f"page {page} freed more often than it is referenced")
-            if left == 0:
-                freed.append(page)
-        return counts, freed
-
-    def set(self, counts: Mapping[int, int]) -> None:
-        for page, count in counts.items():
-            self.extra += max(count, 1) - self.get(page, 1)
-            if count > 1:
-                self[page] = count
-            else:
-                self.pop(page, None)
-
-
-class Change(NamedTuple):
-    """New reference counts that are not set yet. ``counts``: page id -> new number of references; ``freed``:
-    ids of pages to free, int64 ``[pages]`` on the pool's device."""
-
-    counts: dict[int, int]
-    freed: torch.Tensor
 
 
 class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
@@ -89,20 +37,29 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     rows: dict[int, HostRow]
     #: Has some tokens computed again in prompts that reuse cached documents at new positions.
     repairs: Repairs
-    #: The prefix tree, and the ``Controller``. None until they exist.
-    tree: Any = None
-    controller: Any = None
+    #: Whom this allocator, the prefix tree over it and its prefill budgets ask (:meth:`attach`).
+    owner: SlotOwner = NO_OWNER
     budget: type = SharingBudget
     has_window_pool = False
-    #: Calls the function that it is given. The plugin sets this to :meth:`Containment.once_more`, which
-    #: calls the function a second time if the first call raises.
-    once_more: Callable[..., Any] = operator.call
     _release_unreferenced: Callable[[torch.Tensor], None]
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        #: What is freed now; the tree says so.
+        self.freed = FreedEntries(self.has_window_pool)
+        super().__init__(*arguments, **named)
+
+    def attach(self, owner: SlotOwner) -> None:
+        """Let ``owner`` answer from now on. Called once, before requests arrive."""
+        assert self.owner is NO_OWNER, "an allocator has one owner"
+        self.owner = owner
 
     def clear(self) -> None:
         super().clear()
-        self.references, self.rows, self.repairs = PageReferences(), {}, Repairs()
-        self.has_shifted_slots = self.has_evicted = False
+        self.references = PageReferences()
+        self.rows = {}
+        self.repairs = Repairs()
+        self.has_shifted_slots = False
+        self.has_evicted = False
         self._held: list[torch.Tensor] = []
 
     @property
@@ -122,7 +79,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
         Args:
             slots: The entries, int ``[entries]`` on the device. Only the last page may be incomplete.
-            known: What the host knows of these entries, see ``SharedRadixCache.known_of``.
+            known: What the host knows of these entries, see :meth:`FreedEntries.known`.
         """
         page, first = self.page_size, known[:: self.page_size]
         pages = slots[::page] // page if page > 1 else slots
@@ -132,6 +89,11 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         change = self.prepare([n // page for n in first[named].tolist() if n != EVICTED])
         kept = upload(np.delete(np.arange(len(first)), named), self.device)
         return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
+
+    @property
+    def evicted(self) -> int:
+        """Number of evicted positions of the rows now."""
+        return sum(row.evicted for row in self.rows.values()) if self.has_evicted else 0
 
     def row_of(self, index: int) -> HostRow:
         """The host's copy of the live row ``index`` of ``req_to_token``. Starts an empty one if none exists."""
@@ -149,35 +111,35 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         self.has_shifted_slots = self.has_shifted_slots or bool(change.counts)
         freed: int = change.freed.numel() * self.page_size
         if freed and self.free_group is not None:
-            self._held.append(self.once_more(change.freed.clone))
+            self._held.append(self.owner.once_more(change.freed.clone))
         elif freed:
-            self.once_more(self._release_unreferenced, change.freed)
+            self.owner.once_more(self._release_unreferenced, change.freed)
         self.references.set(change.counts)
         return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free slots of a node, or of consecutive positions of a row from ``start_pos`` on. Only the last page
         may be incomplete."""
-        if self.tree is None or not (self.references or self.has_evicted):
+        if not (self.references or self.has_evicted) or not self.freed.is_told:
             super().free_segment(free_index, start_pos=start_pos)
         else:
             self._free_known(free_index, start_pos)
 
     def _free_known(self, free_index: torch.Tensor, start_pos: int) -> None:
         if len(free_index):
-            known = self.once_more(self.tree.known_of, free_index, start_pos)
-            self.commit(self.once_more(self.prepare_known, free_index, known))
+            known = self.owner.once_more(self.freed.known, free_index, start_pos)
+            self.commit(self.owner.once_more(self.prepare_known, free_index, known))
 
     def free_group_end(self) -> None:
         super().free_group_end()
         held, self._held = self._held, []
         if held:
-            self.once_more(lambda: self._release_unreferenced(torch.cat(held)))
+            self.owner.once_more(lambda: self._release_unreferenced(torch.cat(held)))
 
     def _free_unknown(self, *some: torch.Tensor) -> None:
         """Take away one reference for each page id in ``some``. On a GPU this waits for the device if any page
         is shared or any position was evicted."""
-        self.commit(self.once_more(self._prepare_unknown, some))
+        self.commit(self.owner.once_more(self._prepare_unknown, some))
 
     def _prepare_unknown(self, some: tuple[torch.Tensor, ...]) -> Change:
         pages = self._without_evicted(some[0] if len(some) == 1 else torch.cat(some))
@@ -199,18 +161,16 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         """Have running requests free slots until ``num_tokens`` slots are free or no more can be freed."""
         short = num_tokens - self.free_size()
         # Nothing is reclaimed inside a free group, because no slot becomes free before the group ends.
-        if short > 0 and self.controller is not None and self.free_group is None:
-            self.controller.reclaim(short)
+        if short > 0 and self.free_group is None:
+            self.owner.reclaim(short)
 
     def free_size(self) -> int:
         """Number of free slots in the pool whose slots can be shared."""
         return int(self.available_size())
 
     def create_prefill_budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
-        if self.controller is None:
-            return super().create_prefill_budget(tree_cache, **mixed)
-        own = {"shareable": self.controller.shareable(), "credit": self.controller.forecast.credit}
-        return self.budget(self, tree_cache, **own, **mixed)
+        promise = self.owner.promise()
+        return self.budget(self, tree_cache, promise=promise, owner=self.owner, **mixed)
 
 
 class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
@@ -234,11 +194,11 @@ class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator
         """Free slots, given in any order. A page may occur several times, wholly or in part, so the page loses
         as many references as its most frequent slot has occurrences. SGLang's method frees each page once."""
         if self.free_group is None:
-            free_index = self.once_more(self._without_evicted, free_index)
+            free_index = self.owner.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:
             super().free(free_index)
         else:
-            self.commit(self.once_more(self._prepare_slots, free_index))
+            self.commit(self.owner.once_more(self._prepare_slots, free_index))
 
     def _prepare_slots(self, slots: torch.Tensor) -> Change:
         named: Counter[int] = Counter()
@@ -276,8 +236,10 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
     def free_full_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free slots of the full pool. SGLang's method requires slots without peers. Here a slot may have one:
         a shared slot keeps its peer until the window of the request that wrote the slot has passed."""
-        if self.references:
+        if self.references and self.freed.is_told:
             self._free_known(free_index, start_pos)
+        elif self.references:
+            self._free_unknown(free_index)
         else:
             self.full_attn_allocator.free_segment(free_index, start_pos=start_pos)
 

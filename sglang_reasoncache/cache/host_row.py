@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.cache.repair import RepairedRow
 
 #: Values of entries that hold no slot id. Slot 0 is SGLang's padding slot, which no request gets.
 EVICTED, UNKNOWN = -1, 0
@@ -28,14 +31,19 @@ class HostRow:
         borrowed: Number of other requests' slots to which positions of this row were redirected.
         first_shared: The lowest position that was ever redirected; None if there is none.
         evicted: Number of evicted positions.
+        repaired: How to undo, before the row is freed, what a repair of documents changed in the row. None if
+            no token of a document was computed again.
         in_other_rows: Slots of this row that another request's row names, or has named. Positions that name
             these slots are not redirected, because redirecting them might free no slot.
     """
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.saved = self.borrowed = self.evicted = 0
+        self.saved = 0
+        self.borrowed = 0
+        self.evicted = 0
         self.first_shared: int | None = None
+        self.repaired: RepairedRow | None = None
         self.in_other_rows: set[int] = set()
         self._slots = np.zeros(0, dtype=np.int64)
         # Slot -> the positions of this row that name the slot. Every slot that several positions name has an

@@ -54,11 +54,16 @@ class Repaired(NamedTuple):
 
 
 class RepairedRow:
-    """A request's row up to the end of its composed documents. ``slots``: the entries, int64 ``[length]`` on
-    the device."""
+    """A request's row up to the end of its composed documents.
 
-    def __init__(self, slots: torch.Tensor) -> None:
+    Args:
+        slots: The entries, int64 ``[length]`` on the device.
+        start: The first position where SGLang puts a recomputed token's slot.
+    """
+
+    def __init__(self, slots: torch.Tensor, start: int) -> None:
         self._slots = slots
+        self._start = start
         self._own: list[torch.Tensor] = []
 
     def placed(
@@ -77,10 +82,10 @@ class RepairedRow:
         self._slots = slots
         self._own.append(own)
 
-    def restore(self, row: torch.Tensor, start: int) -> None:
-        """Write the slots of the recomputed tokens to ``row`` from ``start`` on, where SGLang had put them."""
+    def restore(self, row: torch.Tensor) -> None:
+        """Before SGLang frees ``row``, write the slots of the recomputed tokens where SGLang had put them."""
         own = torch.cat(self._own)
-        row[start : start + len(own)] = own
+        row[self._start : self._start + len(own)] = own
 
 
 def heads_of(ends: Sequence[int], count: int) -> np.ndarray:
@@ -101,8 +106,6 @@ class Repairs:
     def __init__(self) -> None:
         # Request id -> what the newest prefill recomputes and scores for that request.
         self._prepared: dict[str, Repaired] = {}
-        # Row index in ``req_to_token`` -> row, and first position where SGLang put a recomputed token's slot.
-        self._rows: dict[int, tuple[RepairedRow, int]] = {}
         # Scoring request (it has ``max_new_tokens`` 0 and only computes scores) -> its scores.
         self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
         # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
@@ -199,21 +202,15 @@ class Repairs:
         assert repaired is not None
         row = batch.req_to_token_pool.req_to_token[index]
         slots, own = repaired.placed(row, req.prefix_len, positions)
+        known = batch.tree_cache.token_to_kv_pool_allocator.row_of(index)
         tokens = batch.prefill_input_ids_cpu
 
         def place() -> None:
             repaired.place(row, slots, own)
-            self._rows[index] = repaired, prefix.kept
+            known.repaired = repaired
             tokens[token : token + len(ids)] = ids
 
         return place
-
-    def restore(self, index: int, rows: torch.Tensor) -> None:
-        """Restore row ``index`` of ``rows``, int32 ``[num_rows, width]``, before SGLang frees the row."""
-        if index in self._rows:
-            repaired, start = self._rows[index]
-            repaired.restore(rows[index], start)
-            del self._rows[index]
 
     def _scores_of(self, req: Request, prefix: Composition, device: Any) -> torch.Tensor | None:
         """The scores of a request so far, fp32 ``[length]``. None if the request is not scored."""

@@ -6,42 +6,38 @@ evicted, or has a slot that another row names or named. So no node names a slot 
 (as without this plugin), and the slots of an unlocked node are named nowhere else. SGLang's tree cores (Rust,
 Python) therefore count evictable slots correctly."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.allocator import Shared
 from sglang_reasoncache.cache.composition import Composition, CompositionLock, compose, marked
+from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.owner import SlotOwner
 from sglang_reasoncache.cache.repair import RepairedRow, missed
-from sglang_reasoncache.compat.types import CacheInitParams, Request
+from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import Documents
-
-_NOTHING_SHARED = HostRow()
 
 
 class SharedRadixCache(compat.UnifiedRadixCache):
     """``UnifiedRadixCache`` over one of our allocators."""
 
-    def __init__(self, params: CacheInitParams) -> None:
-        # The ``Controller``, set once it is made.
-        self.controller: Any = None
-        #: Records that the keys in a path's slots were rotated for positions 0, 1, ... Set with the controller.
-        self.record_path: Callable[[torch.Tensor], None] = lambda slots: None
-        #: Whether prefixes may be composed of several cached documents. Set with the controller.
-        self.composes = False
-        # _row: the row that is being published or freed. _inserted: the slots that the tree is inserting.
-        self._row: HostRow = _NOTHING_SHARED
-        self._inserted: torch.Tensor | None = None
-        super().__init__(params)
-        self.token_to_kv_pool_allocator.tree = self
+    token_to_kv_pool_allocator: Shared
+
+    @property
+    def owner(self) -> SlotOwner:
+        """Whom this tree asks."""
+        return self.token_to_kv_pool_allocator.owner
+
+    @property
+    def _freed(self) -> FreedEntries:
+        return self.token_to_kv_pool_allocator.freed
 
     def reset(self) -> None:
-        if self.controller is not None:
-            self.controller.reset()
+        self.owner.flushed()
         super().reset()
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
@@ -52,16 +48,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         If a policy may evict positions of the prompt, a running request publishes nothing.
         """
         running = not req.finished()
-        if running and self.controller is not None and self.controller.keeps_prompt(req):
+        if running and self.owner.keeps_prompt(req):
             # Policies do not evict inside a free group. ``Controller.after_prefill`` handles the last chunk.
             grouped = self.token_to_kv_pool_allocator.free_group is not None
             if up_to < len(req.full_untruncated_fill_ids) and not grouped:
-                self.controller.after_chunk(req, up_to)
+                self.owner.after_chunk(req, up_to)
             return
         end = req.kv.cache_protected_len
-        with self._contained():
-            once_more = self.token_to_kv_pool_allocator.once_more
-            end = once_more(self._publishable, req, up_to, running)
+        with self.owner.contained():
+            end = self.owner.once_more(self._publishable, req, up_to, running)
         if self.is_swa_enabled and end < up_to:
             if end <= compat.freed_of_window(req.kv, self.page_size)[1]:
                 # The window before ``end`` is freed. SGLang would match no prefix that lacks its last window.
@@ -76,11 +71,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if isinstance(req.last_node, Composition):
             # KV behind a document used at a new position is not exact, and the tree holds exact KV only.
             end = 0
-        self._row = self._host_row(req.kv)
-        try:
+        with self._freed.of(self._host_row(req.kv)):
             super().checkpoint_into_tree(req, up_to=end, **kwargs)
-        finally:
-            self._row = _NOTHING_SHARED
         if self.is_swa_enabled and not self.disable and running and end < up_to:
             # Admission expects the slots of passed windows to be free. The call above stopped at ``end``.
             self.evict_sliding_windows(req, up_to - 1)
@@ -101,66 +93,41 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return max(up_to, req.kv.cache_protected_len)
 
     def insert(self, params: Any) -> Any:
-        self._inserted = params.value
-        try:
+        with self._freed.inserting(params.value):
             return super().insert(params)
-        finally:
-            self._inserted = None
 
     def free_kv_row(self, kv: Any, ranges: list[tuple[int, int]]) -> None:
-        repairs, rows = self.token_to_kv_pool_allocator.repairs, self.req_to_token_pool
-        once_more = self.token_to_kv_pool_allocator.once_more
-        once_more(repairs.restore, kv.req_pool_idx, rows.req_to_token)
-        self._row = self._host_row(kv)
-        try:
+        row = self._host_row(kv)
+        if row.repaired is not None:
+            entries = self.req_to_token_pool.req_to_token[kv.req_pool_idx]
+            self.owner.once_more(row.repaired.restore, entries)
+            row.repaired = None
+        with self._freed.of(row):
             super().free_kv_row(kv, ranges)
-        finally:
-            self._row = _NOTHING_SHARED
 
     def _apply_eviction_result(self, result: Any) -> None:
-        """Free evicted nodes. If SGLang does so while it publishes or frees a row, ``_row`` is unset meanwhile,
-        because the nodes' slots are not in that row. No slot of these nodes is shared."""
-        kept = self._row, self._inserted
-        self._row, self._inserted = _NOTHING_SHARED, None
-        try:
+        with self._freed.of_nodes():
             super()._apply_eviction_result(result)
-        finally:
-            self._row, self._inserted = kept
 
     def _host_row(self, kv: Any) -> HostRow:
-        return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, _NOTHING_SHARED)
-
-    def known_of(self, slots: torch.Tensor, start: int) -> np.ndarray:
-        """For each of ``slots``, which are entries of a row or node: the slot if it may be shared, ``EVICTED``,
-        or 0 if the slot is not shared. Returns int64 ``[entries]``. ``start``: position of the first entry.
-
-        While the tree inserts a row, it frees the row's slots of tokens that the tree already holds. Such slots
-        are a view of the inserted tensor, and the view's address tells their position. With a window pool the
-        tree may instead put the row's slots into a node and free the node's old slots, which are not shared."""
-        if self._inserted is not None:
-            start = (slots.data_ptr() - self._inserted.data_ptr()) // slots.element_size()
-            if not 0 <= start <= len(self._inserted) - len(slots):
-                assert self.is_swa_enabled, "not a part of the row"
-                return np.zeros(len(slots), dtype=np.int64)
-        return self._row.between(start, start + len(slots))
+        return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, NOTHING_SHARED)
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
-        row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, _NOTHING_SHARED)
-        if self.controller is not None:
-            self.controller.on_release(req, row)
+        row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, NOTHING_SHARED)
+        self.owner.released(req, row)
 
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
         """Load evicted nodes of a path from the host. Records each slot's position in the path as its cached
         position: the tree holds exact KV only, so the slot's key was rotated for that position."""
         loaded: bool = super().load_back(node_id, mem_quota, req=req)
         if loaded:
-            self.token_to_kv_pool_allocator.once_more(self._record_path, node_id, req)
+            self.owner.once_more(self._path_loaded, node_id, req)
         return loaded
 
-    def _record_path(self, node_id: Any, req: Request | None) -> None:
+    def _path_loaded(self, node_id: Any, req: Request | None) -> None:
         root = self.root_node_handle(None if req is None else req.extra_key)
-        self.record_path(self.tree_core.collect_full_device_indices(node_id, root))
+        self.owner.path_loaded(self.tree_core.collect_full_device_indices(node_id, root))
 
     def reads_shifted(self, reqs: Iterable[Request]) -> bool:
         """Whether any of ``reqs`` has a redirected position or a composed prefix. Only such requests may read a
@@ -177,9 +144,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def match_prefix(self, params: Any) -> Any:
         found = super().match_prefix(params)
-        documents = marked(params.req) if self.composes else None
+        documents = marked(params.req) if self.owner.composes else None
         if documents is not None:
-            with self._contained():
+            with self.owner.contained():
                 return self._composed(documents, params, found)
         return found
 
@@ -189,7 +156,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if prefix is None:
             return found
         allocator = self.token_to_kv_pool_allocator
-        prefix.again = allocator.repairs.choose(params.req, prefix, self.controller.tracker.ranks)
+        prefix.again = allocator.repairs.choose(params.req, prefix, self.owner.ranks)
         if prefix.kept <= found.device_prefix_len:
             return found
         allocator.has_shifted_slots = True
@@ -204,9 +171,13 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         slots = prefix.slots(lambda node: self.tree_core.collect_full_device_indices(node, root))
         assert len(slots) == prefix.length, (req.rid, len(slots), prefix.length)
         if len(prefix.again):
-            prefix.repaired = RepairedRow(slots)
-        counts = len(prefix.nodes), prefix.kept, len(prefix.again), missed(req, prefix)
-        self.controller.stats.composed(*counts)
+            prefix.repaired = RepairedRow(slots, prefix.kept)
+        self.owner.composed(
+            documents=len(prefix.nodes),
+            tokens=prefix.kept,
+            repaired=len(prefix.again),
+            missed=missed(req, prefix),
+        )
         return slots[: req.prefix_len]
 
     def lock(self, *where: Any, **named: Any) -> Any:
@@ -218,10 +189,3 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def unlock(self, lock: Any) -> None:
         for each in lock if isinstance(lock, CompositionLock) else [lock]:
             super().unlock(each)
-
-    def _contained(self) -> Any:
-        """Context manager for our work on the tree. On a single rank, exceptions end sharing (``Containment``).
-        With several ranks they end the scheduler: after a failure one rank's tree would differ from the
-        others', and ranks would admit different requests."""
-        alone = self.controller is not None and self.controller.tracker.ranks.alone
-        return self.controller.containment if alone else contextlib.nullcontext()

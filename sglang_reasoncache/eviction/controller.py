@@ -46,7 +46,6 @@ class EvictionController:
     Attributes:
         described: Name and options of every policy, for ``GET /reasoncache``.
         is_active: Whether there is a policy.
-        positions_now: Number of evicted positions of all running requests.
         evicts_prompts: Whether a policy may evict positions of prompts. If so, the prompt of a request enters
             the prefix tree only when the request finishes.
         waits: Whether a policy has ``when=short``.
@@ -61,13 +60,22 @@ class EvictionController:
         stats: EvictionStats,
         ranks: Ranks,
     ) -> None:
-        self._evictors, self._allocator, self._page = evictors, allocator, allocator.page_size
-        self._rows, self._source, self._stats, self._ranks = rows, source, stats, ranks
+        self._evictors = evictors
+        self._allocator = allocator
+        self._page = allocator.page_size
+        self._rows = rows
+        self._source = source
+        self._stats = stats
+        self._ranks = ranks
         self.described = [{"name": name, **dataclasses.asdict(policy)} for name, policy in evictors]
         self.is_active = bool(evictors)
         self.waits = any(policy.when != ALWAYS for _, policy in evictors)
         self.evicts_prompts = any(policy.prompt for _, policy in evictors)
-        self.positions_now = 0
+
+    @property
+    def positions_now(self) -> int:
+        """Number of evicted positions of all running requests."""
+        return int(self._allocator.evicted)
 
     def poll(
         self,
@@ -245,19 +253,9 @@ class EvictionController:
             raise
         known.unset(positions)
         state.evictions += remembered
-        self.positions_now += len(positions)
         self._stats.positions_evicted += len(positions)
         self._stats.slots_freed_by_eviction += freed
         return freed
 
     def _row(self, req: Request) -> HostRow:
         return self._allocator.row_of(req.kv.req_pool_idx)  # type: ignore[no-any-return]
-
-    def forget(self, row: HostRow) -> int:
-        """Stop counting the evicted positions of ``row``, which is gone. Returns their number."""
-        self.positions_now -= row.evicted
-        return row.evicted
-
-    def reset(self) -> None:
-        """Start anew after a flush of the cache, which SGLang allows only while no request runs."""
-        self.positions_now = 0

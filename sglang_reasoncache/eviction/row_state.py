@@ -86,7 +86,7 @@ class RowState:
     decisions: dict[str, Decision] = field(default_factory=dict)
     totals: dict[str, Totals] = field(default_factory=dict)
 
-    def forget_row(self, row: HostRow) -> None:
+    def lose_row(self, row: HostRow) -> None:
         """Forget ``row`` after its request finished, was aborted or was retracted. Nothing is evicted yet in
         the request's next row, so ``again`` remembers which positions to evict there."""
         self.next_eviction.clear()

@@ -4,20 +4,26 @@ their blocks share slots, has policies evict positions, and reports."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from sglang_reasoncache import compat
-from sglang_reasoncache.cache.admission import SharingForecast
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.owner import Promise
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import takes_part
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
+from sglang_reasoncache.sharing.forecast import SharingForecast
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.state import RequestState, is_running, state_of
+from sglang_reasoncache.sharing.records import Records
+from sglang_reasoncache.sharing.request import RequestRecord, is_running, record_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
@@ -29,8 +35,8 @@ _METRICS_INTERVAL = 8
 
 @dataclass(eq=False)
 class Controller:
-    """SGLang's scheduler (through hooks), our allocator and our prefix tree call the controller. Its public
-    methods let no exception through (see ``containment.py``).
+    """SGLang's scheduler calls the controller through hooks; our allocator and prefix tree ask it as their
+    ``SlotOwner``. Its public methods let no exception through (see ``containment.py``).
 
     In the controller, tensor-parallel ranks exchange numbers only inside :meth:`Containment.together`. All
     ranks call that method at the same points, because the events that lead to a call are the same on all
@@ -38,25 +44,28 @@ class Controller:
 
     Attributes:
         config: The settings, with ``positions=auto`` already replaced.
+        path_loaded: See ``SlotOwner``.
         interval: Decode steps between two polls.
     """
 
     config: ReasonCacheConfig
     stats: SharingStats
+    ranks: Ranks
+    records: Records
     tracker: RequestTracker
     pipeline: BlockPipeline
     eviction: EvictionController
     report: Report
+    path_loaded: Callable[[torch.Tensor], None]
     interval: int = INTERVAL
 
     def __post_init__(self) -> None:
         self.forecast = SharingForecast(self.config.admission_credit)
-        self.containment = Containment(self.tracker.ranks, self._disable)
-        self._decode_steps, self._is_active = 0, self.config.is_active
+        self.containment = Containment(self.ranks, self._disable)
+        self._decode_steps = 0
+        self._is_active = self.config.is_active
         #: True from a DP attention vote on the next forward until that forward is built. No poll runs then.
         self.holds = False
-        #: The requests that ran at the last poll, by Python ``id``, without those released since.
-        self._running: dict[int, Request] = {}
         with self.containment:
             self.report.publish()
 
@@ -69,6 +78,39 @@ class Controller:
         self.tracker.stop()
         self.report.publish()
 
+    # -- asked by allocator, prefix tree and prefill budget: see ``SlotOwner`` ---------
+
+    @property
+    def composes(self) -> bool:
+        return self.report.documents_off is None
+
+    def once_more(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        return self.containment.once_more(work, *arguments, **named)
+
+    def contained(self) -> AbstractContextManager[Any]:
+        return self.containment if self.ranks.alone else nullcontext()
+
+    def promise(self) -> Promise:
+        """The slots that the blocks of the ledger can free on every rank, and the forecast's credit. All ranks
+        call this together."""
+        least = 0
+
+        def ask() -> None:
+            nonlocal least
+            least = self.ranks.least(self.pipeline.ledger.slots)
+
+        if self._is_active and self.report.disabled is None:
+            self.containment.together(ask)
+        if self.report.disabled is not None:
+            least = 0
+        return Promise(shareable=least, credit=self.forecast.credit)
+
+    def request_waits(self) -> None:
+        self.pipeline.request_waits()
+
+    def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
+        self.stats.composed(documents, tokens, repaired, missed)
+
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a request keeps its prompt out of the prefix tree while it runs. Only then can a policy
         evict positions of the prompt: slots of a prompt that is in the tree belong to the tree."""
@@ -80,55 +122,41 @@ class Controller:
         if self.report.disabled is None:
             self.containment.together(self._poll_prompts, (req,), (written,))
 
-    def on_release(self, req: Request, row: HostRow) -> None:
+    def released(self, req: Request, row: HostRow) -> None:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
-            self._on_release(req, state_of(req), row)
+            if not req.finished():
+                self.records.retracted(req, row)
+            else:
+                try:
+                    self._count_ended(req, record_of(req), row)
+                finally:
+                    self.records.ended(req, row)
+            if (row.saved or row.evicted or row.in_other_rows) and not self.report.slots_saved:
+                self.report.publish()
 
-    def _on_release(self, req: Request, state: RequestState | None, row: HostRow) -> None:
-        # ``forget`` is called before code that can fail: SGLang's slot check needs the new ``positions_now``.
-        expected, evicted = 0.0, self.eviction.forget(row)
-        try:
-            if state is not None:
-                expected = self.pipeline.expected_of(req, state)
-                self.pipeline.forget(req)
-            if req.finished():
-                self._on_end(req, state, row, evicted, expected)
-            elif state is not None and state.followed is not None:
-                state.followed.join(False)
-        finally:
-            self._running.pop(id(req), None)
-            if state is not None:
-                state.forget_row(row)
-        if (row.saved or evicted or row.in_other_rows) and not self.report.slots_saved:
-            self.report.publish()
-
-    def _on_end(
-        self, req: Request, state: RequestState | None, row: HostRow, evicted: int, expected: float
-    ) -> None:
-        """Count a finished request unless it was aborted, and let the filter forget it. ``evicted``: evicted
-        positions in ``row``. ``expected``: slots that blocks not shared so far could have freed (estimate)."""
-        ended = not isinstance(req.finished_reason, compat.FINISH_ABORT)
-        if ended and state is None:
-            self.tracker.count(req)
-            if takes_part(req):
+    def _count_ended(self, req: Request, record: RequestRecord | None, row: HostRow) -> None:
+        """Count a finished request unless it was aborted."""
+        if isinstance(req.finished_reason, compat.FINISH_ABORT):
+            return
+        if record is None:
+            if self.records.count(req):
                 positions = len(req.origin_input_ids) + len(req.output_ids)
                 self.stats.request_finished(0, positions)
-        elif ended and state is not None and state.takes_part:
+        elif record.takes_part:
+            # What the request's blocks that did not share so far could have freed (an estimate).
+            expected = self.pipeline.expected_of(req, record)
             of_output = len(row.evicted_from(len(req.origin_input_ids)))
             self.forecast.observe(row.saved + expected + of_output, len(req.output_ids))
-            self.report.request_finished(req, state, row.saved + row.borrowed, evicted)
-        if state is not None and state.followed is not None:
-            state.followed.close()
+            self.report.request_finished(req, record, row.saved + row.borrowed, row.evicted)
 
-    def reset(self) -> None:
-        """Start anew. SGLang calls this when it flushes its cache, while no request runs. Distances
+    def flushed(self) -> None:
+        """Start anew: SGLang flushes its cache, while no request runs. Distances
         measured so far are dropped: a request that SGLang retracted for a pause may go on with new weights."""
         with self.containment:
             if self.report.disabled is None:
                 self.forecast = SharingForecast(self.config.admission_credit)
             self.pipeline.reset()
-            self.eviction.reset()
             self.stats.reset()
             self.tracker.reset()
             self.report.clear()
@@ -167,71 +195,56 @@ class Controller:
         """Slots saved now, plus slots that the ledger (accepted blocks that do not share yet) can free."""
         return self.report.slots_saved + self.pipeline.ledger.slots
 
-    def shareable(self) -> int:
-        """How many slots the blocks of the ledger can free on every rank. All ranks call this together."""
-        least = 0
-
-        def ask() -> None:
-            nonlocal least
-            least = self.tracker.ranks.least(self.pipeline.ledger.slots)
-
-        if self._is_active and self.report.disabled is None:
-            self.containment.together(ask)
-        return least if self.report.disabled is None else 0
-
-    def reclaim(self, wanted: int) -> None:
-        """Try to free ``wanted`` slots, which SGLang lacks even if its prefix cache evicts all that it can.
+    def reclaim(self, slots: int) -> None:
+        """Try to free ``slots`` slots, which SGLang lacks even if its prefix cache evicts all that it can.
         First, blocks share. If slots are still missing, policies with ``when=short`` evict positions. All ranks
         call this together, because all ranks have the same number of free slots."""
         if self._is_active and self.report.disabled is None:
-            self.containment.together(self._reclaim, wanted)
+            self.containment.together(self._reclaim, slots)
 
     def _reclaim(self, wanted: int) -> None:
         start = time.perf_counter()
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
         # If sharing freed too few slots, policies with ``when=short`` evict, from the longest requests first.
-        running = self._running.values() if self.eviction.waits else ()
-        for req in sorted(running, key=lambda req: -req.kv.kv_allocated_len):
+        running = list(self.records.running()) if self.eviction.waits else []
+        for req, record in sorted(running, key=lambda each: -each[0].kv.kv_allocated_len):
             if missing <= 0:
                 break
-            if is_running(req):
-                state, before = self.tracker.follow(req), self.stats.slots_freed_by_eviction
-                self._evict(req, state, self.eviction.give, missing)
-                missing -= self.stats.slots_freed_by_eviction - before
+            before = self.stats.eviction.slots_freed_by_eviction
+            self._evict(req, record, self.eviction.give, missing)
+            missing -= self.stats.eviction.slots_freed_by_eviction - before
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _poll(self, reqs: Sequence[Request]) -> None:
         """Measure the blocks that the filter process found; with ``when=always``, let accepted blocks share.
         Hand new tokens to the filter, whose results a later poll takes. Then have policies evict positions."""
         self.pipeline.advance()
-        running = [req for req in reqs if is_running(req)]
-        self._running = {id(req): req for req in running}
-        logical = output = 0
+        running = [(req, self.records.born(req)) for req in reqs if is_running(req)]
+        logical = 0
+        output = 0
         # Admission's forecast is about output only, so ``saved`` leaves out evicted positions of prompts.
         saved = self.pipeline.saved
-        for req in running:
-            state = self.tracker.follow(req)
-            if state.row is None:
-                state.row = self.pipeline.redirector.row_of(req)
-                if state.followed is not None:
-                    state.followed.join(True)
-            if state.pending:
-                self.pipeline.requeue(req, state)
+        for req, record in running:
+            if record.row is None:
+                self.records.prefilled(req, record, self.pipeline.redirector.row_of(req))
+            assert record.row is not None
+            if record.pending:
+                self.pipeline.requeue(req, record)
             logical += req.kv.kv_allocated_len
             output += len(req.output_ids)
-            saved += len(state.row.evicted_from(len(req.origin_input_ids)))
-        self.tracker.feed(running)
+            saved += len(record.row.evicted_from(len(req.origin_input_ids)))
+        self.tracker.feed(req for req, _ in running)
         self.stats.poll(len(running), self.report.slots_saved, logical, self.pipeline.across)
-        expected = self.pipeline.expected(map(self.tracker.follow, running))
+        expected = self.pipeline.expected(record for _, record in running)
         self.forecast.poll(saved + expected, output)
         if self.eviction.is_active:
             # After a retraction a row has its full size until its blocks share again. Policies are not asked
             # before that, because they would evict too much.
             returning = self.pipeline.returning()
-            for req in running:
+            for req, record in running:
                 ask = id(req) not in returning
-                self._evict(req, self.tracker.follow(req), self.eviction.poll, None, ask)
+                self._evict(req, record, self.eviction.poll, None, ask)
 
     def after_prefill(self, reqs: Sequence[Request], written: Iterable[int]) -> int:
         """Called after prompts, or chunks of prompts, were computed. Lets policies evict positions. Returns how
@@ -245,16 +258,16 @@ class Controller:
         start = time.perf_counter()
         for req, positions in zip(reqs, written, strict=True):
             if is_running(req) and self.keeps_prompt(req):
-                self._evict(req, self.tracker.follow(req), self.eviction.poll, positions)
+                self._evict(req, self.records.born(req), self.eviction.poll, positions)
         self.stats.scheduler_seconds += time.perf_counter() - start
 
     def _evict(
-        self, req: Request, state: RequestState, work: Callable[..., Any], *arguments: object
+        self, req: Request, record: RequestRecord, work: Callable[..., Any], *arguments: object
     ) -> None:
         """If ``req`` takes part, call ``work``, a method of ``eviction``. Then remove blocks from the ledger
         that contain or would read an evicted position."""
-        if state.takes_part:
-            evicted = self.stats.positions_evicted
-            work(req, state, *arguments)
-            if self.stats.positions_evicted > evicted:
+        if record.takes_part:
+            evicted = self.stats.eviction.positions_evicted
+            work(req, record.eviction, *arguments)
+            if self.stats.eviction.positions_evicted > evicted:
                 self.pipeline.evicted(req)

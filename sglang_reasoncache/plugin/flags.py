@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.arguments import FLAGS, SET, flag_of
+from sglang_reasoncache.compat.carriers import CONFIG
 from sglang_reasoncache.config import (
     SETTINGS,
     ReasonCacheConfig,
@@ -119,7 +120,7 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
             logger.warning("reasoncache: no native code, kernels run in PyTorch: %s", error)
     server_args.radix_cache_backend = compat.TREE_BACKEND
     # ServerArgs accept attributes that begin with an underscore, and keep them when pickled for the scheduler.
-    server_args._reasoncache = config
+    setattr(server_args, CONFIG, config)
     os.environ[ENABLED_ENV] = "1"
     hooks.install()
     hooks.install_frontend()

@@ -4,16 +4,19 @@
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
-from sglang_reasoncache.sharing.decision import Refusal
+from sglang_reasoncache.sharing.group import PromptGroup
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.state import RequestState
-from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.records import Records
+from sglang_reasoncache.sharing.request import RequestRecord
+from sglang_reasoncache.sharing.rules import Refusal
+from sglang_reasoncache.sharing.stats import COUNTERS, SharingStats
 
 #: ``GET /reasoncache/details`` lists at most this many finished requests.
 _RECENT_REQUESTS = 32
@@ -27,8 +30,6 @@ _OF_BLOCKS = ("blocks", "blocks_across", "evictions")
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 
-#: Field of ``SharingStats`` -> help text of the Prometheus counter ``sglang:reasoncache_<field>_total``.
-_COUNTERS = {field.name: field.metadata["help"] for field in fields(SharingStats) if field.metadata}
 _GAUGES = {
     "slots_saved_now": "Slots that sharing and evicting save the running requests.",
     "slots_shareable_now": "Slots that the running requests can free when SGLang is short.",
@@ -54,7 +55,7 @@ class SharingMetrics:
         names = list(self._labels)
         self._counters = {
             name: Counter(_PREFIX + name.removesuffix("_total"), text, names)
-            for name, text in _COUNTERS.items()
+            for name, text in COUNTERS.items()
         }
         text = "Blocks not shared, by reason."
         self._counters["refusals"] = Counter(_PREFIX + "refusals", text, [*names, "reason"])
@@ -74,8 +75,8 @@ class SharingMetrics:
         self, stats: SharingStats, gauges: Mapping[str, float], latency: float | None
     ) -> None:
         """Set all series. ``latency``: see :meth:`Report.publish`."""
-        for name in _COUNTERS:
-            self._count(name, getattr(stats, name))
+        for name, total in stats.counters().items():
+            self._count(name, total)
         for reason, total in stats.refusals.items():
             self._count("refusals", total, reason=reason)
         for name, value in gauges.items():
@@ -107,6 +108,7 @@ class Report:
 
     config: ReasonCacheConfig
     stats: SharingStats
+    records: Records
     pipeline: BlockPipeline
     eviction: EvictionController
     metrics: SharingMetrics | None = None
@@ -136,18 +138,18 @@ class Report:
         }
 
     def request_finished(
-        self, req: Request, state: RequestState, shared: int, evicted: int
+        self, req: Request, record: RequestRecord, shared: int, evicted: int
     ) -> None:
         """Count and remember a finished request. ``shared`` of its positions read another position's slot, and
         ``evicted`` of its positions were evicted."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
         blocks = [
-            (b.shared_at, b.dst_start, b.src_start) for b in state.redirected if b.source is None
+            (b.shared_at, b.dst_start, b.src_start) for b in record.redirected if b.source is None
         ]
         across = [
             (b.shared_at, b.dst_start, b.src_start, b.source_rid)
-            for b in state.redirected
+            for b in record.redirected
             if b.source is not None
         ]
         self.recent.append(
@@ -161,7 +163,7 @@ class Report:
                 "block": self.pipeline.block,
                 "blocks": blocks[:_RECENT_BLOCKS],
                 "blocks_across": across[:_RECENT_BLOCKS],
-                "evictions": list(state.evictions),
+                "evictions": list(record.eviction.evictions),
             }
         )
         if self.config.keep_responses:
@@ -206,7 +208,7 @@ class Report:
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             **self._now,
-            "groups": self.pipeline.tracker.describe_groups(_GROUPS),
+            "groups": self._groups(_GROUPS),
             "evictors": self.eviction.described,
             "admission_credit": credit,
             "threshold": self.pipeline.threshold.describe(),
@@ -214,6 +216,25 @@ class Report:
             "totals": self.stats.to_dict(),
             **({"recent": recent} if details else {}),
         }
+
+    def _groups(self, most: int) -> list[dict[str, Any]]:
+        """JSON of at most ``most`` groups with several running requests. The groups whose requests read the
+        most slots of other requests come first."""
+        members: dict[PromptGroup, list[tuple[Request, HostRow]]] = {}
+        for req, record in self.records.running():
+            if record.group is not None and record.row is not None:
+                members.setdefault(record.group, []).append((req, record.row))
+        described = [
+            {
+                "prompt_tokens": len(group[0][0].origin_input_ids),
+                "requests": len(group),
+                "slots_saved_within_now": sum(row.saved for _, row in group),
+                "slots_read_across": sum(row.borrowed for _, row in group),
+            }
+            for group in members.values()
+            if len(group) > 1
+        ]
+        return sorted(described, key=lambda group: -group["slots_read_across"])[:most]
 
     def log_part(self) -> str:
         """Our part of SGLang's decode log line."""

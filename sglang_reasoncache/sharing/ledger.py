@@ -5,14 +5,16 @@ import heapq
 import itertools
 
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.sharing.decision import BlockProposal
+from sglang_reasoncache.sharing.blocks import BlockProposal
+from sglang_reasoncache.sharing.request import known_record, record_of
 
 #: ``Ledger._queue`` is rebuilt when the removed blocks in it outnumber the remaining ones by more than this.
 _DEAD = 1024
 
 
 class Ledger:
-    """Accepted blocks by KV distance. Each scheduler has one ledger, equal on all tensor-parallel ranks.
+    """Accepted blocks by KV distance. Each scheduler has one ledger, equal on all tensor-parallel ranks. The
+    record of a request lists the request's blocks in the ledger (``RequestRecord.in_ledger``).
 
     Attributes:
         slots: How many slots become free if all blocks of the ledger share.
@@ -20,14 +22,17 @@ class Ledger:
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
-        self.clear()
-
-    def clear(self) -> None:
         self.slots = 0
         # A heap of (distance, order of arrival, block). Removed blocks may still be in the heap.
         self._queue: list[tuple[float, int, BlockProposal]] = []
-        # ``id(request)`` -> the blocks whose destination or source is in the request's row.
-        self._of: dict[int, dict[BlockProposal, None]] = {}
+        self._length = 0
+
+    def clear(self) -> None:
+        for _, _, block in self._queue:
+            known_record(block.req).in_ledger.clear()
+            known_record(block.lender).in_ledger.clear()
+        self.slots = 0
+        self._queue = []
         self._length = 0
 
     def __len__(self) -> int:
@@ -38,24 +43,23 @@ class Ledger:
         """Add a block after :meth:`HostRow.locate` was called for its destination and for its source."""
         heapq.heappush(self._queue, (distance, next(self._numbers), block))
         for req in (block.req, block.lender):
-            self._of.setdefault(id(req), {})[block] = None
+            known_record(req).in_ledger[block] = None
         self.slots += block.length
         self._length += 1
 
     def of(self, req: Request) -> list[BlockProposal]:
         """The blocks whose destination or source is in the row of ``req``."""
-        return list(self._of.get(id(req), ()))
+        record = record_of(req)
+        return [] if record is None else list(record.in_ledger)
 
     def slots_of(self, req: Request) -> int:
         """How many slots become free if all blocks whose destination is in the row of ``req`` share."""
-        return sum(block.length for block in self._of.get(id(req), ()) if block.req is req)
+        return sum(block.length for block in self.of(req) if block.req is req)
 
     def remove(self, block: BlockProposal) -> None:
-        for req in {id(block.req), id(block.lender)}:
-            blocks = self._of[req]
-            del blocks[block]
-            if not blocks:
-                del self._of[req]
+        del known_record(block.req).in_ledger[block]
+        if block.is_across:
+            del known_record(block.lender).in_ledger[block]
         self.slots -= block.length
         self._length -= 1
         if len(self._queue) > 2 * self._length + _DEAD:
@@ -72,4 +76,4 @@ class Ledger:
         return None
 
     def _has(self, block: BlockProposal) -> bool:
-        return block in self._of.get(id(block.req), ())
+        return block in known_record(block.req).in_ledger

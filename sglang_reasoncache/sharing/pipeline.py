@@ -10,19 +10,20 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.filter.messages import StepResult
-from sglang_reasoncache.sharing.decision import BlockProposal, Refusal
-from sglang_reasoncache.sharing.ledger import Ledger
-from sglang_reasoncache.sharing.measure import AdaptiveThreshold, BlockMeter, Measurement
+from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate
+from sglang_reasoncache.sharing.meter import BlockMeter, Measurement
+from sglang_reasoncache.sharing.records import Records
 from sglang_reasoncache.sharing.redirect import Redirector
-from sglang_reasoncache.sharing.state import Candidate, RequestState, has_row, state_of
+from sglang_reasoncache.sharing.request import RequestRecord, has_row, known_record
+from sglang_reasoncache.sharing.rules import Judgement, Refusal, Rules, Stage
+from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Largest number of blocks in a batch, and of filter replies taken at once. Bounds the time of a poll.
 _MAX_BATCH = 256
-#: A block is accepted only if at most this many positions name, or will name, each of its slots. Redirecting
-#: the block redirects all these positions. More of them would keep the scheduler's thread busy for long.
-MAX_READERS = 16
 #: Unless ``at_once``, blocks are measured while more than this fraction of the KV pool is in use. While less is
 #: in use, SGLang will not run out of slots soon.
 _MEASURED_FROM = 0.5
@@ -39,30 +40,48 @@ class BlockPipeline:
     scheduler has one pipeline. A batch is judged once all ranks have its measurement in host memory.
 
     Args:
+        tracker: Brings the block pairs.
+        records: The records of the requests that the blocks belong to.
+        rules: The rules that must allow a block.
+        meter: Measures KV distances.
+        threshold: Judges KV distances.
+        redirector: Redirects the blocks of the ledger.
+        stats: Counts what happens to blocks.
+        ranks: The ranks that run the same requests.
+        block: Tokens per block.
         at_once: Whether blocks share as soon as they are accepted. Otherwise :meth:`reclaim` lets them share.
         use: Returns the fraction of the KV pool that is in use, 0 to 1. It must be the same on all ranks.
-
-    Attributes:
-        block: Tokens per block.
-        tracker: Follows the requests that the blocks belong to.
-        ledger: Accepted blocks that do not share yet.
-        redirector: Redirects the blocks of the ledger.
     """
 
     def __init__(
         self,
+        *,
         tracker: RequestTracker,
+        records: Records,
+        rules: Rules,
         meter: BlockMeter,
-        redirector: Redirector,
         threshold: AdaptiveThreshold,
+        redirector: Redirector,
+        stats: SharingStats,
+        ranks: Ranks,
         block: int,
-        at_once: bool = True,
-        use: Callable[[], float] = lambda: 1.0,
+        at_once: bool,
+        use: Callable[[], float],
     ) -> None:
-        self.threshold, self.meter, self.block = threshold, meter, block
-        self.ledger, self.redirector, self.at_once = Ledger(), redirector, at_once
-        self._use, self._polls_to_measure, self._measures = use, 0, False
-        self.tracker, self._stats, self._ranks = tracker, tracker.stats, tracker.ranks
+        self.threshold = threshold
+        self.meter = meter
+        self.block = block
+        self.at_once = at_once
+        self.redirector = redirector
+        self.ledger = records.ledger
+        self._tracker = tracker
+        self._records = records
+        self._rules = rules
+        self._stats = stats
+        self._ranks = ranks
+        self._use = use
+        self._polls_to_measure = 0
+        self._measures = False
         self._waiting: collections.deque[BlockProposal] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 
@@ -81,19 +100,19 @@ class BlockPipeline:
         """Blocks that wait to be measured, or are being measured."""
         return [*self._waiting, *(self._in_flight[0] if self._in_flight else ())]
 
-    def expected(self, running: Iterable[RequestState]) -> float:
+    def expected(self, running: Iterable[RequestRecord]) -> float:
         """The number of slots that the ledger's blocks can free, plus the number that blocks not judged yet are
         expected to free. All ranks call this together."""
-        unmeasured = len(self._unjudged) + sum(len(state.pending) for state in running)
-        if self.tracker.in_groups:
+        unmeasured = len(self._unjudged) + sum(len(record.pending) for record in running)
+        if self._records.in_groups:
             # Ranks may differ in which pending blocks still have a source, so all take the smallest number.
             unmeasured = self._ranks.least(unmeasured)
         return self.ledger.slots + unmeasured * self.block * self.threshold.share
 
-    def expected_of(self, req: Request, state: RequestState) -> float:
+    def expected_of(self, req: Request, record: RequestRecord) -> float:
         """Like :meth:`expected`, for one request: counts its blocks in the ledger, and its pending blocks whose
         source is in ``req`` itself."""
-        unmeasured = sum(candidate.source is None for candidate in state.pending)
+        unmeasured = sum(candidate.source is None for candidate in record.pending)
         return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
     def advance(self) -> None:
@@ -133,37 +152,27 @@ class BlockPipeline:
             self._share(max(wanted - (self.saved - before), _LEAST_RECLAIMED))
         return self.saved - before
 
-    def requeue(self, req: Request, state: RequestState) -> None:
+    def requeue(self, req: Request, record: RequestRecord) -> None:
         """Queue the pending blocks of ``req`` to be measured. ``req`` must have its row. Does nothing while no
         blocks are measured (see ``_MEASURED_FROM``). A block stays pending while its source has no row."""
         if not self._measures:
             return
-        waiting, state.pending = state.pending, []
+        waiting = record.pending
+        record.pending = []
         for candidate in waiting:
             source = req if candidate.source is None else candidate.source()
             # The block cannot share, because the source's request has ended. The block stays in
-            # ``state.candidates``, because a request that SGLang dropped may still exist on some ranks.
+            # ``record.candidates``, because a request that SGLang dropped may still exist on some ranks.
             if source is None or source.finished():
                 continue
             if has_row(source):
                 self._waiting.append(self._block(req, candidate, source))
             else:
-                state.pending.append(candidate)
+                record.pending.append(candidate)
 
     def returning(self) -> set[int]:
         """``id`` of every request with a block that shared before a retraction and is not judged again yet."""
         return {id(block.req) for block in self._unjudged if block.candidate.shared_at}
-
-    def forget(self, req: Request) -> None:
-        """Forget the freed row of ``req`` and the row's blocks in the ledger. Blocks of other requests that
-        would have read the row become pending until ``req`` has a row again."""
-        state = _state_of(req)
-        if state.row is not None:
-            state.merges.remove(state.row.number)
-        for block in self.ledger.of(req):
-            self.ledger.remove(block)
-            if block.req is not req:
-                _state_of(block.req).pending.append(block.candidate)
 
     def evicted(self, req: Request) -> None:
         """Remove the ledger's blocks that contain or would read an evicted position of ``req``."""
@@ -187,7 +196,7 @@ class BlockPipeline:
 
     def _collect(self) -> bool:
         """Take blocks from the filter's replies. Returns False if the replies had no result."""
-        results = self.tracker.take(_MAX_BATCH, _MAX_BATCH)
+        results = self._tracker.take(_MAX_BATCH, _MAX_BATCH)
         for req, result in results:
             if req is None:
                 self._stats.refusals[Refusal.LATE.value] += len(result.pairs) + len(result.across)
@@ -195,20 +204,20 @@ class BlockPipeline:
             # The rules are checked again before measuring. The check here makes the batches equal on all ranks:
             # a request that SGLang dropped may still exist on some ranks, which refuse its blocks here.
             for block in self._blocks(req, result):
-                if not self._allows(block):
+                if not self._allows(block, Stage.PROPOSED):
                     continue
-                if not _state_of(req).claim(block.candidate, block.length):
-                    self._refuse(block, Refusal.OVERLAP)
-                elif self._measures:
+                record = known_record(req)
+                record.candidates[block.dst_start] = block.candidate
+                if self._measures:
                     self._waiting.append(block)
                 else:
-                    _state_of(req).pending.append(block.candidate)
+                    record.pending.append(block.candidate)
         return bool(results)
 
     def _blocks(self, req: Request, result: StepResult) -> Batch:
         blocks = [self._block(req, Candidate(*pair), req) for pair in result.pairs]
         for dst, src, member in result.across:
-            source = self.tracker.source(req, member)
+            source = self._records.source(req, member)
             if source is None:
                 self._stats.refusals[Refusal.LATE.value] += 1
             else:
@@ -218,8 +227,14 @@ class BlockPipeline:
 
     def _block(self, req: Request, candidate: Candidate, lender: Request) -> BlockProposal:
         """A proposal that refers to the current rows of both requests."""
-        rows = _state_of(req).row, _state_of(lender).row
-        return BlockProposal(req, candidate, self.block, rows[0], lender, rows[1])
+        return BlockProposal(
+            req=req,
+            candidate=candidate,
+            length=self.block,
+            row=known_record(req).row,
+            lender=lender,
+            lender_row=known_record(lender).row,
+        )
 
     def _launch(self) -> bool:
         """Start to measure the next queued blocks. Returns False if the rules allow none of them."""
@@ -239,61 +254,66 @@ class BlockPipeline:
         self._stats.blocks_compared += len(fresh)
         accepted = self.threshold.decide([distances[i] for i in fresh])
         too_far = {i for i, yes in zip(fresh, accepted, strict=True) if not yes}
+        is_warm = self.threshold.is_warm
         dst_slots, src_slots = measured.slots()
         for i in allowed:
             block = batch[i]
-            if i in too_far:
-                self._refuse(block, Refusal.DISTANCE if self.threshold.is_warm else Refusal.WARMUP)
-                continue
-            row, lender_row = block.rows
-            row.locate(block.dst_start, dst_slots[i])
-            lender_row.locate(block.src_start, src_slots[i])
-            refusal = self.redirector.refusal_of_slots(block) or self._refusal_of_merge(block)
+            judgement = Judgement(accepted=i not in too_far, is_warm=is_warm)
+            refusal = self._rules.refusal(block, Stage.MEASURED, judgement)
             if refusal is None:
-                block.candidate.accepted = epoch
-                self.ledger.add(block, distances[i])
+                row, lender_row = block.rows
+                row.locate(block.dst_start, dst_slots[i])
+                lender_row.locate(block.src_start, src_slots[i])
+                refusal = self._rules.refusal(block, Stage.LOCATED) or self._rules.refusal(
+                    block, Stage.ACCEPTED
+                )
+            if refusal is None:
+                self._accept(block, distances[i])
             else:
                 self._refuse(block, refusal)
 
-    def _refusal_of_merge(self, block: BlockProposal) -> Refusal | None:
-        """Returns why ``block`` cannot be accepted besides the blocks accepted before. If it can, joins the
-        block's positions with the source's in :class:`Merges` and returns None."""
-        merges, (row, lender_row) = _state_of(block.req).merges, block.rows
-        pages = range(0, self.block, self.redirector.page)
-        dst = [(row.number, block.dst_start + at) for at in pages]
-        src = [(lender_row.number, block.src_start + at) for at in pages]
-        if max(merges.size(key) for key in dst) > MAX_READERS:
-            return Refusal.READERS
-        if any(merges.is_across(key) for key in dst):
-            return Refusal.ACROSS
-        return None if merges.join(dst, src) else Refusal.SAME_SLOTS
+    def _accept(self, block: BlockProposal, distance: float) -> None:
+        """Enter a block that all rules allow in the ledger."""
+        dst, src = self._rules.keys(block)
+        known_record(block.req).merges.join(dst, src)
+        block.candidate.accepted = self.threshold.epoch
+        self.ledger.add(block, distance)
 
     def _share(self, wanted: float) -> None:
-        """Redirect one batch of the ledger's blocks. Stops early once ``wanted`` slots became free."""
-        for block, refusal in self.redirector.share(self.ledger, wanted):
-            self._stats.blocks_missed += 1
-            self._refuse(block, refusal)
+        """Redirect one batch of the ledger's blocks, the smallest distance first. Stops early once ``wanted``
+        slots became free. If this raises, rows and reference counts are as before."""
+        begun = self.redirector.begin()
+        try:
+            while begun.freed < wanted and begun.work < _MAX_BATCH:
+                block = self.ledger.take()
+                if block is None:
+                    break
+                if self._allows(block, Stage.LOCATED):
+                    begun.add(block)
+                else:
+                    self._stats.blocks_missed += 1
+            begun.commit()
+        except BaseException:
+            begun.undo()
+            raise
+        begun.count()
 
-    def _allows(self, block: BlockProposal) -> bool:
-        """Whether the rules allow the block. A refusal is counted."""
-        refusal = self.redirector.refusal_of(block)
+    def _allows(self, block: BlockProposal, stage: Stage = Stage.ALWAYS) -> bool:
+        """Whether the rules of ``ALWAYS`` and of ``stage`` allow the block. A refusal is counted."""
+        refusal = self._rules.refusal(block, Stage.ALWAYS)
+        if refusal is None and stage is not Stage.ALWAYS:
+            refusal = self._rules.refusal(block, stage)
         if refusal is not None:
             self._refuse(block, refusal)
         return refusal is None
 
     def _refuse(self, block: BlockProposal, refusal: Refusal) -> None:
         self._stats.refusals[refusal.value] += 1
-        state, candidate = _state_of(block.req), block.candidate
-        if state.candidates.get(block.dst_start) is not candidate:
+        record = known_record(block.req)
+        if record.candidates.get(block.dst_start) is not block.candidate:
             return
         if refusal not in (Refusal.LATE, Refusal.IN_WINDOW):
-            del state.candidates[block.dst_start]
-        elif state.row is not None and state.row is block.row:
+            del record.candidates[block.dst_start]
+        elif record.row is not None and record.row is block.row:
             # The block waits until the request of the source has a row, or until the sliding window has passed.
-            state.pending.append(candidate)
-
-
-def _state_of(req: Request) -> RequestState:
-    state = state_of(req)
-    assert state is not None, "only requests with state propose blocks, or are their source"
-    return state
+            record.pending.append(block.candidate)

@@ -2,17 +2,18 @@
 """Counts what a scheduler process shared and evicted, and the prompts that it composed of cached documents."""
 
 import collections
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from sglang_reasoncache.eviction.row_state import EvictionStats, counter
 
 
 @dataclass
-class SharingStats(EvictionStats):
+class SharingStats:
     """Totals since the start of the scheduler or the last flush of its cache.
 
     Attributes:
+        eviction: Totals of evicting policies.
         filter_restarts: Restarts of the filter process since the start; not reset by a flush.
         filter_given_up: 1 once the filter process failed too often or was shut down, else 0; a flush keeps it.
         filter_seconds: CPU seconds that the filter process spent on comparing steps.
@@ -23,6 +24,7 @@ class SharingStats(EvictionStats):
         sum_across: The part of ``sum_saved`` that requests saved by sharing with each other.
     """
 
+    eviction: EvictionStats = field(default_factory=EvictionStats)
     steps_seen: int = counter("Reasoning steps finished.")
     steps_with_candidate: int = counter("Steps with a similar earlier step or an equal run.")
     structure_refusals: int = counter("Candidates refused because their formal content differs.")
@@ -62,7 +64,9 @@ class SharingStats(EvictionStats):
 
     def reset(self) -> None:
         """Set all totals to 0 in place, because other objects of the scheduler keep references to this one."""
-        vars(self).update(vars(SharingStats()))
+        fresh = SharingStats()
+        vars(self.eviction).update(vars(fresh.eviction))
+        vars(self).update(vars(fresh) | {"eviction": self.eviction})
 
     def poll(self, running: int, saved: int, logical: int, across: int = 0) -> None:
         """Count a poll. The ``running`` requests have ``logical`` positions in total and save ``saved`` slots,
@@ -93,6 +97,11 @@ class SharingStats(EvictionStats):
         self.tokens_repaired += repaired
         self.repairs_missed += missed
 
+    def counters(self) -> dict[str, int]:
+        """The totals that are Prometheus counters, by the names in :data:`COUNTERS`."""
+        both = vars(self) | vars(self.eviction)
+        return {name: both[name] for name in COUNTERS}
+
     @property
     def memory_saving_ratio(self) -> float:
         """Slots saved, divided by the positions of the running requests; averaged over the polls."""
@@ -101,8 +110,11 @@ class SharingStats(EvictionStats):
     def to_dict(self) -> dict[str, Any]:
         """The totals as JSON, with ratios and means instead of sums; see docs/evaluation.md."""
         affected = self.finished_redirected + self.finished_evicted
+        own = {name: value for name, value in vars(self).items() if not name.startswith("sum_")}
+        del own["eviction"]
         return {
-            **{name: value for name, value in vars(self).items() if not name.startswith("sum_")},
+            **own,
+            **vars(self.eviction),
             "refusals": dict(self.refusals),
             "memory_saving_ratio": self.memory_saving_ratio,
             "across_ratio": self.sum_across / max(self.sum_saved, 1),
@@ -110,3 +122,12 @@ class SharingStats(EvictionStats):
             "affected_ratio": affected / max(self.finished_positions, 1),
             "mean_running": self.sum_running / max(self.polls, 1),
         }
+
+
+#: Name of a total -> help text of its Prometheus counter.
+COUNTERS: dict[str, str] = {
+    total.name: total.metadata["help"]
+    for owner in (EvictionStats, SharingStats)
+    for total in fields(owner)
+    if "help" in total.metadata
+}

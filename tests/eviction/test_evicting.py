@@ -73,7 +73,7 @@ def test_a_budget_counts_slots(setup: Setup) -> None:
     gone = evicted(world, req)
     assert gone == list(range(gone[0], gone[-1] + 1)) and gone[-1] > 23
     totals = world.controller.stats
-    assert totals.positions_evicted - totals.slots_freed_by_eviction == 4
+    assert totals.eviction.positions_evicted - totals.eviction.slots_freed_by_eviction == 4
     assert world.controller.pipeline.saved == 0
 
 
@@ -122,7 +122,7 @@ def test_an_eviction_while_its_block_is_being_measured(run: Eviction) -> None:
 def test_a_budget_below_the_prompt_is_not_asked_for_each_time() -> None:
     world, req = begun(SINGLE, StreamingLLM(budget=2, slack=8, recent=1))
     steps(world, req, count=16)
-    assert world.controller.stats.eviction_decisions <= 1 + 16 // 8
+    assert world.controller.stats.eviction.eviction_decisions <= 1 + 16 // 8
     assert evicted(world, req)[0] == len(PROMPT)
 
 
@@ -132,7 +132,7 @@ def test_policies_in_sequence(order: int, decisions: int) -> None:
     both = [kind(budget=b, slack=1, recent=1) for kind, b in ((StreamingLLM, 20), (KeyDiff, 16))]
     world, req = begun(SINGLE, *both[::order])
     assert WRITTEN - len(evicted(world, req)) == 16
-    assert world.controller.stats.eviction_decisions == decisions
+    assert world.controller.stats.eviction.eviction_decisions == decisions
 
 
 #: Setups whose pool has fewer slots than the prompt ``LONG`` has tokens.
@@ -251,7 +251,7 @@ def test_the_longest_gives_what_is_missing(setup: Setup) -> None:
     for i in range(8):
         world.step(long, i)
         world.controller.after_decode([short, long])
-    assert world.controller.stats.positions_evicted == lack(world, 0) == 0
+    assert world.controller.stats.eviction.positions_evicted == lack(world, 0) == 0
     assert lack(world, 10) == -(-10 // setup.page) * setup.page
     assert evicted(world, short) == [] and len(evicted(world, long)) >= 10
     length = len(world.row(long))
@@ -294,7 +294,7 @@ def test_a_lasting_shortage_scores_a_row_once_for_slack_positions(budget: int) -
         for req in reqs:
             held = len(world.row(req)) - len(evicted(world, req))
             assert held <= max(budget, len(PROMPT) + 1) + slack
-    assert 0 < world.controller.stats.eviction_decisions <= len(reqs) * (1 + 40 // slack)
+    assert 0 < world.controller.stats.eviction.eviction_decisions <= len(reqs) * (1 + 40 // slack)
 
 
 def test_sharing_comes_first() -> None:

@@ -22,7 +22,7 @@ from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import PRESETS, AlignMode, FilterConfig
 from sglang_reasoncache.filter.steps import LexicalIndex, align_blocks, dynamic_threshold
 from sglang_reasoncache.filter.structure import Limits, same_structure, signature
-from sglang_reasoncache.sharing.measure import AdaptiveThreshold
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.filter.words import Words, filter_knobs, step_of, with_length_factor
 
 _PHRASES = (

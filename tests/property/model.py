@@ -15,8 +15,8 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_reasoncache.sharing.pipeline import MAX_READERS
-from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.sharing.request import record_of
+from sglang_reasoncache.sharing.rules import MAX_READERS
 from tests.property.world import NOTHING, Eviction, Pair, World
 
 #: Stands for the content of an evicted position.
@@ -167,7 +167,7 @@ class Memory:
         if self.world.controller.pipeline.at_once:
             return
         for track in self.running:
-            state = state_of(track.req)
+            state = record_of(track.req)
             for block in state.redirected[len(track.blocks) :] if state else ():
                 self.shared(track, Pair(block.dst_start, block.src_start))
 
@@ -317,7 +317,7 @@ class Memory:
 
     def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
         """Checks what policies are told about positions of the row that name the same slot."""
-        state = state_of(req)
+        state = record_of(req)
         if state is None:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)

@@ -33,7 +33,7 @@ class Composing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World(Setup(page=1, block=4, slots=110))
-        self.world.tree.composes = True
+        self.world.controller.report.documents_off = None
         self.running: list[tuple[Req, list[int]]] = []
         self._contents = itertools.count(1)
         #: (salt, number of a document) -> contents of base and document at their last prefill.

@@ -21,8 +21,8 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
-from sglang_reasoncache.sharing.measure import Measurement
-from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.sharing.meter import Measurement
+from sglang_reasoncache.sharing.request import record_of
 from tests.filter.words import Words
 from tests.property.test_memory import explore
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, NOTHING, Setup, SlowMeter, World
@@ -215,7 +215,7 @@ class GroupMachine(RuleBasedStateMachine):
             # Of the tree's pages, a row names only those on the path that its request locks.
             path = set((row[:protected:page] // page).tolist())
             assert set(mine) & set(in_tree) <= path
-            state = state_of(req)
+            state = record_of(req)
             lent = world.allocator.row_of(req.kv.req_pool_idx).in_other_rows
             assert state is None or state.takes_part or not lent
         free = world.free_pages()

@@ -21,7 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParam
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cache, release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.sharing.request import record_of
 from tests.property.model import Memory, Track
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Eviction, Pair, Setup, World
 
@@ -178,7 +178,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.starved = max(0, self.starved - 1)
         self.memory.reclaimed()
         for track in batch:
-            state = state_of(track.req)
+            state = record_of(track.req)
             again, track.returned = track.candidates if track.returned else [], False
             late: list[Pair] = []
             fresh: list[Pair] = []
@@ -253,7 +253,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _script(self, track: Track, draws: Draws, ready: int) -> None:
         """Propose blocks in ``track``'s row before position ``ready``, in order of position like the filter."""
-        state = state_of(track.req)
+        state = record_of(track.req)
         if state is None or state.followed is None:
             return
         waiting = self.world.engine.waiting[state.followed.id]
@@ -408,7 +408,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for i, track in enumerate(batch):
                 self.memory.computed(track, slots[i : i + 1])
                 self._append(track, token_of(bits, step + spread * i))
-            if any(state_of(track.req) is None for track in batch):
+            if any(record_of(track.req) is None for track in batch):
                 # A request's first poll registers it with the filter. Only then can blocks be proposed.
                 self._after_decode()
         for i, track in enumerate(batch):
@@ -548,7 +548,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Release all requests and evict the whole tree. Then every slot must be free."""
         type(self).blocks_shared += self.world.controller.stats.blocks_shared
-        type(self).positions_evicted += self.world.controller.stats.positions_evicted
+        type(self).positions_evicted += self.world.controller.stats.eviction.positions_evicted
         if sys.exc_info()[0] is not None:
             # A rule has failed: further errors would hide that failure.
             return

@@ -234,7 +234,7 @@ class SchedulingMachine(GroupMachine):
     @precondition(lambda self: self.world.controller.report.disabled is None)
     @rule(now=st.sampled_from([True, *[False] * 40]))
     def fail(self, now: bool) -> None:
-        """The plugin fails in rare cases. From then on nothing of what admission counted on can be reclaimed."""
+        """The plugin fails, rarely. From then on nothing that admission counted on can be reclaimed."""
         if now:
             with self.world.controller.containment:
                 raise RuntimeError("a failure of the plugin")

@@ -29,7 +29,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
-from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
@@ -39,15 +39,11 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.filter.matcher import BlockPair, FilterCounters
 from sglang_reasoncache.filter.messages import StepResult
 from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.plugin.controller import Controller
-from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing.decision import BlockProposal
-from sglang_reasoncache.sharing.measure import AdaptiveThreshold, BlockMeter, Measurement
-from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.redirect import Redirector
-from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.plugin.assemble import assemble
+from sglang_reasoncache.sharing.blocks import BlockProposal
+from sglang_reasoncache.sharing.meter import BlockMeter, Measurement
+from sglang_reasoncache.sharing.request import record_of
 from sglang_reasoncache.sharing.stats import SharingStats
-from sglang_reasoncache.sharing.tracker import RequestTracker
 
 LAYERS = 2
 MAX_ROWS = 4
@@ -258,27 +254,33 @@ class World:
         self.engine: Any = ScriptedEngine() if engine is None else engine
         self.evictor = ScriptedEvictor(prompt=setup.prompts)
         # Percentile 100 accepts every block.
-        config = ReasonCacheConfig(block=setup.block, when=setup.when, percentile=100, warmup=0)
-        stats, block = SharingStats(), setup.block
+        config = ReasonCacheConfig(
+            block=setup.block, when=setup.when, percentile=100, warmup=0, min_age=min_age,
+            scope="response" if engine is None else "prompt",
+        )  # fmt: skip
+        stats = SharingStats()
         eviction = NamingEvictor(
             evictors or [NamedPolicy("scripted", self.evictor)],
             self.allocator,
             self.rows,
             KeySource(self.pool, self.rows.req_to_token, cached_at, queries=queries),
-            stats,
+            stats.eviction,
             self.ranks,
         )
-        tracker = RequestTracker(self.engine, stats, self.ranks, groups=engine is not None)
-        redirector = Redirector(self.allocator, self.rows, stats, self.ranks, min_age)
-        threshold = AdaptiveThreshold(config.percentile, config.warmup)
-        pipeline = BlockPipeline(
-            tracker, meter, redirector, threshold, block, config.shares_at_once
+        self.controller = assemble(
+            ResolvedConfig(config, block=setup.block, page=setup.page),
+            allocator=self.allocator,
+            rows=self.rows,
+            ranks=self.ranks,
+            stats=stats,
+            meter=meter,
+            eviction=eviction,
+            process=self.engine,
+            use=lambda: 1.0,
+            path_loaded=cached_at.record_path,
+            interval=interval,
+            documents_off="the test chooses",
         )
-        report = Report(config, stats, pipeline, eviction)
-        self.controller = Controller(config, stats, tracker, pipeline, eviction, report, interval)
-        self.tree.controller = self.controller
-        self.allocator.once_more = self.controller.containment.once_more
-        self.allocator.controller = self.controller
         # NumPy views (on a GPU copies) of pool and rows, because NumPy reads small pieces faster than PyTorch.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)
@@ -440,7 +442,7 @@ class World:
 
     def propose(self, req: Req, *pairs: Pair) -> None:
         """Generate a token and poll, so that the engine is fed and proposes ``pairs``."""
-        state: Any = state_of(req)
+        state: Any = record_of(req)
         self.engine.waiting[state.followed.id] += pairs
         self.step(req)
         assert self.controller.after_decode([req]) == 0

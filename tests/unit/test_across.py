@@ -17,7 +17,6 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY
 from sglang_reasoncache.filter.matcher import AcrossPair
-from sglang_reasoncache.sharing.tracker import group_of
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.world import OUTPUT, PROMPT, Pair, ScriptedEngine, Setup, World
 from tests.unit.test_pipeline import assert_judged, state
@@ -187,8 +186,8 @@ KEYS: list[tuple[dict[str, Any], bool]] = [
 
 
 def alike(one: Any, other: Any) -> bool:
-    group = group_of(one)
-    return group is not None and group is group_of(other)
+    group = state(one).group
+    return group is not None and group is state(other).group
 
 
 @pytest.mark.parametrize(("key", "same"), KEYS)

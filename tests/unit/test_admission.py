@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
-from sglang_reasoncache.cache.admission import SharingBudget, SharingForecast
+from sglang_reasoncache.cache.admission import SharingBudget
+from sglang_reasoncache.cache.owner import NO_OWNER, Promise
+from sglang_reasoncache.sharing.forecast import SharingForecast
 from tests.property.world import allocator_of
 
 FREE = 800
@@ -28,7 +30,10 @@ def budget(credit: float | None, page: int = 1, mixed: int = 0) -> Any:
     pool = allocator_of(page, FREE)
     if credit is None:
         return PrefillBudget(pool, _Tree(), num_mixed_decode_tokens=mixed)
-    return SharingBudget(pool, _Tree(), shareable=0, credit=credit, num_mixed_decode_tokens=mixed)
+    promise = Promise(shareable=0, credit=credit)
+    return SharingBudget(
+        pool, _Tree(), promise=promise, owner=NO_OWNER, num_mixed_decode_tokens=mixed
+    )
 
 
 def fits(made: PrefillBudget, prompt: int, output: int) -> bool:

@@ -2,6 +2,7 @@
 """Tests the reference counts of shared pages, and the host's copies of rows (block tables) that share slots."""
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,12 @@ from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.prefill_budget import PrefillBudget
 
 from sglang_reasoncache.cache.allocator import (
-    ReferenceCountError,
     SharedPagedAllocator,
     SharedTokenAllocator,
     shared_allocator_of,
 )
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow, Moved, undo
+from sglang_reasoncache.cache.references import ReferenceCountError
 from tests.property.world import allocator_of
 from tests.strict_device import Refused, WouldWait
 
@@ -145,10 +146,16 @@ def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
     assert either.available_size() == SLOTS
 
 
-def test_without_a_controller_the_prefill_budget_is_sglangs() -> None:
-    budget = allocator_of(1, SLOTS).create_prefill_budget(None, num_mixed_decode_tokens=3)
-    assert type(budget) is PrefillBudget
-    assert budget.total_offset == budget.current_offset == 3
+def test_without_an_owner_a_prefill_budget_counts_as_sglangs() -> None:
+    allocator = allocator_of(1, SLOTS)
+    tree: Any = SimpleNamespace(evictable_size=lambda: 2, supports_mamba=lambda: False)
+    ours = allocator.create_prefill_budget(tree, num_mixed_decode_tokens=3)
+    stock = PrefillBudget(allocator, tree, num_mixed_decode_tokens=3)
+    for each in (ours, stock):
+        each.reserve(4, 5)
+    assert (ours.total_offset, ours.current_offset) == (stock.total_offset, stock.current_offset)
+    assert (ours.remaining_total, ours.remaining_current) == (SLOTS + 2 - 13, SLOTS + 2 - 8)
+    assert (stock.remaining_total, stock.remaining_current) == (SLOTS + 2 - 13, SLOTS + 2 - 8)
 
 
 def test_rebuilt_allocator_keeps_size_page_and_pool(page: int) -> None:

@@ -32,7 +32,7 @@ from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.filter.matcher import AcrossPair
 from sglang_reasoncache.plugin import attention, hooks
 from sglang_reasoncache.plugin.containment import Containment
-from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.sharing.request import record_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.property.model import Memory
 from tests.property.world import Eviction, Pair, ScriptedEvictor, Setup, World
@@ -231,14 +231,14 @@ class Load:
 
     def share(self, *pairs: Pair) -> None:
         for req in self.running:
-            state = state_of(req)
+            state = record_of(req)
             if state is not None and state.followed is not None:
                 self.world.engine.waiting[state.followed.id] += pairs
         self.decode(1)
         self.decode(1)
 
     def lend(self, source: Req, reader: Req, pair: Pair) -> None:
-        states: list[Any] = [state_of(req) for req in (source, reader)]
+        states: list[Any] = [record_of(req) for req in (source, reader)]
         if all(state is not None and state.followed is not None for state in states):
             ids = [state.followed.id for state in states]
             self.world.engine.lent[ids[1]] = [AcrossPair(*pair, ids[0])]
@@ -362,7 +362,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
     torch.set_num_threads(1)
     stats, found = sites(setup)
     assert len(found) > 70 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
-    assert stats.blocks_reapplied > 1 and stats.positions_evicted > 8
+    assert stats.blocks_reapplied > 1 and stats.eviction.positions_evicted > 8
     for turn, (site, number) in enumerate(found):
         load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
         report = failed(load, faults)

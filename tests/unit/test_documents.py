@@ -16,7 +16,7 @@ from sglang_reasoncache.attention import served
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
-from sglang_reasoncache.sharing.decision import Refusal
+from sglang_reasoncache.sharing.rules import Refusal
 from sglang_reasoncache.sharing.stats import SharingStats
 from tests.eviction.rows import evict, view
 

@@ -14,9 +14,10 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
-from sglang_reasoncache.sharing.measure import AdaptiveThreshold
-from sglang_reasoncache.sharing.state import Key, Merges, state_of
+from sglang_reasoncache.sharing.merges import Key, Merges
+from sglang_reasoncache.sharing.request import record_of
 from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.eviction.rows import steps
 from tests.property.world import Pair, Setup, SlowMeter, World
@@ -35,8 +36,8 @@ def arrive(world: World, yes: bool) -> None:
     world.meter.arrived = yes
 
 
-#: ``state_of`` with type ``Any``, so that tests need not check for None.
-state: Any = state_of
+#: ``record_of`` with type ``Any``, so that tests need not check for None.
+state: Any = record_of
 
 
 def pairs_of(req: Req) -> list[tuple[int, int]]:
@@ -80,8 +81,7 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
 )  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
     """A block is refused if it splits a page, overlaps its source, or fewer than ``min_age`` tokens follow."""
-    world = World(Setup(page=4, block=4, slots=160))
-    world.controller.pipeline.redirector._min_age = min_age
+    world = World(Setup(page=4, block=4, slots=160), min_age=min_age)
     req = world.start()
     before = world.row(req).copy()
     world.propose(req, pair)
@@ -302,10 +302,12 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     pipeline._use = lambda: use[0]
     req = world.start()
     find(world, req, Pair(8, 24))
-    stats, state = world.controller.stats, state_of(req)
+    stats, state = world.controller.stats, record_of(req)
     assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
     expects = world.controller.pipeline.expected
-    assert expects([state]) == 4 and world.controller.shareable() == 0, "expected, not promised"
+    assert expects([state]) == 4 and world.controller.promise().shareable == 0, (
+        "expected, not promised"
+    )
     world.retract(req)
     world.come_back(req)
     world.controller.after_decode([req])
@@ -370,7 +372,11 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int
             low, high = after[dst], after[src]
             joins = joins and low != high
             after = [high if label == low else label for label in after]
-        assert merges.join([key(d) for d, _ in block], [key(s) for _, s in block]) == joins
+        dst = [key(d) for d, _ in block]
+        src = [key(s) for _, s in block]
+        assert merges.would_repeat(dst, src) == (not joins)
+        if joins:
+            merges.join(dst, src)
         labels = after if joins else labels
         for at, label in enumerate(labels):
             same = [other for other, others in enumerate(labels) if others == label]

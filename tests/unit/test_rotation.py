@@ -22,7 +22,7 @@ from sglang_reasoncache.attention.served import key_rotation, key_rotations
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cpu_platform import TorchCpuPlatform
 from sglang_reasoncache.device.ranks import Ranks
-from sglang_reasoncache.sharing.measure import BlockMeter
+from sglang_reasoncache.sharing.meter import BlockMeter
 
 HEADS = 2
 #: Half the distance between 1 and the next fp32 number.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.plugin.server import check_alike
 from sglang_reasoncache.sharing import measure
-from sglang_reasoncache.sharing.measure import AdaptiveThreshold
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.two_ranks import in_two_threads
 
 _DISTANCE = st.one_of(st.just(0.0), st.floats(1e-7, 999.0), st.sampled_from([0.01, 0.02, 1.0]))

@@ -18,7 +18,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.attention import served
 from sglang_reasoncache.cache.allocator import shared_allocator_of
-from sglang_reasoncache.sharing.state import state_of
+from sglang_reasoncache.sharing.request import record_of
 from tests.property.world import ENDS, LAYERS, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
@@ -113,7 +113,7 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
         for req in live:
             if req.kv.kv_allocated_len < 120:
                 world.step(req)
-            state: Any = state_of(req)
+            state: Any = record_of(req)
             if state and req.kv.kv_allocated_len > 2 * BLOCK and dice.random() < 0.4:
                 pair = Pair(*dice.sample(range(req.kv.kv_allocated_len - BLOCK), 2))
                 world.engine.waiting[state.followed.id].append(pair)

@@ -9,7 +9,7 @@ from typing import Any
 def register() -> None:
     from sglang_reasoncache.device.upload import upload
     from sglang_reasoncache.kernels.paged import read_keys
-    from sglang_reasoncache.sharing.measure import BlockMeter
+    from sglang_reasoncache.sharing.meter import BlockMeter
     from sglang_reasoncache.sharing.redirect import Redirected, Redirector
 
     meters: list[Any] = []

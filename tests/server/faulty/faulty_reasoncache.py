@@ -19,10 +19,10 @@ def register() -> None:
     from sglang_reasoncache.attention import paged
     from sglang_reasoncache.cache.allocator import SharedTokenAllocator
     from sglang_reasoncache.cache.tree import SharedRadixCache
-    from sglang_reasoncache.sharing.measure import BlockMeter
-    from sglang_reasoncache.sharing.tracker import RequestTracker
+    from sglang_reasoncache.sharing.meter import BlockMeter
+    from sglang_reasoncache.sharing.records import Records
 
-    measure, follow = BlockMeter.measure, RequestTracker.follow
+    measure, born = BlockMeter.measure, Records.born
     left: list[int] = []
     prepare, allocators = SharedTokenAllocator.prepare, list[Any]()
     names = "plan_rows", "decode_attention", "extend_attention"
@@ -43,10 +43,10 @@ def register() -> None:
     for owner, name in vital:
         setattr(owner, name, failing(name, getattr(owner, name)))
 
-    def followed(tracker: Any, req: Any) -> Any:
+    def seen(records: Records, req: Any) -> Any:
         if req.rid == ARMS:
             left[:] = range(BATCHES + 1)
-        return follow(tracker, req)
+        return born(records, req)
 
     def prepared(allocator: Any, *arguments: Any) -> Any:
         allocators[:] = [allocator]
@@ -67,4 +67,4 @@ def register() -> None:
 
     SharedTokenAllocator.prepare = prepared  # type: ignore[assignment,method-assign]
     BlockMeter.measure = measured  # type: ignore[assignment,method-assign]
-    RequestTracker.follow = followed  # type: ignore[assignment,method-assign]
+    Records.born = seen  # type: ignore[method-assign]

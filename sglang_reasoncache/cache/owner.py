@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The port through which SGLang's memory classes (allocator, prefix tree, prefill budget) ask the plugin.
+
+These classes lie below the code that decides what is shared or evicted, and must not call it by name: they ask
+the :class:`SlotOwner` of their allocator. A server has one, the plugin's ``Controller``. Before it is attached,
+and in an SGLang without the plugin, :data:`NO_OWNER` answers: nothing shares, and nothing can be reclaimed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.device.ranks import Ranks
+
+_Result = TypeVar("_Result")
+
+
+class Promise(NamedTuple):
+    """What a prefill budget may count on, the same on all ranks.
+
+    Attributes:
+        shareable: Number of slots that running requests can free by sharing.
+        credit: The fraction of future output for which admission need not reserve slots, in [0, 1).
+    """
+
+    shareable: int
+    credit: float
+
+
+class SlotOwner(Protocol):
+    """What allocator, prefix tree and prefill budget ask. Except for :meth:`once_more`, no method lets an
+    exception of the plugin through.
+
+    Attributes:
+        ranks: The tensor-parallel ranks that run the same requests.
+        composes: Whether prefixes may be composed of several cached documents.
+    """
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def composes(self) -> bool: ...
+
+    def once_more(self, work: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
+        """The result of ``work``, without which SGLang cannot go on. If ``work`` raises, it is called a second
+        time; an exception of the second call is not caught."""
+
+    def contained(self) -> AbstractContextManager[Any]:
+        """A context that suppresses exceptions of the plugin if this is the only rank. With several ranks they
+        end the scheduler: after a failure one rank's tree would differ from the others', and the ranks would
+        admit different requests."""
+
+    def promise(self) -> Promise:
+        """What the next prefill budget may count on. All ranks call this together."""
+
+    def reclaim(self, slots: int) -> None:
+        """Try to free ``slots`` slots, which SGLang lacks even if its prefix cache evicts all that it can. All
+        ranks call this together."""
+
+    def request_waits(self) -> None:
+        """SGLang has no slots for a request."""
+
+    def keeps_prompt(self, req: Request) -> bool:
+        """Whether a request keeps its prompt out of the prefix tree while it runs."""
+
+    def after_chunk(self, req: Request, written: int) -> None:
+        """A chunk of a prompt that is kept out of the tree was computed. ``written``: number of positions of
+        ``req`` whose KV is written."""
+
+    def released(self, req: Request, row: HostRow) -> None:
+        """A request finished, was aborted or was retracted. ``row``: the host's copy of its freed row."""
+
+    def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
+        """A prompt was composed of ``documents`` cached documents; see ``SharingStats.composed``."""
+
+    def path_loaded(self, slots: torch.Tensor) -> None:
+        """Keys in ``slots``, int64 ``[tokens]`` on the device, are those of positions 0, 1, 2, ...: the slots
+        of a path of the tree that was loaded from the host."""
+
+    def flushed(self) -> None:
+        """SGLang flushes its cache, while no request runs."""
+
+
+class NoOwner:
+    """A :class:`SlotOwner` that shares and evicts nothing."""
+
+    ranks = Ranks()
+    composes = False
+
+    def once_more(self, work: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
+        return work(*arguments, **named)
+
+    def contained(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def promise(self) -> Promise:
+        return Promise(shareable=0, credit=0.0)
+
+    def reclaim(self, slots: int) -> None:
+        pass
+
+    def request_waits(self) -> None:
+        pass
+
+    def keeps_prompt(self, req: Request) -> bool:
+        return False
+
+    def after_chunk(self, req: Request, written: int) -> None:
+        pass
+
+    def released(self, req: Request, row: HostRow) -> None:
+        pass
+
+    def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
+        pass
+
+    def path_loaded(self, slots: torch.Tensor) -> None:
+        pass
+
+    def flushed(self) -> None:
+        pass
+
+
+NO_OWNER: SlotOwner = NoOwner()

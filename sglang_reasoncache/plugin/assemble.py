@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts the parts of a scheduler's plugin together, without SGLang's context: servers, tests and ``eval`` do it
+in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_reasoncache.cache.allocator import Shared
+from sglang_reasoncache.compat.types import PrefixTree, ReqToTokenPool
+from sglang_reasoncache.config import ResolvedConfig
+from sglang_reasoncache.device.ranks import Ranks
+from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.filter.process import FilterProcess
+from sglang_reasoncache.filter.segment import ReasoningMarkers
+from sglang_reasoncache.plugin.controller import INTERVAL, Controller
+from sglang_reasoncache.plugin.report import Report, SharingMetrics
+from sglang_reasoncache.sharing.meter import BlockMeter
+from sglang_reasoncache.sharing.pipeline import BlockPipeline
+from sglang_reasoncache.sharing.records import Records
+from sglang_reasoncache.sharing.redirect import Redirector
+from sglang_reasoncache.sharing.rules import Rules
+from sglang_reasoncache.sharing.stats import SharingStats
+from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
+from sglang_reasoncache.sharing.tracker import RequestTracker
+
+
+def assemble(
+    resolved: ResolvedConfig,
+    *,
+    allocator: Shared,
+    rows: ReqToTokenPool,
+    ranks: Ranks,
+    stats: SharingStats,
+    meter: BlockMeter,
+    eviction: EvictionController,
+    process: FilterProcess | None,
+    use: Callable[[], float],
+    path_loaded: Callable[[torch.Tensor], None],
+    markers: ReasoningMarkers | None = None,
+    metrics: SharingMetrics | None = None,
+    documents_off: str | None = None,
+    dp_rank: int = 0,
+    interval: int = INTERVAL,
+) -> Controller:
+    """Make the controller of a scheduler, and attach it to ``allocator``, as its owner.
+
+    Args:
+        rows: SGLang's pool of rows.
+        stats: The totals, which ``eviction`` counts in too.
+        process: The filter. None if sharing is off.
+        use: The fraction of the KV pool that is in use, see :class:`BlockPipeline`.
+        path_loaded: See ``SlotOwner``.
+        markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
+        documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
+        dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
+        interval: Decode steps between two polls.
+    """
+    config = resolved.config
+    records = Records(process, stats, markers, groups=config.scope == "prompt")
+    tracker = RequestTracker(process, records, stats, ranks)
+    pipeline = BlockPipeline(
+        tracker=tracker,
+        records=records,
+        rules=Rules(
+            min_age=config.min_age,
+            page=resolved.page,
+            has_window_pool=allocator.has_window_pool,
+        ),
+        meter=meter,
+        threshold=AdaptiveThreshold(config.percentile, config.warmup),
+        redirector=Redirector(allocator, rows, stats, ranks),
+        stats=stats,
+        ranks=ranks,
+        block=resolved.block,
+        at_once=config.shares_at_once,
+        use=use,
+    )
+    report = Report(
+        config=config,
+        stats=stats,
+        records=records,
+        pipeline=pipeline,
+        eviction=eviction,
+        metrics=metrics,
+        uncorrected=resolved.uncorrected,
+        documents_off=documents_off,
+        dp_rank=dp_rank,
+    )
+    controller = Controller(
+        config=config,
+        stats=stats,
+        ranks=ranks,
+        records=records,
+        tracker=tracker,
+        pipeline=pipeline,
+        eviction=eviction,
+        report=report,
+        path_loaded=path_loaded,
+        interval=interval,
+    )
+    allocator.attach(controller)
+    return controller
+
+
+def use_of(allocator: Shared, tree: PrefixTree) -> float:
+    """The fraction of slots that are neither free nor evictable. SGLang logs it as ``token usage``."""
+    size: Any = allocator.size_full
+    return 1.0 - (allocator.free_size() + tree.evictable_size()) / float(size)
