@@ -91,7 +91,9 @@ class SharingBudget(compat.PrefillBudget):
 
     def available_chunk_tokens(self, chunk_limit: int) -> int | None:
         available: int | None = super().available_chunk_tokens(chunk_limit)
-        return self._put_chunk_off() if available is None else available
+        if available is None:
+            self._put_chunk_off()
+        return available
 
     def fit_chunk(
         self, *, extend_input_len: int, max_new_tokens: int, chunk_limit: int
@@ -107,7 +109,10 @@ class SharingBudget(compat.PrefillBudget):
         if limit is None or self._reclaim(self.ceil_paged_tokens(min(extend_input_len, limit))):
             return limit
         there = self._there() // self.page_size * self.page_size
-        return min(limit, there) if there > 0 else self._put_chunk_off()
+        if there > 0:
+            return min(limit, there)
+        self._put_chunk_off()
+        return None
 
     def _put_chunk_off(self) -> None:
         self._put_off = True

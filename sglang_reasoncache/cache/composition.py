@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.compat.carriers import DOCUMENTS
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import Documents, documents_of, takes_part
 
 if TYPE_CHECKING:
     from sglang_reasoncache.cache.repair import RepairedRow
 
-_ATTRIBUTE = "_reasoncache_documents"
 NO_POSITIONS = np.zeros(0, dtype=np.int64)
 
 
@@ -75,13 +75,13 @@ def marked(req: Request | None) -> Documents | None:
     The result is stored in the request, because a waiting request is looked up in the tree again and again."""
     if req is None:
         return None
-    if not hasattr(req, _ATTRIBUTE):
+    if not hasattr(req, DOCUMENTS):
         found, custom_params = None, getattr(req.sampling_params, "custom_params", None)
         # Building the error message may raise too: its repr of the value can exceed the recursion limit.
         with suppress(Exception):
             found = documents_of(custom_params, len(req.origin_input_ids))
-        setattr(req, _ATTRIBUTE, found if takes_part(req) else None)
-    documents: Documents | None = getattr(req, _ATTRIBUTE)
+        setattr(req, DOCUMENTS, found if takes_part(req) else None)
+    documents: Documents | None = getattr(req, DOCUMENTS)
     return documents
 
 

@@ -56,3 +56,49 @@ def test_rooms_import_in_no_circle() -> None:
     while free := {room for room in needs if not needs[room] & needs.keys()}:
         needs = {room: others for room, others in needs.items() if room not in free}
     assert not needs, f"{', '.join(sorted(needs))} import one another"
+
+
+def chains_through_the_port(tree: ast.AST) -> Iterator[str]:
+    """The expressions that reach through an owner to what lies behind it, such as ``owner.pipeline.ledger``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+            of = node.value.value
+            name = of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", "")
+            if name.lstrip("_") == "owner":
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if room_of(file) == "cache"], ids=lambda file: file.name
+)
+def test_nobody_reaches_through_the_port(file: Path) -> None:
+    """What lies below the controller asks it only through the methods of ``SlotOwner`` (``cache/owner.py``). It
+    calls nothing behind them, and knows it by no other name."""
+    tree = ast.parse(file.read_text())
+    assert not list(chains_through_the_port(tree))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not names & {"controller", "pipeline", "tracker", "containment", "report", "forecast"}
+
+
+def test_a_chain_through_the_port_is_found() -> None:
+    source = "self.owner.pipeline.request_waits()\nowner.ranks.alone\nself._owner.reclaim(1)"
+    assert list(chains_through_the_port(ast.parse(source))) == [
+        "self.owner.pipeline.request_waits",
+        "owner.ranks.alone",
+    ]
+
+
+def test_attributes_on_sglangs_objects_are_named_in_one_place() -> None:
+    """``compat/carriers.py`` lists where we ride on SGLang's objects. No other file spells such an attribute."""
+    spelled = {
+        str(file.relative_to(ROOT))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node.value.startswith("_reasoncache")
+        )
+        or (isinstance(node, ast.Attribute) and node.attr.startswith("_reasoncache"))
+    }
+    assert spelled == {"compat/carriers.py"}

@@ -50,8 +50,11 @@ TAILS = st.sampled_from((0, 0, 0, 30, 60, 100))
 class RunningBatch(ScheduleBatch):
     """SGLang's batch of running requests, without the tensors of a forward."""
 
+    reqs: list[Req]
+
     def filter_batch(self, reqs_to_exclude: Any = None, keep_indices: Any = None) -> None:
-        self.reqs = [self.reqs[at] for at in keep_indices]
+        kept: list[Req] = [self.reqs[at] for at in keep_indices]
+        self.reqs = kept
 
 
 class SchedulingMachine(GroupMachine):

@@ -87,7 +87,7 @@ def _table(page: str, heading: str) -> str:
 
 
 def test_what_the_code_names_is_in_its_page() -> None:
-    series = [*(field.removesuffix("_total") for field in report._COUNTERS)]
+    series = [*(field.removesuffix("_total") for field in report.COUNTERS)]
     kinds = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS, *served.WITHOUT_POSITIONS]
     kinds += served.WINDOWED
     refused, corrected = (

@@ -372,11 +372,11 @@ def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int
             low, high = after[dst], after[src]
             joins = joins and low != high
             after = [high if label == low else label for label in after]
-        dst = [key(d) for d, _ in block]
-        src = [key(s) for _, s in block]
-        assert merges.would_repeat(dst, src) == (not joins)
+        readers = [key(d) for d, _ in block]
+        sources = [key(s) for _, s in block]
+        assert merges.would_repeat(readers, sources) == (not joins)
         if joins:
-            merges.join(dst, src)
+            merges.join(readers, sources)
         labels = after if joins else labels
         for at, label in enumerate(labels):
             same = [other for other, others in enumerate(labels) if others == label]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.plugin.server import check_alike
-from sglang_reasoncache.sharing import measure
+from sglang_reasoncache.sharing import threshold as of_threshold
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.two_ranks import in_two_threads
 
@@ -48,7 +48,7 @@ def test_distances_out_of_range_count_at_the_ends() -> None:
 
 def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """The value is a weighted percentile of all distances. All weights are halved when their sum exceeds 64."""
-    monkeypatch.setattr(measure, "_FULL", 64.0)
+    monkeypatch.setattr(of_threshold, "_FULL", 64.0)
     rng = np.random.default_rng(2)
     distances = np.concatenate([rng.lognormal(0, 0.5, 300), rng.lognormal(2, 0.5, 50)])
     adaptive, weights = AdaptiveThreshold(50, 0), np.zeros(0)

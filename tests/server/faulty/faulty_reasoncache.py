@@ -67,4 +67,4 @@ def register() -> None:
 
     SharedTokenAllocator.prepare = prepared  # type: ignore[assignment,method-assign]
     BlockMeter.measure = measured  # type: ignore[assignment,method-assign]
-    Records.born = seen  # type: ignore[method-assign]
+    Records.born = seen  # type: ignore[assignment,method-assign]
