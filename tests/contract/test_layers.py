@@ -89,7 +89,7 @@ def test_a_chain_through_the_port_is_found() -> None:
 
 
 def test_attributes_on_sglangs_objects_are_named_in_one_place() -> None:
-    """``compat/carriers.py`` lists where we ride on SGLang's objects. No other file spells such an attribute."""
+    """No file but ``compat/carriers.py`` spells an attribute that we put on SGLang's objects."""
     spelled = {
         str(file.relative_to(ROOT))
         for file in FILES

@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from tests.filter.words import Words
+from tests.property.adder import adder_of
 from tests.property.test_groups import (
     MIN_AGE,
     PHRASES,
@@ -45,16 +46,6 @@ MOST_RUNNING = 4
 CHUNKS = st.sampled_from((8, 16, 16, 48))
 #: Tokens of a prompt behind the part that all prompts have.
 TAILS = st.sampled_from((0, 0, 0, 30, 60, 100))
-
-
-class RunningBatch(ScheduleBatch):
-    """SGLang's batch of running requests, without the tensors of a forward."""
-
-    reqs: list[Req]
-
-    def filter_batch(self, reqs_to_exclude: Any = None, keep_indices: Any = None) -> None:
-        kept: list[Req] = [self.reqs[at] for at in keep_indices]
-        self.reqs = kept
 
 
 class SchedulingMachine(GroupMachine):
@@ -149,7 +140,8 @@ class SchedulingMachine(GroupMachine):
         self._stash()
         if not (self.waiting or self.chunked):
             return None
-        adder = self._adder(chunk, ratio, mixed)
+        chunk = max(chunk, world.page + MOST_RUNNING)
+        adder = adder_of(world, self.running, chunk, ratio, mixed)
         type(self).passes += 1
         if self.chunked is not None:
             self.chunked.init_next_round_input()
@@ -194,25 +186,6 @@ class SchedulingMachine(GroupMachine):
         chunked = self.chunked
         if chunked is not None and chunked.extend_end > chunked.prefix_len:
             checkpoint_kv_cache(chunked, self.world.tree)
-
-    def _adder(self, chunk: int, ratio: float, mixed: bool) -> PrefillAdder:
-        world = self.world
-        batch = RunningBatch(
-            reqs=list(self.running),
-            req_to_token_pool=world.rows,
-            token_to_kv_pool_allocator=world.allocator,
-            tree_cache=world.tree,
-        )
-        return PrefillAdder(
-            page_size=world.page,
-            tree_cache=world.tree,
-            token_to_kv_pool_allocator=world.allocator,
-            running_batch=batch,
-            new_token_ratio=ratio,
-            rem_input_tokens=1 << 14,
-            rem_chunk_tokens=max(chunk, world.page + MOST_RUNNING),
-            num_mixed_decode_tokens=len(self.running) if mixed else 0,
-        )
 
     def _decode_beside(self, token: int) -> None:
         """The decode half of a mixed batch, if there is room for it."""

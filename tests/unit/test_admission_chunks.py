@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests prompts that SGLang's ``PrefillAdder`` admits because blocks of the ledger will share. A prompt that is
+computed in chunks must find its slots whatever happens between two chunks: a failed allocation would end the
+scheduler. ``tests/property/test_scheduling.py`` tests the same with random requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+from sglang_reasoncache.filter.matcher import AcrossPair
+from tests.eviction.rows import everything_comes_back as everything_comes_back
+from tests.property.adder import adder_of
+from tests.property.world import Pair, Setup, World
+from tests.unit.test_across import running, state, world_of
+
+CHUNK = 16
+
+
+def siblings() -> tuple[World, Req]:
+    """Three responses whose blocks can read a fourth one's slots. Returns that one, too. The ledger promises 60
+    slots, three times those of the fourth."""
+    world = world_of(Setup(page=1, block=4, slots=140, when="short"), max_rows=6)
+    source = world.start("a")
+    for number, name in enumerate("bcd", 2):
+        reader = world.start(name, first=100 * number)
+        lent = [AcrossPair(at, at, state(source).followed.id) for at in range(8, 28, 4)]
+        world.engine.lent[state(reader).followed.id] = lent
+        world.step(reader)
+    for _ in range(4):
+        world.controller.after_decode(running(world))
+    assert world.controller.pipeline.ledger.slots == 60
+    return world, source
+
+
+def alone() -> tuple[World, Req]:
+    """One response with two blocks in the ledger."""
+    world = World(Setup(page=1, block=4, slots=60, when="short"))
+    req = world.start()
+    world.propose(req, Pair(8, 20), Pair(12, 24))
+    for _ in range(2):
+        world.controller.after_decode([req])
+    assert world.controller.pipeline.ledger.slots == 8
+    return world, req
+
+
+def there(world: World) -> int:
+    """Free or evictable slots."""
+    return int(world.allocator.available_size() + world.tree.evictable_size())
+
+
+def arrive(world: World, length: int) -> Req:
+    """A request with a prompt of ``length`` tokens that no other request has."""
+    for req in running(world):
+        req.sampling_params.max_new_tokens = len(req.output_ids) + 8
+    req = world.request("new", range(1000, 1000 + length))
+    req.sampling_params.max_new_tokens = 1
+    return req
+
+
+def first_chunk(world: World, req: Req) -> bool:
+    """Admit ``req`` and compute its first chunk. Returns whether SGLang admits it."""
+    adder = adder_of(world, running(world), CHUNK, ratio=0.0)
+    req.init_next_round_input(world.tree)
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    if not adder.can_run_list:
+        return False
+    assert adder.new_chunked_req is req
+    compute(world, req)
+    return True
+
+
+def next_chunk(world: World, req: Req) -> bool:
+    """Compute the next chunk. Returns whether SGLang puts it off."""
+    adder = adder_of(world, running(world), CHUNK, ratio=0.0)
+    req.init_next_round_input()
+    adder.add_chunked_req(req)
+    if not adder.can_run_list:
+        return True
+    compute(world, req)
+    return False
+
+
+def compute(world: World, req: Req) -> None:
+    slots = world.extend(req)
+    world.write(slots, [1] * len(slots))
+    checkpoint_kv_cache(req, world.tree)
+
+
+def is_computed(req: Req) -> bool:
+    return req.extend_end == len(req.full_untruncated_fill_ids)
+
+
+def leave(world: World, req: Req, how: str) -> None:
+    if how == "fails":
+        with world.controller.containment:
+            raise RuntimeError("a failure of the plugin")
+    elif how != "stays":
+        world.end(req, how)
+
+
+@pytest.mark.parametrize("how", ["stays", "finish", "abort", "retract", "fails"])
+@pytest.mark.parametrize("made", [siblings, alone])
+def test_a_prompt_finds_its_slots_whatever_leaves_between_two_chunks(made: Any, how: str) -> None:
+    world, source = made()
+    promised = world.controller.pipeline.ledger.slots
+    req = arrive(world, there(world) + promised // 2)
+    assert first_chunk(world, req), "SGLang counts the slots of the ledger"
+    assert world.controller.pipeline.saved >= promised // 2, (
+        "the whole prompt's slots were reclaimed"
+    )
+    leave(world, source, how)
+    for _ in range(20):
+        if is_computed(req):
+            break
+        assert not next_chunk(world, req)
+    assert is_computed(req)
+    req.output_ids.append(1)
+
+
+@pytest.mark.parametrize("made", [siblings, alone])
+def test_a_prompt_that_even_the_ledger_cannot_hold_waits(made: Any) -> None:
+    """It waits, nothing shares for it, and the next polls measure more blocks."""
+    world, _ = made()
+    pipeline = world.controller.pipeline
+    pipeline._polls_to_measure = 0
+    req = arrive(world, there(world) + pipeline.ledger.slots + 1)
+    assert not first_chunk(world, req)
+    assert pipeline.saved == 0 and pipeline._polls_to_measure > 0
+
+
+def test_a_chunk_waits_while_no_slot_is_left() -> None:
+    """Running requests took the slots. The chunk is put off, nothing else is admitted beside it, and it is
+    computed when a request has left."""
+    world, other = alone()
+    req = arrive(world, there(world) - 2)
+    assert first_chunk(world, req)
+    for _ in range(there(world)):
+        world.step(other)
+    while world.controller.pipeline.ledger.slots:
+        world.controller.reclaim(1)
+    for _ in range(there(world)):
+        world.step(other)
+    assert there(world) == 0
+    adder = adder_of(world, running(world), CHUNK, ratio=0.0)
+    req.init_next_round_input()
+    assert adder.add_chunked_req(req) is req and adder.can_run_list == []
+    late = world.request("late", [7, 7])
+    late.sampling_params.max_new_tokens = 1
+    world.abort(other)
+    # SGLang may free slots in the same pass, by preemption. It must not admit a request beside the chunk.
+    late.init_next_round_input(world.tree)
+    admitted = adder.add_one_req(late, has_chunked_req=True, truncation_align_size=None)
+    assert admitted is AddReqResult.NO_TOKEN and adder.can_run_list == []
+    while not is_computed(req):
+        assert not next_chunk(world, req)
+    req.output_ids.append(1)
