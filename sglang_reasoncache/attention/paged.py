@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,8 +21,8 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention.served import attention_layers, key_rotations, reach_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.repair import Repaired
-from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
+from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
@@ -122,17 +123,28 @@ class PagedAttention:
         entries = batch * self.width if entries is None else entries
         return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
-    def graph_buffers(self, batch: int) -> dict[int, PlanBuffers]:
-        """Memory for the plans in a decode graph, by the number of positions that a layer sees (0: all)."""
+    def graph_buffers(
+        self, batch: int, device: torch.device | None = None
+    ) -> dict[int, PlanBuffers]:
+        """Memory for the plans in a decode graph of ``batch`` requests, by the number of positions that a layer
+        sees (0: all). ``device``: None for the pool's device."""
+        from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
         widths = {0: self.width, **self._reaches}
         return {
-            reach: self.buffers(
+            reach: PlanBuffers.of(
                 batch,
                 batch * min(width, self.width),
+                self.device if device is None else device,
                 merge=self.merges and not self._has_window_pool(reach),
             )
             for reach, width in widths.items()
         }
+
+    def graph_bytes(self, batch: int) -> int:
+        """How many bytes :meth:`graph_buffers` takes. Takes no memory itself."""
+        shapes = self.graph_buffers(batch, torch.device("meta"))
+        return sum(buffers.nbytes for buffers in shapes.values())
 
     def _has_window_pool(self, reach: int) -> bool:
         """Whether layers that see ``reach`` positions (0: all) have a window pool. Keys in this pool are

@@ -131,21 +131,38 @@ class SharedSlotReads(PagedBackend):
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
 
-    def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
-        """Allocate memory for plans of decode graphs with up to ``max_bs`` requests."""
-        super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        if self._graphs and self._graphs[-1][0].batch >= max_bs:
-            return
-        paged = self.paged
-        plans = f"plans of decode graphs, {max_bs} requests x {paged.width} positions"
-        less = "lower --cuda-graph-max-bs-decode, --context-length or --mem-fraction-static"
+    def reserve_plans(self, requests: int) -> None:
+        """Allocate memory for plans of decode graphs with up to ``requests`` requests. The server calls this
+        when it starts, before SGLang captures graphs, because it can then still do without this backend.
+
+        Raises ValueError, whose message names the bytes and the flags that make them fewer, if the plans would
+        take more than half of the free GPU memory. The other half is for SGLang's graphs and prefills."""
+        needed = self.paged.graph_bytes(requests)
+        free = torch.cuda.mem_get_info(self.paged.device)[0]
+        shortage = (
+            f"{self.requested_by}: plans of decode graphs for {requests} requests x {self.paged.width} "
+            f"positions take {needed} bytes of GPU memory, and may take half of the {free} bytes that are "
+            "free; lower --cuda-graph-max-bs-decode, --context-length or --mem-fraction-static"
+        )
+        if needed > free // 2:
+            raise ValueError(shortage)
         try:
-            buffers = paged.graph_buffers(max_bs)
+            self._graphs.append(self.paged.graph_buffers(requests))
         except torch.OutOfMemoryError as error:
-            raise MemoryError(f"reasoncache: no memory for {plans}; {less}") from error
-        size = sum(each.nbytes for each in buffers.values())
-        logger.info(f"reasoncache: {plans}, take %.1f MiB", size / 2**20)
-        self._graphs.append(buffers)
+            raise ValueError(shortage) from error
+        logger.info(
+            "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB",
+            requests,
+            self.paged.width,
+            needed / 2**20,
+        )
+
+    def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
+        """Called before SGLang captures decode graphs with up to ``max_bs`` requests."""
+        super().init_cuda_graph_state(max_bs, *args, **kwargs)
+        # SGLang captures the graphs that it announced, unless it captures again, after ranks have joined.
+        if not self._graphs or self._graphs[-1][0].batch < max_bs:
+            self._graphs.append(self.paged.graph_buffers(max_bs))
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False

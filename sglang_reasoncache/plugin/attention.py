@@ -17,6 +17,7 @@ from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.plugin import cpu_attention, refusals
@@ -201,38 +202,65 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
 def make_cuda(
     model_runner: ModelRunner, name: str, cached: CachedPositions | None, *, requested_by: str
 ) -> Any:
-    """Makes the CUDA backend of a scheduler process.
+    """Makes the CUDA backend of a scheduler process. All tensor-parallel ranks call this together, and all get
+    a backend or none does, because all must capture the same CUDA graphs.
 
     ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: records the position that each key is rotated for;
     None if keys are never corrected. ``requested_by``: the flag that asks for the backend; every message begins
-    with this flag. Raises ValueError if the server is not supported. If the error has a ``__cause__``,
-    something failed: memory or a compiler is missing, or SGLang could not apply a hook.
+    with this flag. Raises ValueError if the server is not supported, if there is too little GPU memory, or if
+    this happened on another rank. If the error has a ``__cause__``, something failed: memory or a compiler is
+    missing, or SGLang could not apply a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
-    if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
-        device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
-        raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
-    found = refusals.in_the_way_of_corrected(model_runner.server_args)
-    refusals.refuse(requested_by, found)
-    latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
-    kwargs = {}
-    if name == "flashinfer" and not latent:
-        # SGLang's registry passes this argument too.
-        kwargs["init_new_workspace"] = model_runner.init_new_workspace
+    ranks = _ranks()
     try:
-        made = backend_class(name, latent)
-        backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
-        if backend.paged.backend != "triton":
-            raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-        paged_cuda.compile_attention(backend.paged)
+        try:
+            backend = _ready_for_graphs(model_runner, name, cached, requested_by)
+        except Exception:
+            ranks.least(False)  # the other ranks wait for this rank's answer
+            raise
+        if not ranks.least(True):
+            raise ValueError(
+                f"{requested_by} is not possible on another tensor-parallel rank, whose log says why"
+            )
         # Hooks are installed last, because they cannot be removed after a failure.
         _install_hooks(backend)
     except ValueError:
         raise
     except Exception as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"{requested_by} failed at the start: {told}") from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"{requested_by} failed at the start: {reason}") from error
     return backend
+
+
+def _ready_for_graphs(
+    model_runner: ModelRunner, name: str, cached: CachedPositions | None, requested_by: str
+) -> Any:
+    """The backend that :func:`make_cuda` makes, with compiled kernels and memory for its graphs' plans."""
+    if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
+        device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
+        raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
+    refusals.refuse(requested_by, refusals.in_the_way_of_corrected(model_runner.server_args))
+    latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
+    kwargs = {}
+    if name == "flashinfer" and not latent:
+        # SGLang's registry passes this argument too.
+        kwargs["init_new_workspace"] = model_runner.init_new_workspace
+    made = backend_class(name, latent)
+    backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
+    if backend.paged.backend != "triton":
+        raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
+    requests = compat.largest_decode_graph(model_runner)
+    if requests:
+        backend.reserve_plans(requests)
+    paged_cuda.compile_attention(backend.paged)
+    return backend
+
+
+def _ranks() -> Ranks:
+    """All tensor-parallel ranks of this server, those of every DP-attention group included."""
+    parallel = compat.get_parallel()
+    return Ranks(parallel.tp_group.cpu_group if parallel.tp_size > 1 else None)
 
 
 def backend_class(name: str, latent: bool = False) -> type:

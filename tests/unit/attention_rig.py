@@ -141,6 +141,7 @@ class Rig:
             use_mla_backend=latent,
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
             is_draft_worker=False,
+            is_generation=True,
             decode_attention_backend_str="triton",
             server_args=SimpleNamespace(),
         )

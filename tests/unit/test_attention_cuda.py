@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ from sglang.srt import runtime_context
 from sglang.srt.arg_groups import model_override_base, resolution_hooks
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.platforms.cuda import CudaSRTPlatform
-from sglang.srt.runtime_context import override_platform
+from sglang.srt.runtime_context import get_exec, override_platform
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import paged_cuda
@@ -279,6 +281,14 @@ def test_auto_is_corrected(
     assert not caplog.messages
 
 
+@pytest.fixture
+def no_decode_graphs(published_config: None) -> Iterator[None]:
+    off = CudaGraphConfig(decode=PhaseConfig(backend="disabled"))
+    with get_exec().graph.override(cuda_graph_config=off):
+        yield
+
+
+@pytest.mark.usefixtures("no_decode_graphs")
 @pytest.mark.parametrize("at", ["__init__", "warm_up", "_install_hooks"])
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ImportError], ids=["memory", "library"])
 def test_auto_goes_on_where_ours_fails(

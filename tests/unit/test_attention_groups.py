@@ -4,6 +4,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -74,6 +75,46 @@ def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
         for (agreed, variant), (kinds, expected) in zip(found, CASES, strict=True):
             assert agreed is expected, kinds
             assert variant == (SHIFTED if expected is GraphVote.SHIFTED else PLAIN)
+
+
+def _made(rank: int, group: Any) -> list[tuple[Any, int]]:
+    """For nobody's failure and then for rank 1's: the backend or error message, and how often hooks went in."""
+    found = []
+    for failing in (None, 1):
+        installed = list[Any]()
+
+        def ready(*_: Any, failing: int | None = failing) -> str:
+            if rank == failing:
+                raise torch.OutOfMemoryError("none left")
+            return "ours"
+
+        with (
+            mock.patch.object(attention, "_ready_for_graphs", ready),
+            mock.patch.object(attention, "_install_hooks", installed.append),
+            get_context().override_server_args(device="cpu", attention_backend="torch_native"),
+            get_parallel().override(
+                tp_size=2, attn_tp_size=2, moe_tp_size=2, tp_group=SimpleNamespace(cpu_group=group)
+            ),
+        ):
+            runner: Any = SimpleNamespace()
+            try:
+                made = attention.make_cuda(runner, "triton", None, requested_by="--x y")
+            except ValueError as error:
+                made = str(error)
+        found.append((made, len(installed)))
+    return found
+
+
+def test_all_ranks_get_our_backend_or_none_does(tmp_path: Path) -> None:
+    """Ranks with different backends would capture different graphs, and wait for each other for ever."""
+    first, second = on_two_ranks(_made, tmp_path, 120)
+    assert first[0] == second[0] == ("ours", 1)
+    over = "--x y over --attention-backend triton"
+    assert first[1] == (
+        f"{over} is not possible on another tensor-parallel rank, whose log says why",
+        0,
+    )
+    assert second[1] == (f"{over} failed at the start: OutOfMemoryError: none left", 0)
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
