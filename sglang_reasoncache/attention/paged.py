@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.served import attention_layers, key_rotations, reach_of
+from sglang_reasoncache.attention.models import attention_layers, reach_of
+from sglang_reasoncache.attention.rotations import key_rotations
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.repair import Repaired
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import paged_cuda, served
+from sglang_reasoncache.attention import models, paged_cuda, rotations
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
@@ -49,9 +49,9 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
         return
     model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
     corrects = config.shares and config.positions != "as-cached"
-    corrects = corrects and not served.caches_without_positions(model.hf_config)
+    corrects = corrects and not rotations.caches_without_positions(model.hf_config)
     theirs = compat.get_default_attn_backend(server_args, latent, model)
-    name = served.cuda_backend_of(model, latent, platform.has_flashinfer)
+    name = models.cuda_backend_of(model, latent, platform.has_flashinfer)
     needed = corrects or config.policies.evictors
     if not needed or theirs in compat.CUDA_BACKENDS or name is None:
         return
@@ -75,8 +75,8 @@ def attention_backend(
     """Make our backend if settings and server allow it, else the registered one (``stock``). ``cached``: where
     our backend records the position that each key is rotated for. ``name``: one of ``compat.OUR_BACKENDS``.
     Raises ValueError if a requested backend or policy is not supported, or if memory is missing."""
-    layers = served.attention_layers(model_runner) if config.policies.evictors else ()
-    if any(map(served.reach_of, layers)):
+    layers = models.attention_layers(model_runner) if config.policies.evictors else ()
+    if any(map(models.reach_of, layers)):
         reason = "does not support sliding windows: layers read different positions"
         raise refusals.of_policy(config.policy, reason)
     backend, uncorrected = _own_backend(model_runner, config, name, cached)

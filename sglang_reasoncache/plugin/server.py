@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.device.ranks import Ranks
@@ -43,7 +43,7 @@ class ServerParts:
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
-        served.check_pool(pool)
+        models.check_pool(pool)
         attention.check_latent_policies(config, pool)
         self.config = config
         self.allocator = shared_allocator_of(stock)
@@ -66,15 +66,15 @@ class ServerParts:
 
     def _read_as_cached(self, model_runner: ModelRunner) -> None:
         """Set ``positions`` to ``as-cached`` if the model does not rotate its keys: they need no correction."""
-        if served.is_without_positions(model_runner.model):
+        if rotations.is_without_positions(model_runner.model):
             self.config = dataclasses.replace(self.config, positions="as-cached")
 
     def tree(self, context: TreeCacheBuildContext) -> SharedRadixCache:
         """Build the prefix tree and its controller. Raises ValueError for a model or setting that is not
         supported."""
-        served.check_kind(context)
+        models.check_kind(context)
         pool = self.allocator.get_kvcache()
-        served.check_latent(pool, context.server_args)
+        models.check_latent(pool, context.server_args)
         params, runner = context.params, context.tp_worker.model_runner
         refusals.check_page_size(params.page_size)
         # Done here too, because :meth:`attention_backend` is not called if SGLang chose a backend that we
@@ -86,7 +86,7 @@ class ServerParts:
             told = "a repeat shares only if it begins at the same place of a page; --page-size 1 shares more"
             logger.warning(f"reasoncache: at --page-size {params.page_size} {told}")
         # A block may share only after the sliding window has passed it.
-        age = max(config.min_age, served.window_age(context))
+        age = max(config.min_age, models.window_age(context))
         self.config = config = dataclasses.replace(config, min_age=age)
         tree: SharedRadixCache
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
