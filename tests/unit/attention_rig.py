@@ -15,9 +15,9 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.models.olmo2 import Olmo2Attention
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.paged_cuda import MarkedRids
+from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.plugin import graph_votes
 from tests.kernels.attention_cases import dense, turned
 
 DIM = 16
@@ -257,7 +257,7 @@ def announced(
     """Calls our hook for new batches, which marks ``batch``. The prefix tree tells the hook ``shifted``
     (whether requests read shifted slots) and ``evicted`` (how many positions of each request are evicted)."""
     runner: Any = SimpleNamespace(attn_backend=backend)
-    attention._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
+    graph_votes._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
     return batch
 
 

@@ -30,11 +30,12 @@ from transformers import Qwen3Config
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import paged
-from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants, compile_attention
+from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
+from sglang_reasoncache.attention.warm_up import compile_attention
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.kernels.paged import PagedKv
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers
-from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.plugin import attention, graph_votes
 from tests.eviction.test_recent_queries import assert_kept
 from tests.property.world import in_host
 from tests.strict_device import no_wait, on_device, strict_device
@@ -290,7 +291,7 @@ def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> No
 @under_interpreter
 def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
     """The hooks cannot be removed after the test, but the process that runs these tests ends soon."""
-    attention._install_hooks(backend)
+    graph_votes.install(backend)
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
         variants = module.create_attention_graph_variants(hf_config)
@@ -425,7 +426,7 @@ def made(
     Returns the backend (``STOCK`` stands for SGLang's own) and its ``AttentionParts``."""
     monkeypatch.setattr(attention, "backend_class", lambda *_: Backend)
     # The hooks cannot be removed after the test.
-    monkeypatch.setattr(attention, "_install_hooks", lambda _backend: None)
+    monkeypatch.setattr(graph_votes, "install", lambda _backend: None)
     rig = Rig(shifted=0.0, lengths=SHORT, heads=2, kv_heads=1)
     rig.runner.prefill_attention_backend_str = "triton"
     rig.runner.server_args = compat.ServerArgs(model_path="none", device="cpu")

@@ -13,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVote, SharedSlotReads
-from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.plugin import attention, graph_votes
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
 
@@ -46,7 +46,7 @@ def backend_of() -> Any:
 
 def _rank(rank: int, group: Any) -> list[Any]:
     backend, found = backend_of(), []
-    attention._install_hooks(backend)
+    graph_votes.install(backend)
     ranks = SimpleNamespace(active_ranks_cpu=torch.ones(2, dtype=torch.int32))
     with (
         get_context().override_server_args(device="cpu", attention_backend="torch_native"),
@@ -90,7 +90,7 @@ def _made(rank: int, group: Any) -> list[tuple[Any, int]]:
 
         with (
             mock.patch.object(attention, "_ready_for_graphs", ready),
-            mock.patch.object(attention, "_install_hooks", installed.append),
+            mock.patch.object(graph_votes, "install", installed.append),
             get_context().override_server_args(device="cpu", attention_backend="torch_native"),
             get_parallel().override(
                 tp_size=2, attn_tp_size=2, moe_tp_size=2, tp_group=SimpleNamespace(cpu_group=group)
@@ -125,8 +125,8 @@ def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> 
     controller = batch.tree_cache.controller
     controller.eviction.evicts_prompts = cause == "evicts"
     backend.paged.queries = object() if cause == "queries" else None
-    vote = attention._after_prefill_vote(backend, True, local_batch=batch)
+    vote = graph_votes._after_prefill_vote(backend, True, local_batch=batch)
     assert vote is (False if cause else None)
-    assert attention._after_prefill_vote(backend, False, local_batch=batch) is None
+    assert graph_votes._after_prefill_vote(backend, False, local_batch=batch) is None
     # An idle group has no vote.
-    assert attention._after_prefill_vote(backend, True, local_batch=None) is None
+    assert graph_votes._after_prefill_vote(backend, True, local_batch=None) is None
