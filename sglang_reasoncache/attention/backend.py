@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from sglang_reasoncache.attention.models import check_attention
 from sglang_reasoncache.attention.paged import PagedAttention
-from sglang_reasoncache.attention.served import check_attention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 

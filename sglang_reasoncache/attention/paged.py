@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.served import attention_layers, key_rotations, reach_of
+from sglang_reasoncache.attention.models import attention_layers, reach_of
+from sglang_reasoncache.attention.rotations import key_rotations
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
 from sglang_reasoncache.cache.repair import Repaired
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 from sglang_reasoncache.device.upload import upload
@@ -41,9 +43,9 @@ def once_more(work: _Method) -> _Method:
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Without --enable-reasoncache the allocator is SGLang's, which has no ``once_more``.
-        call = getattr(self.allocator, "once_more", operator.call)
-        return call(work, self, *arguments, **named)
+        # Without --enable-reasoncache the allocator is SGLang's, which has no owner.
+        owner: SlotOwner = getattr(self.allocator, "owner", NO_OWNER)
+        return owner.once_more(work, self, *arguments, **named)
 
     return tried  # type: ignore[return-value]
 
@@ -122,17 +124,28 @@ class PagedAttention:
         entries = batch * self.width if entries is None else entries
         return PlanBuffers.of(batch, entries, self.device, merge=merge)
 
-    def graph_buffers(self, batch: int) -> dict[int, PlanBuffers]:
-        """Memory for the plans in a decode graph, by the number of positions that a layer sees (0: all)."""
+    def graph_buffers(
+        self, batch: int, device: torch.device | None = None
+    ) -> dict[int, PlanBuffers]:
+        """Memory for the plans in a decode graph of ``batch`` requests, by the number of positions that a layer
+        sees (0: all). ``device``: None for the pool's device."""
+        from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+
         widths = {0: self.width, **self._reaches}
         return {
-            reach: self.buffers(
+            reach: PlanBuffers.of(
                 batch,
                 batch * min(width, self.width),
+                self.device if device is None else device,
                 merge=self.merges and not self._has_window_pool(reach),
             )
             for reach, width in widths.items()
         }
+
+    def graph_bytes(self, batch: int) -> int:
+        """How many bytes :meth:`graph_buffers` takes. Takes no memory itself."""
+        shapes = self.graph_buffers(batch, torch.device("meta"))
+        return sum(buffers.nbytes for buffers in shapes.values())
 
     def _has_window_pool(self, reach: int) -> bool:
         """Whether layers that see ``reach`` positions (0: all) have a window pool. Keys in this pool are

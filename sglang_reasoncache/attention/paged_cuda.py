@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.backend import PagedBackend
-from sglang_reasoncache.attention.paged import PagedAttention
+from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ForwardBatch, ForwardMode, ModelRunner
-from sglang_reasoncache.kernels.decode import decode_attention
-from sglang_reasoncache.kernels.extend import gather_kv
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
 
 logger = logging.getLogger(__name__)
-#: Variants of a decode graph: with SGLang's attention kernels, and with ours.
-PLAIN, SHIFTED = "plain", "shifted"
+#: The variant of a decode graph with SGLang's attention kernels.
+PLAIN = "plain"
+#: The variant of a decode graph with our attention kernels.
+SHIFTED = "shifted"
 
 
 class GraphVote(enum.IntEnum):
@@ -37,31 +36,9 @@ class GraphVote(enum.IntEnum):
     A vote replaces SGLang's bool "can run a graph": EAGER is false, SHIFTED and PLAIN are true.
     """
 
-    EAGER, SHIFTED, PLAIN = range(3)
-
-
-class MarkedRids(list[str]):
-    """The request ids of a batch, marked with what its rows hold.
-
-    SGLang hands this list, ``ForwardBatch.rids``, on to every copy of the batch. If the list of a batch is
-    not marked, the batch's rows were not checked and may have shifted slots or evicted positions.
-
-    Args:
-        rids: The request ids.
-        needs_ours: Whether some row has shifted slots or evicted positions: only our kernels can read these.
-        evicted: How many positions of each row were evicted; None if unknown.
-    """
-
-    def __init__(
-        self, rids: Sequence[str], needs_ours: bool, evicted: Sequence[int] | None = None
-    ) -> None:
-        super().__init__(rids)
-        self.needs_ours, self.evicted = needs_ours, evicted
-
-
-def mark_of(batch: Any) -> MarkedRids | None:
-    """The marked request ids of a ``ForwardBatch``; None if its ids were not marked."""
-    return batch.rids if isinstance(batch.rids, MarkedRids) else None
+    EAGER = 0
+    SHIFTED = 1
+    PLAIN = 2
 
 
 class SharedSlotReads(PagedBackend):
@@ -82,7 +59,8 @@ class SharedSlotReads(PagedBackend):
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether rows of a batch may have shifted slots or evicted positions."""
-        allocator, mark = self.paged.allocator, mark_of(forward_batch)
+        allocator = self.paged.allocator
+        mark = mark_of(forward_batch)
         shifted = self.paged.cached is not None and allocator.has_shifted_slots
         if not (allocator.has_evicted or shifted):
             return False
@@ -131,21 +109,38 @@ class SharedSlotReads(PagedBackend):
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN
         return self._graph_variant
 
-    def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
-        """Allocate memory for plans of decode graphs with up to ``max_bs`` requests."""
-        super().init_cuda_graph_state(max_bs, *args, **kwargs)
-        if self._graphs and self._graphs[-1][0].batch >= max_bs:
-            return
-        paged = self.paged
-        plans = f"plans of decode graphs, {max_bs} requests x {paged.width} positions"
-        less = "lower --cuda-graph-max-bs-decode, --context-length or --mem-fraction-static"
+    def reserve_plans(self, requests: int) -> None:
+        """Allocate memory for plans of decode graphs with up to ``requests`` requests. The server calls this
+        when it starts, before SGLang captures graphs, because it can then still do without this backend.
+
+        Raises ValueError, whose message names the bytes and the flags that make them fewer, if the plans would
+        take more than half of the free GPU memory. The other half is for SGLang's graphs and prefills."""
+        needed = self.paged.graph_bytes(requests)
+        free = torch.cuda.mem_get_info(self.paged.device)[0]
+        shortage = (
+            f"{self.requested_by}: plans of decode graphs for {requests} requests x {self.paged.width} "
+            f"positions take {needed} bytes of GPU memory, and may take half of the {free} bytes that are "
+            "free; lower --cuda-graph-max-bs-decode, --context-length or --mem-fraction-static"
+        )
+        if needed > free // 2:
+            raise ValueError(shortage)
         try:
-            buffers = paged.graph_buffers(max_bs)
+            self._graphs.append(self.paged.graph_buffers(requests))
         except torch.OutOfMemoryError as error:
-            raise MemoryError(f"reasoncache: no memory for {plans}; {less}") from error
-        size = sum(each.nbytes for each in buffers.values())
-        logger.info(f"reasoncache: {plans}, take %.1f MiB", size / 2**20)
-        self._graphs.append(buffers)
+            raise ValueError(shortage) from error
+        logger.info(
+            "reasoncache: plans of decode graphs, %d requests x %d positions, take %.1f MiB",
+            requests,
+            self.paged.width,
+            needed / 2**20,
+        )
+
+    def init_cuda_graph_state(self, max_bs: int, *args: Any, **kwargs: Any) -> None:
+        """Called before SGLang captures decode graphs with up to ``max_bs`` requests."""
+        super().init_cuda_graph_state(max_bs, *args, **kwargs)
+        # SGLang captures the graphs that it announced, unless it captures again, after ranks have joined.
+        if not self._graphs or self._graphs[-1][0].batch < max_bs:
+            self._graphs.append(self.paged.graph_buffers(max_bs))
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
@@ -194,7 +189,7 @@ class GraphVariants:
     """Implements SGLang's ``AttentionGraphVariants``: one backend has two decode graphs per batch size."""
 
     #: SGLang captures the variants in this order, in one memory pool.
-    capture_labels = PLAIN, SHIFTED
+    capture_labels = (PLAIN, SHIFTED)
 
     def __init__(self, backend: SharedSlotReads) -> None:
         self._backend = backend
@@ -202,24 +197,3 @@ class GraphVariants:
     def select(self, forward_batch: ForwardBatch) -> str:
         """The label of the graph that ``forward_batch`` runs."""
         return self._backend.choose_graph(forward_batch)
-
-
-def compile_attention(paged: PagedAttention) -> None:
-    """Compile the Triton kernels, so that the first forwards need not wait. Writes nothing to the pool."""
-    # The plans are for row 0, which belongs to no request.
-    zero = torch.zeros(1, dtype=torch.int64, device=paged.device)
-    plan, merged = (
-        paged.plan_into(paged.buffers(1, 8, merge=merge), zero, zero + 8)
-        for merge in (False, paged.merges)
-    )
-    spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
-    shapes = {(x.tp_q_head_num, x.qk_head_dim, x.logit_cap): x for x in paged.attention_layers}
-    for (heads, dim, logit_cap), layer in shapes.items():
-        kv = paged.pools[layer.layer_id]
-        query = torch.zeros((1, heads, dim), dtype=paged.dtype, device=paged.device)
-        # Pass both kinds of addresses: Triton compiles a kernel once for multiples of 16 and once for others.
-        for some, rows in ((None, merged), (spans, plan)):
-            decode_attention(query, kv, rows, scale=1.0, logit_cap=logit_cap, spans=some)
-        for first in (0, 1):
-            shift = None if plan.shift is None else plan.shift[first:]
-            gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)

@@ -39,10 +39,14 @@ class SlotOwner(Protocol):
     Attributes:
         ranks: The tensor-parallel ranks that run the same requests.
         composes: Whether prefixes may be composed of several cached documents.
+        evicts_prompts: Whether policies may evict positions of prompts.
     """
 
     @property
     def ranks(self) -> Ranks: ...
+
+    @property
+    def evicts_prompts(self) -> bool: ...
 
     @property
     def composes(self) -> bool: ...
@@ -52,6 +56,9 @@ class SlotOwner(Protocol):
         time; an exception of the second call is not caught."""
 
     def contained(self) -> AbstractContextManager[Any]:
+        """A context that suppresses exceptions of the plugin: they end sharing and evicting on all ranks."""
+
+    def contained_alone(self) -> AbstractContextManager[Any]:
         """A context that suppresses exceptions of the plugin if this is the only rank. With several ranks they
         end the scheduler: after a failure one rank's tree would differ from the others', and the ranks would
         admit different requests."""
@@ -83,6 +90,10 @@ class SlotOwner(Protocol):
         """Keys in ``slots``, int64 ``[tokens]`` on the device, are those of positions 0, 1, 2, ...: the slots
         of a path of the tree that was loaded from the host."""
 
+    def hold_polls(self, yes: bool) -> None:
+        """Poll no running requests while ``yes``: between a vote of DP attention on the next forward and that
+        forward, a poll could change what was voted on."""
+
     def flushed(self) -> None:
         """SGLang flushes its cache, while no request runs."""
 
@@ -92,11 +103,15 @@ class NoOwner:
 
     ranks = Ranks()
     composes = False
+    evicts_prompts = False
 
     def once_more(self, work: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
         return work(*arguments, **named)
 
     def contained(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def contained_alone(self) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def promise(self) -> Promise:
@@ -121,6 +136,9 @@ class NoOwner:
         pass
 
     def path_loaded(self, slots: torch.Tensor) -> None:
+        pass
+
+    def hold_polls(self, yes: bool) -> None:
         pass
 
     def flushed(self) -> None:

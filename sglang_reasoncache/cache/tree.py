@@ -55,7 +55,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 self.owner.after_chunk(req, up_to)
             return
         end = req.kv.cache_protected_len
-        with self.owner.contained():
+        with self.owner.contained_alone():
             end = self.owner.once_more(self._publishable, req, up_to, running)
         if self.is_swa_enabled and end < up_to:
             if end <= compat.freed_of_window(req.kv, self.page_size)[1]:
@@ -146,7 +146,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         found = super().match_prefix(params)
         documents = marked(params.req) if self.owner.composes else None
         if documents is not None:
-            with self.owner.contained():
+            with self.owner.contained_alone():
                 return self._composed(documents, params, found)
         return found
 

@@ -63,6 +63,8 @@ _MODULES: dict[str, list[str]] = {
     "models.deepseek_common.attention_backend_handler": ["AttentionBackendRegistry"],
     "models.deepseek_common.attention_forward_methods.forward_methods": ["AttnForwardMethod"],
     "model_executor.runner_utils.capture_mode": ["get_capture_attention_variant"],
+    "model_executor.runner.base_cuda_graph_runner": ["get_batch_sizes_to_capture"],
+    "model_executor.cuda_graph_config": ["check_cuda_graph_backend"],
     "layers.radix_attention": ["RadixAttention"],
     "layers.rotary_embedding.base": ["RotaryEmbedding"],
     "parser.reasoning_parser": ["ReasoningParser"],
@@ -72,6 +74,8 @@ _MODULES: dict[str, list[str]] = {
 NAMES: dict[str, str] = {
     "http_app": "sglang.srt.entrypoints.http_server.app",
     "http_global_state": "sglang.srt.entrypoints.http_server.get_global_state",
+    "GraphBackend": "sglang.srt.model_executor.cuda_graph_config.Backend",
+    "GraphPhase": "sglang.srt.model_executor.cuda_graph_config.Phase",
     **{name: f"sglang.srt.{module}.{name}" for module, names in _MODULES.items() for name in names},
 }
 
@@ -183,6 +187,16 @@ def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
     the latent dims are the values."""
     keys, rank = pool.get_key_buffer(layer), latent_rank(pool)
     return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
+
+
+def largest_decode_graph(runner: Any) -> int:
+    """Number of requests of the largest decode graph that SGLang will capture for the ``ModelRunner``
+    ``runner``; 0 if SGLang captures no decode graphs. Call it once the KV pool is allocated."""
+    decode, off = resolve("GraphPhase").DECODE, resolve("GraphBackend").DISABLED
+    if not runner.is_generation or resolve("check_cuda_graph_backend")(decode, off):
+        return 0
+    sizes, _compiled = resolve("get_batch_sizes_to_capture")(runner)
+    return int(max(sizes))
 
 
 def check_version(allow_untested: bool) -> None:

@@ -117,6 +117,7 @@ class ModelRunner(Protocol):
     prefill_attention_backend_str: str
     decode_attention_backend_str: str
     is_draft_worker: bool
+    is_generation: bool
     use_mla_backend: bool
     spec_algorithm: Any
     init_new_workspace: bool

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotates cached keys from one position to another, with the frequencies of the model's rotary embedding.
 
-``attention/served.py`` makes a model's rotation, or says why the model's keys cannot be rotated."""
+``attention/rotations.py`` makes a model's rotation, or says why the model's keys cannot be rotated."""
 
 from __future__ import annotations
 

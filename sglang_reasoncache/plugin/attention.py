@@ -2,7 +2,6 @@
 """Makes a server's attention backend, and says which sharing and eviction features the backend supports."""
 
 import dataclasses
-import functools
 import gc
 import logging
 from collections.abc import Callable, Mapping
@@ -12,19 +11,19 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import paged_cuda, served
+from sglang_reasoncache.attention import models, rotations, warm_up
 from sglang_reasoncache.attention.paged import PagedAttention
+from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.plugin import cpu_attention, refusals
+from sglang_reasoncache.plugin import cpu_attention, graph_votes, refusals
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
-#: Column of ``can_run_decode_cuda_graph`` in the table that the groups of DP attention exchange.
-_DECODE_VOTE = 2
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
         return
     model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
     corrects = config.shares and config.positions != "as-cached"
-    corrects = corrects and not served.caches_without_positions(model.hf_config)
+    corrects = corrects and not rotations.caches_without_positions(model.hf_config)
     theirs = compat.get_default_attn_backend(server_args, latent, model)
-    name = served.cuda_backend_of(model, latent, platform.has_flashinfer)
+    name = models.cuda_backend_of(model, latent, platform.has_flashinfer)
     needed = corrects or config.policies.evictors
     if not needed or theirs in compat.CUDA_BACKENDS or name is None:
         return
@@ -74,8 +73,8 @@ def attention_backend(
     """Make our backend if settings and server allow it, else the registered one (``stock``). ``cached``: where
     our backend records the position that each key is rotated for. ``name``: one of ``compat.OUR_BACKENDS``.
     Raises ValueError if a requested backend or policy is not supported, or if memory is missing."""
-    layers = served.attention_layers(model_runner) if config.policies.evictors else ()
-    if any(map(served.reach_of, layers)):
+    layers = models.attention_layers(model_runner) if config.policies.evictors else ()
+    if any(map(models.reach_of, layers)):
         reason = "does not support sliding windows: layers read different positions"
         raise refusals.of_policy(config.policy, reason)
     backend, uncorrected = _own_backend(model_runner, config, name, cached)
@@ -201,38 +200,65 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
 def make_cuda(
     model_runner: ModelRunner, name: str, cached: CachedPositions | None, *, requested_by: str
 ) -> Any:
-    """Makes the CUDA backend of a scheduler process.
+    """Makes the CUDA backend of a scheduler process. All tensor-parallel ranks call this together, and all get
+    a backend or none does, because all must capture the same CUDA graphs.
 
     ``name``: one of ``compat.CUDA_BACKENDS``. ``cached``: records the position that each key is rotated for;
     None if keys are never corrected. ``requested_by``: the flag that asks for the backend; every message begins
-    with this flag. Raises ValueError if the server is not supported. If the error has a ``__cause__``,
-    something failed: memory or a compiler is missing, or SGLang could not apply a hook.
+    with this flag. Raises ValueError if the server is not supported, if there is too little GPU memory, or if
+    this happened on another rank. If the error has a ``__cause__``, something failed: memory or a compiler is
+    missing, or SGLang could not apply a hook.
     """
     requested_by = f"{requested_by} over --attention-backend {name}"
+    ranks = _ranks()
+    try:
+        try:
+            backend = _ready_for_graphs(model_runner, name, cached, requested_by)
+        except Exception:
+            ranks.least(False)  # the other ranks wait for this rank's answer
+            raise
+        if not ranks.least(True):
+            raise ValueError(
+                f"{requested_by} is not possible on another tensor-parallel rank, whose log says why"
+            )
+        # Hooks are installed last, because they cannot be removed after a failure.
+        graph_votes.install(backend)
+    except ValueError:
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise ValueError(f"{requested_by} failed at the start: {reason}") from error
+    return backend
+
+
+def _ready_for_graphs(
+    model_runner: ModelRunner, name: str, cached: CachedPositions | None, requested_by: str
+) -> Any:
+    """The backend that :func:`make_cuda` makes, with compiled kernels and memory for its graphs' plans."""
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
-    found = refusals.in_the_way_of_corrected(model_runner.server_args)
-    refusals.refuse(requested_by, found)
+    refusals.refuse(requested_by, refusals.in_the_way_of_corrected(model_runner.server_args))
     latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
     kwargs = {}
     if name == "flashinfer" and not latent:
         # SGLang's registry passes this argument too.
         kwargs["init_new_workspace"] = model_runner.init_new_workspace
-    try:
-        made = backend_class(name, latent)
-        backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
-        if backend.paged.backend != "triton":
-            raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
-        paged_cuda.compile_attention(backend.paged)
-        # Hooks are installed last, because they cannot be removed after a failure.
-        _install_hooks(backend)
-    except ValueError:
-        raise
-    except Exception as error:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise ValueError(f"{requested_by} failed at the start: {told}") from error
+    made = backend_class(name, latent)
+    backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
+    if backend.paged.backend != "triton":
+        raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
+    requests = compat.largest_decode_graph(model_runner)
+    if requests:
+        backend.reserve_plans(requests)
+    warm_up.compile_attention(backend.paged)
     return backend
+
+
+def _ranks() -> Ranks:
+    """All tensor-parallel ranks of this server, those of every DP-attention group included."""
+    parallel = compat.get_parallel()
+    return Ranks(parallel.tp_group.cpu_group if parallel.tp_size > 1 else None)
 
 
 def backend_class(name: str, latent: bool = False) -> type:
@@ -240,93 +266,7 @@ def backend_class(name: str, latent: bool = False) -> type:
     AttributeError if SGLang's class is missing."""
     flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
     stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
-    bases = (paged_cuda.SharedSlotReads, getattr(compat, stock))
+    bases = (SharedSlotReads, getattr(compat, stock))
     # ``unread``: SGLang's Triton decode kernels leave out the oldest position of a sliding window.
     members = {"__module__": __name__, "unread": int(name == "triton")}
     return type(f"Corrected{stock}", bases, members)
-
-
-def _install_hooks(backend: Any) -> None:
-    kind, target = compat.HookType, compat.CUDA_HOOK_TARGETS
-    after: dict[str, Callable[..., Any]] = {
-        "forward_batch": _after_forward_batch,
-        "decode_vote": functools.partial(_after_decode_vote, backend),
-        "prefill_vote": functools.partial(_after_prefill_vote, backend),
-        "votes": _after_votes,
-    }
-    compat.apply_hooks({target[name]: (hook, kind.AFTER) for name, hook in after.items()})
-    around = functools.partial(_around_graph_variants, backend)
-    compat.apply_hooks({target["graph_variants"]: (around, kind.AROUND)})
-
-
-def _after_forward_batch(
-    result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
-) -> None:
-    """Mark in ``result.rids`` whether a new batch needs our kernels. Skip SGLang's own trial runs, which have
-    no prefix tree of ours, and batches of a draft worker, which runs SGLang's backend."""
-    tree: Any = getattr(batch, "tree_cache", None)
-    backend: Any = getattr(model_runner, "attn_backend", None)
-    # A hybrid model has two backends. Take the backend of its attention layers.
-    backend = getattr(backend, "full_attn_backend", backend)
-    if not isinstance(backend, paged_cuda.SharedSlotReads) or not hasattr(tree, "reads_shifted"):
-        return
-    # SGLang builds the forward now, so polls, which ``_needs_ours`` stopped, may change block tables again.
-    with tree.controller.containment:
-        tree.controller.holds = False
-        result.rids = _marked(backend, batch, result.rids)
-
-
-def _marked(backend: Any, batch: Any, rids: list[str]) -> paged_cuda.MarkedRids:
-    tree = batch.tree_cache
-    evicted = tree.evicted_of(batch.reqs)
-    shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
-    return paged_cuda.MarkedRids(rids, shifted or any(evicted), evicted)
-
-
-def _needs_ours(backend: Any, batch: Any) -> bool:
-    """Whether a scheduled batch needs our kernels. ``batch``: None if this DP attention group has no batch.
-    Also stops the controller's polls until SGLang builds the forward, because polls could change the answer."""
-    if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
-        return False
-    controller = batch.tree_cache.controller
-    controller.holds, needed = True, True
-    with controller.containment:
-        needed = _marked(backend, batch, []).needs_ours
-    return needed
-
-
-def _after_decode_vote(
-    backend: Any, result: bool, *, local_batch: Any, **_: Any
-) -> paged_cuda.GraphVote | None:
-    """This DP attention group's vote on the next decode graph. The smallest vote decides for all groups."""
-    needed = _needs_ours(backend, local_batch)
-    if not result:
-        return None
-    return paged_cuda.GraphVote.SHIFTED if needed else paged_cuda.GraphVote.PLAIN
-
-
-def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
-    """Veto a prefill graph for all groups if this group's ``can_run_prefill_cuda_graph`` may refuse the graph.
-    Decode steps vote too, because SGLang may run them as prefills while another group prefills."""
-    if not result or local_batch is None or local_batch.forward_mode.is_idle():
-        return None
-    if backend.never_in_prefill_graphs or _needs_ours(backend, local_batch):
-        return False
-    controller = getattr(local_batch.tree_cache, "controller", None)
-    # Veto if policies may evict positions of a prompt between vote and forward.
-    return None if controller is None or not controller.eviction.evicts_prompts else False
-
-
-def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
-    """SGLang has turned the smallest decode vote into a bool. Restore the vote from ``info.tp0_info_cpu``
-    ``[groups, columns]``. The batch carries this vote to ``SharedSlotReads.choose_graph``."""
-    votes = info.tp0_info_cpu[:, _DECODE_VOTE]
-    info.can_run_decode_cuda_graph = paged_cuda.GraphVote(int(votes.min()))
-
-
-def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:
-    variants = original(hf_config)
-    if variants is not None:
-        own = f"variants of their own ({', '.join(variants.capture_labels)})"
-        raise ValueError(f"{backend.requested_by}: this model's decode graphs have {own}")
-    return paged_cuda.GraphVariants(backend)

@@ -64,8 +64,7 @@ class Controller:
         self.containment = Containment(self.ranks, self._disable)
         self._decode_steps = 0
         self._is_active = self.config.is_active
-        #: True from a DP attention vote on the next forward until that forward is built. No poll runs then.
-        self.holds = False
+        self._holds = False
         with self.containment:
             self.report.publish()
 
@@ -88,7 +87,17 @@ class Controller:
         return self.containment.once_more(work, *arguments, **named)
 
     def contained(self) -> AbstractContextManager[Any]:
+        return self.containment
+
+    def contained_alone(self) -> AbstractContextManager[Any]:
         return self.containment if self.ranks.alone else nullcontext()
+
+    @property
+    def evicts_prompts(self) -> bool:
+        return self.eviction.evicts_prompts
+
+    def hold_polls(self, yes: bool) -> None:
+        self._holds = yes
 
     def promise(self) -> Promise:
         """The slots that the blocks of the ledger can free on every rank, and the forecast's credit. All ranks
@@ -171,7 +180,7 @@ class Controller:
     def after_decode(self, reqs: Sequence[Request]) -> int:
         """Called after a decode step. Every ``interval``-th call polls (:meth:`_poll`). Returns how many slots
         more than before the poll are saved or can be freed (:attr:`_to_have`)."""
-        if self.holds:
+        if self._holds:
             return 0
         self._decode_steps += 1
         self.stats.decode_steps += self._is_active

@@ -73,9 +73,9 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
         # The operator gets this line instead of a traceback.
         raise SystemExit(f"sglang-reasoncache: error: {error}") from error
     if config_of(server_args) is not None:
-        from sglang_reasoncache.plugin import hooks
+        from sglang_reasoncache.plugin import routes
 
-        hooks.add_routes()
+        routes.add()
     return server_args
 
 

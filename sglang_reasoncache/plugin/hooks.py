@@ -10,18 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
+from sglang_reasoncache.plugin import routes
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
 
-#: HTTP paths. To say what is requested, ``_schedulers`` sends such a path to the schedulers as ``rid``.
-_ROUTE = "/reasoncache"  # JSON: the totals of each scheduler
-_DETAILS = "/reasoncache/details"  # JSON: each scheduler's totals and last finished requests
-_PAGE = "/reasoncache/ui"  # a web page that shows what the other paths return
-_RESPONSE = "/reasoncache/response"  # JSON: a single response
-#: Sent in the same way, to request details without the lists of shared blocks and evicted positions.
-_BRIEF = _DETAILS + "?blocks=false"
 #: The plugin's parts in a scheduler process; None in other processes.
 _server: ServerParts | None = None
 
@@ -57,51 +51,14 @@ def install_frontend() -> None:
     """Install the hooks of the server's main process, which parses requests."""
     from sglang_reasoncache.plugin import documents
 
-    target, kind = compat.FRONTEND_HOOK_TARGETS, compat.HookType
-    hooks = {target["generate"]: (documents.around_generate, kind.AROUND)}
-    compat.apply_hooks(hooks | {target["chat"]: (documents.after_chat, kind.AFTER)})
-
-
-def add_routes() -> None:
-    """Add ``GET /reasoncache`` and the paths below it to SGLang's HTTP application, in the server's main
-    process. Details and responses show other clients' requests, so reading them requires the
-    ``--admin-api-key`` if the server has one."""
-    from sglang_reasoncache.plugin import page
-
-    present = {getattr(route, "path", None) for route in compat.http_app.routes}
-    for_admins = compat.auth_level(compat.AuthLevel.ADMIN_OPTIONAL)
-    routes = {_ROUTE: _totals, _PAGE: page.show}
-    routes |= {_DETAILS: for_admins(_details), _RESPONSE: for_admins(_response)}
-    for path, endpoint in routes.items():
-        if path not in present:
-            compat.http_app.add_api_route(path, endpoint, methods=["GET"])
-
-
-async def _totals() -> dict[str, Any]:
-    return {"schedulers": await _schedulers(_ROUTE)}
-
-
-async def _details(blocks: bool = True) -> dict[str, Any]:
-    return {"schedulers": await _schedulers(_DETAILS if blocks else _BRIEF)}
-
-
-async def _response(rid: str) -> dict[str, Any]:
-    """JSON of a finished response. ``parts``: see ``page.parts_of``; null if no scheduler keeps a copy."""
-    from sglang_reasoncache.plugin import page
-
-    found = next(filter(None, await _schedulers(f"{_RESPONSE}/{rid}")), None)
-    tokenizer = compat.http_global_state().tokenizer_manager.tokenizer
-    return {"rid": rid, "parts": None if found is None else await page.parts_of(found, tokenizer)}
-
-
-async def _schedulers(rid: str) -> list[Any]:
-    """Ask every scheduler for our entry in its internal state, in the way ``/server_info`` asks for that state.
-    ``rid``: a path (see ``_ROUTE``) that says what is requested."""
-    manager = compat.http_global_state().tokenizer_manager
-    manager.auto_create_handle_loop()
-    asked = compat.GetInternalStateReq(rid=rid)
-    states = [told.internal_state for told in await manager.get_internal_state_communicator(asked)]
-    return [state.get("reasoncache") for state in states]
+    generate = compat.FRONTEND_HOOK_TARGETS["generate"]
+    chat = compat.FRONTEND_HOOK_TARGETS["chat"]
+    compat.apply_hooks(
+        {
+            generate: (documents.around_generate, compat.HookType.AROUND),
+            chat: (documents.after_chat, compat.HookType.AFTER),
+        }
+    )
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
@@ -224,18 +181,13 @@ def _after_decode_log_parts(controller: Controller, result: list[str], _stats: A
 def _around_internal_state(stock: Callable[..., Any], owner: Any, asked: Any) -> Any:
     """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. If only our entry is
     requested, leave out SGLang's entries, which take the scheduler three milliseconds to collect."""
-    controller, rid = None if _server is None else _server.controller, asked.rid or ""
-    if controller is None or not rid.startswith(_ROUTE):
+    controller = None if _server is None else _server.controller
+    path = asked.rid or ""
+    if controller is None or not path.startswith(routes.TOTALS):
         result = stock(owner, asked)
     else:
         result = compat.GetInternalStateReqOutput(internal_state={})
     if controller is not None:
         with controller.containment:
-            result.internal_state["reasoncache"] = _told(controller, rid)
+            result.internal_state["reasoncache"] = routes.answer(controller, path)
     return result
-
-
-def _told(controller: Controller, rid: str) -> dict[str, Any] | None:
-    if rid.startswith(_RESPONSE):
-        return controller.report.response(rid.removeprefix(_RESPONSE + "/"))
-    return controller.describe(rid in (_DETAILS, _BRIEF), blocks=rid != _BRIEF)

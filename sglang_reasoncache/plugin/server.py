@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.tree import SharedRadixCache
@@ -44,7 +44,7 @@ class ServerParts:
 
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
-        served.check_pool(pool)
+        models.check_pool(pool)
         attention.check_latent_policies(config, pool)
         self.allocator = shared_allocator_of(stock)
         self.controller: Controller | None = None
@@ -66,7 +66,7 @@ class ServerParts:
     def _asked(self, model_runner: ModelRunner) -> ReasonCacheConfig:
         """The operator's settings, but keys are read as cached if the model does not rotate its keys: they need
         no correction."""
-        if served.is_without_positions(model_runner.model):
+        if rotations.is_without_positions(model_runner.model):
             return dataclasses.replace(self._config, positions="as-cached")
         return self._config
 
@@ -81,8 +81,8 @@ class ServerParts:
 
     def _resolve(self, context: TreeCacheBuildContext) -> ResolvedConfig:
         """Settle the settings of this scheduler."""
-        served.check_kind(context)
-        served.check_latent(self.allocator.get_kvcache(), context.server_args)
+        models.check_kind(context)
+        models.check_latent(self.allocator.get_kvcache(), context.server_args)
         runner = context.tp_worker.model_runner
         page = context.params.page_size
         refusals.check_page_size(page)
@@ -97,7 +97,7 @@ class ServerParts:
                 page,
             )
         # A block may share only after the sliding window has passed it.
-        min_age = max(config.min_age, served.window_age(context))
+        min_age = max(config.min_age, models.window_age(context))
         return ResolvedConfig(
             config=dataclasses.replace(config, min_age=min_age),
             block=page if page > 1 else config.block,

@@ -119,6 +119,19 @@ model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one
     self._run_in_graph_metadata_prep(attn_backend, forward_batch)
     out = forward(
     self.backend.capture_one(
+# Decode graphs are sized by what ``compat.largest_decode_graph`` asks, after backends are made.
+managers.scheduler.Scheduler.init_model_worker
+    self.init_memory_pools()
+    self.init_all_attention_backends()
+    self.init_all_cuda_graphs()
+model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph
+    if not model_runner.is_generation:
+    Phase.DECODE, Backend.DISABLED
+    GraphRunnerCls(model_runner)
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.__init__
+    self.capture_bs, self.compile_bs = get_batch_sizes_to_capture( model_runner,
+    self.max_bs = max(self.capture_bs)
+    self.attn_backend.init_cuda_graph_state(self.max_bs, self.max_num_token)
 # Of latent attention this answer to the backend's name puts latent and rotated dims side by side.
 models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardMixin.forward_absorb_core
     if self.current_attention_backend in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV pools, rows (block tables) and batches to test attention backends, and the expected results."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +14,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMo
 from sglang.srt.models.olmo2 import Olmo2Attention
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.paged_cuda import MarkedRids
+from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.cache.owner import NoOwner
+from sglang_reasoncache.plugin import graph_votes
 from tests.kernels.attention_cases import dense, turned
 
 DIM = 16
@@ -141,6 +141,7 @@ class Rig:
             use_mla_backend=latent,
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
             is_draft_worker=False,
+            is_generation=True,
             decode_attention_backend_str="triton",
             server_args=SimpleNamespace(),
         )
@@ -256,17 +257,15 @@ def announced(
     """Calls our hook for new batches, which marks ``batch``. The prefix tree tells the hook ``shifted``
     (whether requests read shifted slots) and ``evicted`` (how many positions of each request are evicted)."""
     runner: Any = SimpleNamespace(attn_backend=backend)
-    attention._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
+    graph_votes._after_forward_batch(batch, type(batch), requests_of(shifted, evicted), runner)
     return batch
 
 
 def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
     """A scheduler's batch with a stand-in for the prefix tree, which returns ``shifted`` and ``evicted``."""
     reqs: list[Any] = [object()]
-    eviction = SimpleNamespace(evicts_prompts=False)
-    own = dict(containment=contextlib.nullcontext(), holds=False, eviction=eviction)
     tree = SimpleNamespace(
-        controller=SimpleNamespace(**own),
+        owner=NoOwner(),
         reads_shifted=lambda of: shifted and of is reqs,
         evicted_of=lambda of: evicted if of is reqs else [],
     )

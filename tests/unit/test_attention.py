@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache import compat, native
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import models
 from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -226,15 +226,15 @@ def test_what_reads_latent_rows_as_they_are_is_refused() -> None:
     """With latent attention, evicting policies and a ``k_scale`` other than 1 are refused, too."""
     rig = Rig(shifted=0.0, kv_heads=1, interleaved=True, latent=True)
     args = compat.ServerArgs(model_path="none", device="cpu")
-    served.check_latent(rig.pool, args)
+    models.check_latent(rig.pool, args)
     args.enable_mixed_chunk = True
     with_states: Any = object.__new__(compat.HybridLinearKVPool)
     with_states.full_kv_pool = rig.pool
     for pool in (rig.pool, with_states):
-        served.check_pool(pool)
+        models.check_pool(pool)
         with pytest.raises(ValueError, match="--enable-mixed-chunk beside latent"):
-            served.check_latent(pool, args)
-    served.check_latent(Rig(shifted=0.0).pool, args)
+            models.check_latent(pool, args)
+    models.check_latent(Rig(shifted=0.0).pool, args)
     config = ReasonCacheConfig(policy="streamingllm:budget=64")
     with pytest.raises(ValueError, match="streamingllm:budget=64 does not support latent"):
         attention.check_latent_policies(config, rig.pool)

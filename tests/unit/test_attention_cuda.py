@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +17,17 @@ from sglang.srt import runtime_context
 from sglang.srt.arg_groups import model_override_base, resolution_hooks
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.platforms.cuda import CudaSRTPlatform
-from sglang.srt.runtime_context import override_platform
+from sglang.srt.runtime_context import get_exec, override_platform
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import paged_cuda
+from sglang_reasoncache.attention import warm_up
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
-from sglang_reasoncache.plugin import attention, hooks, refusals
+from sglang_reasoncache.plugin import attention, graph_votes, hooks, refusals
 from tests.unit.attention_rig import BATCHES, Rig, mark
 from tests.unit.test_attention import backend_of
 
@@ -279,7 +281,15 @@ def test_auto_is_corrected(
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("at", ["__init__", "warm_up", "_install_hooks"])
+@pytest.fixture
+def no_decode_graphs(published_config: None) -> Iterator[None]:
+    off = CudaGraphConfig(decode=PhaseConfig(backend="disabled"))
+    with get_exec().graph.override(cuda_graph_config=off):
+        yield
+
+
+@pytest.mark.usefixtures("no_decode_graphs")
+@pytest.mark.parametrize("at", ["__init__", "warm_up", "install"])
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, ImportError], ids=["memory", "library"])
 def test_auto_goes_on_where_ours_fails(
     kind: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
@@ -302,8 +312,8 @@ def test_auto_goes_on_where_ours_fails(
     first = fails if at == "__init__" else make
     monkeypatch.setattr(attention, "backend_class", lambda *_: first)
     compiled = fails if at == "warm_up" else lambda _paged: None
-    monkeypatch.setattr(paged_cuda, "compile_attention", compiled)
-    monkeypatch.setattr(attention, "_install_hooks", fails)
+    monkeypatch.setattr(warm_up, "compile_attention", compiled)
+    monkeypatch.setattr(graph_votes, "install", fails)
     warned = list[str]()
     # Pytest's log handler would keep the traceback, and with it the backend.
     monkeypatch.setattr(attention.logger, "warning", lambda *args, exc_info: warned.append(args[1]))

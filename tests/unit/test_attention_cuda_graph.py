@@ -7,7 +7,8 @@ The last tests use a stand-in for a GPU (``tests/strict_device.py``): hooks and 
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.layers.attention import graph_variants
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
@@ -23,20 +25,23 @@ from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
     build_replay_fb_view,
 )
 from sglang.srt.model_executor.runner_utils.capture_mode import _set_capture_attention_variant
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from transformers import Qwen3Config
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import paged
-from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants, compile_attention
+from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
+from sglang_reasoncache.attention.warm_up import compile_attention
+from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.kernels.plan_triton import PlanBuffers
+from sglang_reasoncache.plugin import attention, graph_votes
 from tests.eviction.test_recent_queries import assert_kept
 from tests.property.world import in_host
 from tests.strict_device import no_wait, on_device, strict_device
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import SHORT, TOLERANCE, Rig, announced, mark
+from tests.unit.attention_rig import CONTEXT, SHORT, TOLERANCE, Rig, announced, mark
 from tests.unit.test_attention import REQUESTED_BY, Backend
 
 #: Batch sizes of the captured graphs. A batch is padded to one of these sizes.
@@ -286,7 +291,7 @@ def test_queries_are_kept_whichever_kernel_attends(rig: Rig, backend: Any) -> No
 @under_interpreter
 def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
     """The hooks cannot be removed after the test, but the process that runs these tests ends soon."""
-    attention._install_hooks(backend)
+    graph_votes.install(backend)
     hf_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     for module in (graph_variants, decode_cuda_graph_runner):
         variants = module.create_attention_graph_variants(hf_config)
@@ -338,14 +343,18 @@ def moved(part: Any) -> Any:
     return found
 
 
-def on_stand_in(rig: Rig, corrected: bool = True) -> Any:
+def runner_on_stand_in(rig: Rig) -> Any:
     runner = copy.copy(rig.runner)
     runner.device = "cuda"
     runner.req_to_token_pool = moved(rig.rows)
     runner.token_to_kv_pool = moved(rig.pool)
     rig.placed = on_device
+    return runner
+
+
+def on_stand_in(rig: Rig, corrected: bool = True) -> Any:
     cached = moved(rig.cached_at) if corrected else None
-    backend = Backend(runner, cached, requested_by=REQUESTED_BY)
+    backend = Backend(runner_on_stand_in(rig), cached, requested_by=REQUESTED_BY)
     assert backend.paged.backend == "triton"
     return backend
 
@@ -407,3 +416,93 @@ def test_latent_rows_and_window_pools_on_a_stand_in(kind: str) -> None:
             check_on_stand_in(rig, backend, NEW["decode"], runner=runner)
     if not rig.latent:
         check_on_stand_in(rig, backend, NEW["with-prefix"])
+
+
+@pytest.fixture
+def made(
+    published_config: None, device: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Any]]:
+    """Makes the attention backend of a server with three rows. SGLang plans decode graphs of up to 8 requests.
+    Returns the backend (``STOCK`` stands for SGLang's own) and its ``AttentionParts``."""
+    monkeypatch.setattr(attention, "backend_class", lambda *_: Backend)
+    # The hooks cannot be removed after the test.
+    monkeypatch.setattr(graph_votes, "install", lambda _backend: None)
+    rig = Rig(shifted=0.0, lengths=SHORT, heads=2, kv_heads=1)
+    rig.runner.prefill_attention_backend_str = "triton"
+    rig.runner.server_args = compat.ServerArgs(model_path="none", device="cpu")
+
+    def make(config: ReasonCacheConfig) -> Any:
+        runner, cached = runner_on_stand_in(rig), moved(rig.cached_at)
+        backend, parts = attention.attention_backend(
+            runner, config, "triton", lambda _runner: STOCK, cached
+        )
+        return backend, parts, runner
+
+    decode = PhaseConfig(backend="full", max_bs=8, bs=[1, 2, 4, 8])
+    with get_exec().graph.override(cuda_graph_config=CudaGraphConfig(decode=decode)):
+        yield make
+
+
+STOCK: Any = object()
+#: Bytes of the plans of three requests: 28 bytes a position, and some for each request.
+NEEDED = (28 * 3 * CONTEXT, 29 * 3 * CONTEXT)
+
+
+@under_interpreter
+def test_memory_for_plans_is_taken_when_the_backend_is_made(
+    made: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At most as many requests run as there are rows, so SGLang captures no larger graph. Without decode graphs
+    no memory is taken."""
+    caplog.set_level("INFO")
+    backend, _, runner = made(ReasonCacheConfig())
+    [plans] = backend._graphs
+    taken = sum(buffers.nbytes for buffers in plans.values())
+    assert plans[0].batch == 3 and NEEDED[0] < taken == backend.paged.graph_bytes(3) < NEEDED[1]
+    assert "plans of decode graphs, 3 requests x 1024 positions, take 0.1 MiB" in caplog.text
+    backend.init_cuda_graph_state(3)
+    assert [id(one) for one in backend._graphs] == [id(plans)]
+    off = CudaGraphConfig(decode=PhaseConfig(backend="disabled"))
+    with get_exec().graph.override(cuda_graph_config=off):
+        assert made(ReasonCacheConfig())[0]._graphs == []
+    runner.is_generation = False
+    assert compat.largest_decode_graph(runner) == 0
+
+
+@under_interpreter
+@pytest.mark.parametrize("fails", ["too little free", "allocation"])
+def test_a_server_without_memory_for_plans_starts_and_shares_nothing(
+    made: Callable[..., Any],
+    fails: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """SGLang's backend serves, and the warning and the report name the bytes and the flags. A server that was
+    asked for ``corrected`` does not start."""
+    needed = made(ReasonCacheConfig())[0].paged.graph_bytes(3)
+    free = 2 * needed - (fails == "too little free")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 1 << 40))
+    if fails == "allocation":
+        assert made(ReasonCacheConfig())[0] is not STOCK
+        allocated = PlanBuffers.of
+
+        def of(batch: int, capacity: int, device: torch.device, *, merge: bool) -> PlanBuffers:
+            if device.type == "cuda":
+                raise torch.OutOfMemoryError("none left")
+            return allocated(batch, capacity, device, merge=merge)
+
+        monkeypatch.setattr(PlanBuffers, "of", of)
+    caplog.clear()
+    backend, parts, runner = made(ReasonCacheConfig())
+    assert backend is STOCK and parts.rotations is None
+    for told in (
+        f"{REQUESTED_BY}: plans of decode graphs for 3 requests x 1024 positions take {needed} bytes",
+        f"half of the {free} bytes",
+        "lower --cuda-graph-max-bs-decode, --context-length or --mem-fraction-static",
+    ):
+        assert told in parts.uncorrected
+    config, reason = attention.resolve_positions(ReasonCacheConfig(), parts, runner)
+    assert not config.shares and reason == parts.uncorrected
+    assert f"nothing is shared, because: {reason}" in caplog.messages[-1]
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        made(ReasonCacheConfig(positions="corrected"))

@@ -4,6 +4,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVote, SharedSlotReads
-from sglang_reasoncache.plugin import attention
+from sglang_reasoncache.plugin import attention, graph_votes
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
 
@@ -45,7 +46,7 @@ def backend_of() -> Any:
 
 def _rank(rank: int, group: Any) -> list[Any]:
     backend, found = backend_of(), []
-    attention._install_hooks(backend)
+    graph_votes.install(backend)
     ranks = SimpleNamespace(active_ranks_cpu=torch.ones(2, dtype=torch.int32))
     with (
         get_context().override_server_args(device="cpu", attention_backend="torch_native"),
@@ -76,16 +77,55 @@ def test_all_groups_run_the_same_decode_graph(tmp_path: Path) -> None:
             assert variant == (SHIFTED if expected is GraphVote.SHIFTED else PLAIN)
 
 
+def _made(rank: int, group: Any) -> list[tuple[Any, int]]:
+    """For nobody's failure and then for rank 1's: the backend or error message, and how often hooks went in."""
+    found = []
+    for failing in (None, 1):
+        installed = list[Any]()
+
+        def ready(*_: Any, failing: int | None = failing) -> str:
+            if rank == failing:
+                raise torch.OutOfMemoryError("none left")
+            return "ours"
+
+        with (
+            mock.patch.object(attention, "_ready_for_graphs", ready),
+            mock.patch.object(graph_votes, "install", installed.append),
+            get_context().override_server_args(device="cpu", attention_backend="torch_native"),
+            get_parallel().override(
+                tp_size=2, attn_tp_size=2, moe_tp_size=2, tp_group=SimpleNamespace(cpu_group=group)
+            ),
+        ):
+            runner: Any = SimpleNamespace()
+            try:
+                made = attention.make_cuda(runner, "triton", None, requested_by="--x y")
+            except ValueError as error:
+                made = str(error)
+        found.append((made, len(installed)))
+    return found
+
+
+def test_all_ranks_get_our_backend_or_none_does(tmp_path: Path) -> None:
+    """Ranks with different backends would capture different graphs, and wait for each other for ever."""
+    first, second = on_two_ranks(_made, tmp_path, 120)
+    assert first[0] == second[0] == ("ours", 1)
+    over = "--x y over --attention-backend triton"
+    assert first[1] == (
+        f"{over} is not possible on another tensor-parallel rank, whose log says why",
+        0,
+    )
+    assert second[1] == (f"{over} failed at the start: OutOfMemoryError: none left", 0)
+
+
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 @pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries"])
 def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> None:
     """A group also votes if its next batch is a decode step, because SGLang may run that step as a prefill."""
     backend, batch = backend_of(), batch_of((mode, cause == "shifted"))
-    controller = batch.tree_cache.controller
-    controller.eviction.evicts_prompts = cause == "evicts"
+    batch.tree_cache.owner.evicts_prompts = cause == "evicts"
     backend.paged.queries = object() if cause == "queries" else None
-    vote = attention._after_prefill_vote(backend, True, local_batch=batch)
+    vote = graph_votes._after_prefill_vote(backend, True, local_batch=batch)
     assert vote is (False if cause else None)
-    assert attention._after_prefill_vote(backend, False, local_batch=batch) is None
+    assert graph_votes._after_prefill_vote(backend, False, local_batch=batch) is None
     # An idle group has no vote.
-    assert attention._after_prefill_vote(backend, True, local_batch=None) is None
+    assert graph_votes._after_prefill_vote(backend, True, local_batch=None) is None

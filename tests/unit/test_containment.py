@@ -26,11 +26,12 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cac
 from sglang.srt.runtime_context import get_context
 
 import sglang_reasoncache
-from sglang_reasoncache.attention.paged_cuda import SharedSlotReads, mark_of
+from sglang_reasoncache.attention.batch_mark import mark_of
+from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.filter.matcher import AcrossPair
-from sglang_reasoncache.plugin import attention, hooks
+from sglang_reasoncache.plugin import graph_votes, hooks, routes
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.sharing.request import record_of
 from sglang_reasoncache.sharing.stats import SharingStats
@@ -268,7 +269,7 @@ class Load:
     def look(self) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hooks, "_server", SimpleNamespace(controller=self.controller))
-            asked: Any = SimpleNamespace(rid=hooks._DETAILS)
+            asked: Any = SimpleNamespace(rid=routes.DETAILS)
             told = hooks._around_internal_state(pytest.fail, None, asked)
         self._hook("_after_decode_log_parts", ["part"], None)
         return told.internal_state.get("reasoncache")
@@ -385,7 +386,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     batch = SimpleNamespace(tree_cache=world.tree, reqs=[world.start()])
     if fails is not None:
         monkeypatch.setattr(world.tree, fails, None)
-    attention._after_forward_batch(made, object, batch, runner)
+    graph_votes._after_forward_batch(made, object, batch, runner)
     mark, disabled = mark_of(made), world.controller.report.disabled
     assert (mark is None) == (disabled is not None) == (fails is not None)
     assert mark is None or (mark.needs_ours, mark.evicted) == (False, [0])

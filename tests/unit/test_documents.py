@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sglang_reasoncache import registry
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import families, models, rotations
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import report
 from sglang_reasoncache.plugin.refusals import CONFLICTS, CORRECTED_CONFLICTS
@@ -88,8 +88,8 @@ def _table(page: str, heading: str) -> str:
 
 def test_what_the_code_names_is_in_its_page() -> None:
     series = [*(field.removesuffix("_total") for field in report.COUNTERS)]
-    kinds = [*served.ROTARY_KINDS, *served.SCALES_ROTATED_KEYS, *served.WITHOUT_POSITIONS]
-    kinds += served.WINDOWED
+    kinds = [*rotations.ROTARY_KINDS, *rotations.SCALES_ROTATED_KEYS, *rotations.WITHOUT_POSITIONS]
+    kinds += rotations.WINDOWED
     refused, corrected = (
         [f"--{field.replace('_', '-')}" for field in fields]
         for fields in (CONFLICTS, CORRECTED_CONFLICTS)
@@ -106,13 +106,13 @@ def test_what_the_code_names_is_in_its_page() -> None:
     assert re.findall(r"`([^`]+)`", _table("filter", "preset")) == [*PRESETS]
     table = TEXT["kernels"].partition("\n| layer | served |")[2].partition("\n\n")[0]
     layers = re.findall(r"^\| (.*?) \| `(.*?)`", table, re.MULTILINE)
-    assert dict(layers) == {name: str(values[0]) for name, _, values in served.LAYER_ATTRIBUTES}
+    assert dict(layers) == {name: str(values[0]) for name, _, values in models.LAYER_ATTRIBUTES}
 
 
 def test_every_family_is_told() -> None:
     rows = [
         f"| {family.models} | {family.attention} | {family.answer} | {family.tried} |"
-        for family in served.FAMILIES
+        for family in families.FAMILIES
     ]
     table = TEXT["index"].partition(
         "| models | attention | | tried |\n| --- | --- | --- | --- |\n"

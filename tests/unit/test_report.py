@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import GetInternalStateReq, GetInternalStateR
 from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.plugin import hooks, page, report
+from sglang_reasoncache.plugin import hooks, page, report, routes
 from tests.eviction.rows import SINGLE, begun
 from tests.property.world import Eviction, World
 
@@ -60,8 +60,8 @@ def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -
     monkeypatch.setattr(hooks, "_server", SimpleNamespace(controller=world.controller))
     monkeypatch.setattr(compat, "http_app", app, raising=False)
     monkeypatch.setattr(compat, "http_global_state", lambda: state, raising=False)
-    hooks.add_routes()
-    hooks.add_routes()
+    routes.add()
+    routes.add()
     assert sum(getattr(route, "path", "").startswith(TOTALS) for route in app.routes) == 4
     add_api_key_middleware(app, **{"api_key": None, "admin_api_key": None, **keys})
     return TestClient(app)

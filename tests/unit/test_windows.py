@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
-from sglang_reasoncache.attention import served
+from sglang_reasoncache.attention import models
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.world import ENDS, LAYERS, Pair, Setup, World
@@ -131,8 +131,8 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
 def test_what_excludes_a_window_pool_is_refused() -> None:
     context: Any = SimpleNamespace(is_hybrid_swa=True, enable_hierarchical_cache=True)
     with pytest.raises(ValueError, match="--enable-hierarchical-cache .*; --disable-hybrid-swa"):
-        served.window_age(context)
+        models.window_age(context)
     pool: Any = Windows("python").both
     pool.page_size = 16
     with pytest.raises(ValueError, match="--page-size 16 .*--attention-backend triton"):
-        served.check_pool(pool)
+        models.check_pool(pool)

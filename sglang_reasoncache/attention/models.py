@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides whether a model is served, by its KV pool, its attention layers and flags that some models exclude.
+``plugin/refusals.py`` checks the other flags."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.attention.families import REFUSED
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.compat.types import (
+        AttentionLayer,
+        ModelRunner,
+        ServerArgs,
+        TreeCacheBuildContext,
+    )
+
+_FLAG = "--enable-reasoncache"
+
+#: End of messages about window pools, whose slots SGLang frees as the window moves on.
+BESIDE_WINDOWS = (
+    "beside layers with sliding windows in a pool of their own; --disable-hybrid-swa-memory puts all layers "
+    "into one pool, which takes more memory a token"
+)
+#: What our kernels require of a layer: a feature's name, its attribute in SGLang's layer, supported values.
+LAYER_ATTRIBUTES = (
+    ("cross attention", "is_cross_attention", (False,)),
+    ("attention type", "attn_type", ("decoder",)),
+    ("position encoding", "pos_encoding_mode", ("NONE",)),
+    ("logit capping", "logit_capping_method", ("tanh",)),
+    ("attention temperature length", "xai_temperature_len", (-1,)),
+)
+#: Dims of a head that SGLang's FlashInfer backend supports. For other dims SGLang's Triton backend is chosen.
+FLASHINFER_DIMS = (64, 128, 256)
+#: The same for latent attention: dims of the latent and of the rotated part of a row.
+FLASHINFER_LATENT = (512, 64)
+
+
+def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
+    """Raises ValueError unless buffers are ``[slots, heads, head_dim]`` or latent rows, and for a window pool
+    with a page size above 1.
+
+    ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
+    if type(pool) is compat.SWAKVPool:
+        if pool.page_size > 1:
+            raise ValueError(
+                f"{requested_by} does not support --page-size {pool.page_size} (1 is the default of "
+                f"--attention-backend triton) {BESIDE_WINDOWS}"
+            )
+        check_pool(pool.swa_kv_pool, requested_by)
+        pool = pool.full_kv_pool
+    if type(pool) is compat.HybridLinearKVPool:
+        pool = pool.full_kv_pool  # the pool of the attention layers; state layers have no KV
+    if type(pool) is compat.MLATokenToKVPool and pool.qk_rope_head_dim:
+        return
+    if type(pool).__name__ == "DSATokenToKVPool":
+        raise _sparse(requested_by)
+    layout = getattr(pool, "kv_cache_layout", "own layout")
+    is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
+    if not is_plain or layout != "nhd":
+        raise ValueError(
+            f"{requested_by} supports models with one plain multi-head KV pool in NHD layout without "
+            f"block quantisation (--kv-cache-dtype), this server uses {type(pool).__name__} ({layout})"
+        )
+
+
+def check_kind(context: TreeCacheBuildContext) -> None:
+    """Raises ValueError for a model with DeepSeek sparse attention (DSA)."""
+    if context.is_dsa:
+        raise _sparse(_FLAG)
+
+
+def _sparse(requested_by: str) -> ValueError:
+    return ValueError(f"{requested_by} does not support sparse attention: {REFUSED['sparse']}")
+
+
+def window_age(context: TreeCacheBuildContext) -> int:
+    """Distance from a row's end, in tokens, at which SGLang has surely freed a position's slot in the window
+    pool; 0 without a window pool. Raises ValueError for a flag that cannot be combined with such a pool."""
+    if not context.is_hybrid_swa:
+        return 0
+    if context.enable_hierarchical_cache:
+        raise ValueError(f"{_FLAG} does not support --enable-hierarchical-cache {BESIDE_WINDOWS}")
+    interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
+    # Two more tokens, for the step in flight and for the next step.
+    return context.params.swa_retain_window + interval + 2
+
+
+def check_latent(pool: Any, args: ServerArgs) -> None:
+    """Raises ValueError for flags that cannot be combined with latent attention. On a GPU SGLang's kernels
+    run its prefills. They do not rotate keys, so a prefill must not read shared slots."""
+    reads = "a prefill would read keys of shared slots as they are cached"
+    given = {
+        "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
+        # With these backends a DP group decodes by SGLang's prefill code while another group prefills.
+        "--moe-a2a-backend with DP attention": (
+            compat.get_parallel().attn_dp_size > 1
+            and args.moe_a2a_backend in ("pplx", "deepep_v2"),
+            reads,
+        ),
+    }
+    for flag, (found, reason) in given.items():
+        if found and compat.latent_rank(pool):
+            raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reason}")
+
+
+def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
+    """Name of the SGLang backend that our mixin extends on CUDA if the operator has not named a backend. None
+    leaves the choice to SGLang.
+
+    ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: whether the model has multi-head
+    latent attention."""
+    if model.is_encoder_decoder or model.is_hybrid_swa:
+        return None
+    even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
+    if latent:
+        # SGLang's FlashInfer backend needs ``model.scaling``; its prefill takes other dims than Sarvam passes.
+        even = (model.kv_lora_rank, model.qk_rope_head_dim) == FLASHINFER_LATENT
+        names = getattr(model.hf_config, "architectures", None) or ()
+        even = even and hasattr(model, "scaling") and not any("Sarvam" in name for name in names)
+    return "flashinfer" if has_flashinfer and even and not model.has_attention_sinks else "triton"
+
+
+def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
+    """Raises ValueError if the model needs a feature that our attention kernels lack, and names the feature."""
+    if model_runner.model_config.is_encoder_decoder:
+        raise ValueError(f"{requested_by} does not support encoder-decoder models")
+    if not model_runner.spec_algorithm.is_none():
+        raise ValueError(f"{requested_by} does not support --speculative-algorithm")
+    check_pool(model_runner.token_to_kv_pool, requested_by)
+    latent = compat.latent_rank(model_runner.token_to_kv_pool)
+    windows = compat.window_layers(model_runner.token_to_kv_pool)
+    for layer in attention_layers(model_runner):
+        if latent and layer.k_scale_float not in (None, 1.0):
+            raise ValueError(
+                f"{requested_by}: layer {layer.layer_id} has latent rows divided by "
+                f"{layer.k_scale_float}"
+            )
+        if windows and (layer.layer_id in windows) != bool(reach_of(layer)):
+            raise ValueError(
+                f"{requested_by}: layer {layer.layer_id} has a window and no window pool, or a window pool "
+                "and no window"
+            )
+        for name, attribute, supported in LAYER_ATTRIBUTES:
+            found = getattr(layer, attribute)
+            found = getattr(found, "value", found)  # the value of an enum
+            if found not in supported:
+                raise ValueError(
+                    f"{requested_by}: layer {layer.layer_id} has {name} {found}, "
+                    f"supported: {supported[0]}"
+                )
+
+
+def attention_layers(model_runner: ModelRunner) -> list[AttentionLayer]:
+    """SGLang's attention layers that read the pool. Leaves out ``RadixAttention`` modules of state layers and,
+    with latent attention, those that attend to the expanded keys and values of a prefill."""
+    pool = model_runner.token_to_kv_pool
+    numbers = set(compat.layer_ids(pool))
+    rank = compat.latent_rank(pool)
+    return [
+        module
+        for module in model_runner.model.modules()
+        if isinstance(module, compat.RadixAttention)
+        and module.layer_id in numbers
+        and (not rank or (module.v_head_dim == rank and module.tp_k_head_num == 1))
+    ]
+
+
+def reach_of(layer: AttentionLayer) -> int:
+    """Number of positions that a query of the layer sees, including its own; 0 if the layer has no window."""
+    window = layer.sliding_window_size
+    return 0 if window is None else max(window, -1) + 1

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles the Triton kernels of attention when a server starts."""
+
+import torch
+
+from sglang_reasoncache.attention.paged import PagedAttention
+from sglang_reasoncache.kernels.decode import decode_attention
+from sglang_reasoncache.kernels.extend import gather_kv
+
+
+def compile_attention(paged: PagedAttention) -> None:
+    """Compile the Triton kernels, so that the first forwards need not wait. Writes nothing to the pool."""
+    # The plans are for row 0, which belongs to no request.
+    zero = torch.zeros(1, dtype=torch.int64, device=paged.device)
+    plan = paged.plan_into(paged.buffers(1, 8), zero, zero + 8)
+    merged = paged.plan_into(paged.buffers(1, 8, merge=paged.merges), zero, zero + 8)
+    spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
+    shapes = {
+        (layer.tp_q_head_num, layer.qk_head_dim, layer.logit_cap): layer
+        for layer in paged.attention_layers
+    }
+    for (heads, dim, logit_cap), layer in shapes.items():
+        kv = paged.pools[layer.layer_id]
+        query = torch.zeros((1, heads, dim), dtype=paged.dtype, device=paged.device)
+        # Pass both kinds of addresses: Triton compiles a kernel once for multiples of 16 and once for others.
+        decode_attention(query, kv, merged, scale=1.0, logit_cap=logit_cap)
+        decode_attention(query, kv, plan, scale=1.0, logit_cap=logit_cap, spans=spans)
+        for first in (0, 1):
+            shift = None if plan.shift is None else plan.shift[first:]
+            gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks of our CUDA backends. They mark whether a batch needs our kernels, give SGLang two decode graphs
+for each batch size, and let the groups of DP attention vote on the graph that all of them run next."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.attention.batch_mark import MarkedRids
+from sglang_reasoncache.attention.paged_cuda import GraphVariants, GraphVote, SharedSlotReads
+from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
+from sglang_reasoncache.compat.types import ModelRunner
+
+#: Column of ``can_run_decode_cuda_graph`` in the table that the groups of DP attention exchange.
+_DECODE_VOTE = 2
+
+
+def install(backend: Any) -> None:
+    """Install the hooks in SGLang, for good. ``backend``: this scheduler's ``SharedSlotReads``. Raises
+    RuntimeError if SGLang could not apply a hook."""
+    after: dict[str, Callable[..., Any]] = {
+        "forward_batch": _after_forward_batch,
+        "decode_vote": functools.partial(_after_decode_vote, backend),
+        "prefill_vote": functools.partial(_after_prefill_vote, backend),
+        "votes": _after_votes,
+    }
+    hooks: dict[str, tuple[Callable[..., Any], Any]] = {
+        compat.CUDA_HOOK_TARGETS[name]: (hook, compat.HookType.AFTER)
+        for name, hook in after.items()
+    }
+    hooks[compat.CUDA_HOOK_TARGETS["graph_variants"]] = (
+        functools.partial(_around_graph_variants, backend),
+        compat.HookType.AROUND,
+    )
+    compat.apply_hooks(hooks)
+
+
+def _after_forward_batch(
+    result: Any, _cls: type, batch: Any, model_runner: ModelRunner, **_kwargs: Any
+) -> None:
+    """Mark in ``result.rids`` whether a new batch needs our kernels. Skip SGLang's own trial runs, which have
+    no prefix tree of ours, and batches of a draft worker, which runs SGLang's backend."""
+    tree: Any = getattr(batch, "tree_cache", None)
+    backend: Any = getattr(model_runner, "attn_backend", None)
+    # A hybrid model has two backends. Take the backend of its attention layers.
+    backend = getattr(backend, "full_attn_backend", backend)
+    if not isinstance(backend, SharedSlotReads) or not hasattr(tree, "reads_shifted"):
+        return
+    # SGLang builds the forward now, so polls, which ``_needs_ours`` stopped, may change block tables again.
+    with tree.owner.contained():
+        tree.owner.hold_polls(False)
+        result.rids = _marked(backend, batch, result.rids)
+
+
+def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
+    tree = batch.tree_cache
+    evicted = tree.evicted_of(batch.reqs)
+    shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
+    return MarkedRids(rids, shifted or any(evicted), evicted)
+
+
+def _needs_ours(backend: Any, batch: Any) -> bool:
+    """Whether a scheduled batch needs our kernels. ``batch``: None if this DP attention group has no batch.
+    Also stops the controller's polls until SGLang builds the forward, because polls could change the answer."""
+    if batch is None or not hasattr(batch.tree_cache, "reads_shifted"):
+        return False
+    owner: SlotOwner = batch.tree_cache.owner
+    owner.hold_polls(True)
+    needed = True
+    with owner.contained():
+        needed = _marked(backend, batch, []).needs_ours
+    return needed
+
+
+def _after_decode_vote(
+    backend: Any, result: bool, *, local_batch: Any, **_: Any
+) -> GraphVote | None:
+    """This DP attention group's vote on the next decode graph. The smallest vote decides for all groups."""
+    needed = _needs_ours(backend, local_batch)
+    if not result:
+        return None
+    return GraphVote.SHIFTED if needed else GraphVote.PLAIN
+
+
+def _after_prefill_vote(backend: Any, result: bool, *, local_batch: Any, **_: Any) -> bool | None:
+    """Veto a prefill graph for all groups if this group's ``can_run_prefill_cuda_graph`` may refuse the graph.
+    Decode steps vote too, because SGLang may run them as prefills while another group prefills."""
+    if not result or local_batch is None or local_batch.forward_mode.is_idle():
+        return None
+    if backend.never_in_prefill_graphs or _needs_ours(backend, local_batch):
+        return False
+    owner: SlotOwner = getattr(local_batch.tree_cache, "owner", NO_OWNER)
+    # Veto if policies may evict positions of a prompt between vote and forward.
+    return False if owner.evicts_prompts else None
+
+
+def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
+    """SGLang has turned the smallest decode vote into a bool. Restore the vote from ``info.tp0_info_cpu``
+    ``[groups, columns]``. The batch carries this vote to ``SharedSlotReads.choose_graph``."""
+    votes = info.tp0_info_cpu[:, _DECODE_VOTE]
+    info.can_run_decode_cuda_graph = GraphVote(int(votes.min()))
+
+
+def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:
+    variants = original(hf_config)
+    if variants is not None:
+        raise ValueError(
+            f"{backend.requested_by}: this model's decode graphs have variants of their own "
+            f"({', '.join(variants.capture_labels)})"
+        )
+    return GraphVariants(backend)
