@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from sglang_reasoncache import registry
+from sglang_reasoncache import policy_options
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, kind_of, value_of
 from sglang_reasoncache.custom_params import repair_of
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
-from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
+from sglang_reasoncache.policy_options import PolicyChoice, PolicyError
+from sglang_reasoncache.registry import BUILT_IN
 
 _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
 
@@ -179,7 +180,7 @@ class ReasonCacheConfig:
 
     def __post_init__(self) -> None:
         try:
-            registry.parse(self.policy)
+            policy_options.parse(self.policy)
         except (PolicyError, TypeError) as error:
             raise ConfigError("policy", f"{_POLICY_BOUND} {error}", self.policy) from error
         for field in dataclasses.fields(self):
@@ -201,7 +202,7 @@ class ReasonCacheConfig:
 
     @property
     def policies(self) -> PolicyChoice:
-        return registry.parse(self.policy)
+        return policy_options.parse(self.policy)
 
     @property
     def shares(self) -> bool:
