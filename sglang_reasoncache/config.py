@@ -295,10 +295,24 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
     """The filter's settings. Raises ValueError if ``page_size`` is above 1 and differs from ``block``."""
-    same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
-    knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
-    knobs |= dict(block=block, page_size=page_size)
-    return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)
+    return FilterConfig(
+        strict=config.tau_strict,
+        soft=config.tau_soft,
+        fixed_tau=config.fixed_tau,
+        length_factor=config.length_factor,
+        use_structure=config.use_structure,
+        structure_tolerance=config.structure_tolerance,
+        match=config.match,  # type: ignore[arg-type]  # one of the setting's choices
+        direction=config.direction,  # type: ignore[arg-type]
+        min_age=config.min_age,
+        min_run=config.min_run,
+        block=block,
+        page_size=page_size,
+        align=config.align,  # type: ignore[arg-type]
+        max_step_tokens=config.max_step_tokens,
+        max_history_steps=config.max_history_steps,
+        random_ratio=config.random_ratio,
+    )
 
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:
