@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-from sglang_reasoncache import registry
+from sglang_reasoncache import policy_options
 from sglang_reasoncache.arguments import CALLED, SET, flag_of, kind_of, value_of
 from sglang_reasoncache.compat.carriers import CONFIG
 from sglang_reasoncache.custom_params import repair_of
 from sglang_reasoncache.eviction.policies.evictor import ALWAYS
 from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
-from sglang_reasoncache.registry import BUILT_IN, PolicyChoice, PolicyError
+from sglang_reasoncache.policy_options import PolicyChoice, PolicyError
+from sglang_reasoncache.registry import BUILT_IN
 
 _POLICY_BOUND = "NAME[:key=value,...][+NAME...]"
 
@@ -180,7 +181,7 @@ class ReasonCacheConfig:
 
     def __post_init__(self) -> None:
         try:
-            registry.parse(self.policy)
+            policy_options.parse(self.policy)
         except (PolicyError, TypeError) as error:
             raise ConfigError("policy", f"{_POLICY_BOUND} {error}", self.policy) from error
         for field in dataclasses.fields(self):
@@ -202,7 +203,7 @@ class ReasonCacheConfig:
 
     @property
     def policies(self) -> PolicyChoice:
-        return registry.parse(self.policy)
+        return policy_options.parse(self.policy)
 
     @property
     def shares(self) -> bool:
@@ -314,10 +315,24 @@ class ResolvedConfig:
 
 def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
     """The filter's settings. Raises ValueError if ``page_size`` is above 1 and differs from ``block``."""
-    same = SETTINGS.keys() & {field.name for field in dataclasses.fields(FilterConfig)}
-    knobs: dict[str, Any] = {name: getattr(config, name) for name in same}
-    knobs |= dict(block=block, page_size=page_size)
-    return FilterConfig(strict=config.tau_strict, soft=config.tau_soft, **knobs)
+    return FilterConfig(
+        strict=config.tau_strict,
+        soft=config.tau_soft,
+        fixed_tau=config.fixed_tau,
+        length_factor=config.length_factor,
+        use_structure=config.use_structure,
+        structure_tolerance=config.structure_tolerance,
+        match=config.match,  # type: ignore[arg-type]  # one of the setting's choices
+        direction=config.direction,  # type: ignore[arg-type]
+        min_age=config.min_age,
+        min_run=config.min_run,
+        block=block,
+        page_size=page_size,
+        align=config.align,  # type: ignore[arg-type]
+        max_step_tokens=config.max_step_tokens,
+        max_history_steps=config.max_history_steps,
+        random_ratio=config.random_ratio,
+    )
 
 
 def config_of(server_args: Any) -> ReasonCacheConfig | None:

@@ -1,22 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the policies, which share or evict KV of running requests, and parses ``--reasoncache-policy``.
+"""Lists the policies, which share or evict KV of running requests, by name."""
 
-A policy's options are separated by ``,`` or ``:``. With ``:`` only, the flag's value can also be an item of a
-comma-separated list, such as the value of ``--reasoncache-set``.
-``reasoncache+keydiff:budget=512,recent=64`` means the same as ``reasoncache+keydiff:budget=512:recent=64``."""
-
-import dataclasses
-import functools
 import pkgutil
-import re
-import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-from sglang_reasoncache.arguments import kind_of, value_of
-from sglang_reasoncache.eviction.policies.contract import NamedPolicy
-from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
+from sglang_reasoncache.eviction.policies.evictor import Evictor
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
 #: Name -> class of each evicting policy; a new policy needs one line here.
@@ -30,64 +18,13 @@ BUILT_IN: Mapping[str, str] = {
     "rkv": f"{_POLICIES}.rkv:RKV",
     "triattention": f"{_POLICIES}.triattention:TriAttention",
 }
-#: The policy that shares, and the policy that does nothing.
-SHARING, NOTHING = "reasoncache", "none"
-_LONGEST = 1000
+#: The policy that shares.
+SHARING = "reasoncache"
+#: The policy that does nothing.
+NOTHING = "none"
 
 
-class PolicyError(ValueError):
-    """A policy's text is wrong. The message follows the words ``must be NAME[:key=value,...][+NAME...]``."""
-
-
-@dataclass(frozen=True)
-class PolicyChoice:
-    """What ``--reasoncache-policy`` chooses. ``evictors``: evicting policies in the order in which they act."""
-
-    shares: bool
-    evictors: tuple[NamedPolicy, ...] = ()
-
-
-@functools.lru_cache(maxsize=64)
-def parse(text: str) -> PolicyChoice:
-    """Parses ``NAME[:key=value,...][+NAME...]``. Raises PolicyError for any other text."""
-    if not isinstance(text, str) or len(text) > _LONGEST:
-        raise PolicyError(f"a text of at most {_LONGEST} characters")
-    parts = [part.strip().partition(":") for part in text.split("+")]
-    names = [name for name, _, _ in parts]
-    for name, _, options in parts:
-        if name and names.count(name) > 1:
-            raise PolicyError(f"with {name} once")
-        if name in (NOTHING, SHARING) and options:
-            raise PolicyError(f"with {name} without options (sharing has flags of its own)")
-        if name == NOTHING and len(parts) > 1:
-            raise PolicyError(f"{NOTHING} alone, or without it")
-    made = [(name, text) for name, _, text in parts if name not in (NOTHING, SHARING)]
-    evictors = tuple(NamedPolicy(name, _make(name, text)) for name, text in made)
-    return PolicyChoice(SHARING in names, evictors)
-
-
-def _make(name: str, options: str) -> Evictor:
-    if name not in BUILT_IN:
-        known = ", ".join((NOTHING, SHARING, *BUILT_IN))
-        raise PolicyError(f"with every NAME one of {known}, not {name!r}")
+def evictor_class(name: str) -> type[Evictor]:
+    """The class of an evicting policy. Raises KeyError for a name that is not in ``BUILT_IN``."""
     kind: type[Evictor] = pkgutil.resolve_name(BUILT_IN[name])
-    fields = [field.name for field in dataclasses.fields(kind)]
-    types_of = typing.get_type_hints(kind)
-    given: dict[str, Any] = {}
-    for part in re.split("[,:]", options) if options else ():
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        key = key.replace("-", "_")
-        if not equals or not value:
-            raise PolicyError(f"with key=value for {name} instead of {part!r}")
-        if key not in fields:
-            raise PolicyError(f"with options of {name} among {', '.join(fields)}, not {key!r}")
-        if key in given:
-            raise PolicyError(f"with {key} of {name} once")
-        try:
-            given[key] = value_of(value, kind_of(types_of[key]))
-        except ValueError as error:
-            raise PolicyError(f"with {key} of {name} {error}, not {value!r}") from error
-    try:
-        return kind(**given)
-    except OptionError as error:
-        raise PolicyError(f"with {error.key} of {name} {error.bound}") from error
+    return kind

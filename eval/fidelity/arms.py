@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache import registry
+from sglang_reasoncache import policy_options
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_config
 from sglang_reasoncache.filter.settings import FilterConfig
 
@@ -71,8 +71,8 @@ def parse(name: str) -> Arm:
 def _evictor(name: str) -> Arm:
     policy = name.removesuffix("-evict")
     try:
-        found = registry.parse(f"{policy}{',' if ':' in policy else ':'}budget=1").evictors
-    except registry.PolicyError as error:
+        found = policy_options.parse(f"{policy}{',' if ':' in policy else ':'}budget=1").evictors
+    except policy_options.PolicyError as error:
         raise ValueError(
             f"{name!r} is neither {_GRAMMAR}, nor a policy: must be {error}"
         ) from error

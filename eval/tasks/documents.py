@@ -1,23 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes the data sets of the task files in this folder, which name these functions as ``custom_dataset``."""
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 
 from eval.jsonl import read_rows, text_of, valid_text
 from eval.small_reasoner import task as small
+from eval.tasks.multiple_choice import LETTERS
 from eval.tiny_reasoner import task as tiny
 from eval.tokenizers import load_tokenizer
 
 # The model cards of DeepSeek-R1 and QwQ-32B recommend this instruction for mathematics.
 _INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+# OpenAI's simple-evals and the tests of SGLang ask multiple-choice questions in these words.
+_CHOICE_INSTRUCTION = (
+    "Answer the following multiple choice question. The last line of your response should be of the "
+    "following format: 'Answer: $LETTER' (without quotes) where LETTER is one of ABCD. Think step by step "
+    "before answering."
+)
+_CHOICE_FIELDS = (
+    "Correct Answer",
+    "Incorrect Answer 1",
+    "Incorrect Answer 2",
+    "Incorrect Answer 3",
+)
+_GPQA = "Idavidrein/gpqa"
 _MAX_ANSWER_CHARS = 1000
 _DEFAULT_COUNT = 500
-_REASONER_TOKENS, _NOISE_TOKENS = 1500, 128  # longest responses
+# Longest responses.
+_REASONER_TOKENS = 1500
+_NOISE_TOKENS = 128
 
 Split = dict[str, Dataset]
 
@@ -60,6 +77,26 @@ def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any)
     return _checked(file, _read(file, made)[:limit])
 
 
+def gpqa(name: str, file: str = "", seed: int = 0, limit: int | None = None, **_: Any) -> Split:
+    """Reads rows with the fields that GPQA has on the hub: ``Question``, ``Correct Answer`` and ``Incorrect
+    Answer 1`` to ``3``. Without ``file``, reads the data set ``name`` from the hub. Seed and question alone
+    decide the order of the choices."""
+
+    def made(row: Mapping[str, Any]) -> dict[str, Any]:
+        question = text_of(row, "Question").strip()
+        texts = [text_of(row, field).strip() for field in _CHOICE_FIELDS]
+        order = sorted(range(len(texts)), key=lambda i: _digest(f"{seed} {i} {question}"))
+        choices = [texts[i] for i in order]
+        lines = [f"{letter}) {text}" for letter, text in zip(LETTERS, choices, strict=True)]
+        prompt = "\n".join([_CHOICE_INSTRUCTION, "", question, "", *lines])
+        return _row(_name(row), prompt, LETTERS[order.index(0)], choices=choices)
+
+    if file:
+        return _checked(file, _read(file, made)[:limit])
+    rows = load_dataset(_GPQA, name, split="train")
+    return _checked(f"{_GPQA} {name}", [made(row) for row in rows][:limit])
+
+
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
     """Reads rows ``{id, question, response}``. The requests force a server to generate exactly these
     responses. A ``limit`` selects responses spread evenly from short to long. The longest are sent first, so
@@ -72,9 +109,10 @@ def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
     def made(row: Mapping[str, Any]) -> dict[str, Any]:
         response = text_of(row, "response")
         token_ids = tokenizer.encode(response, add_special_tokens=False, verbose=False)
-        body, record = forced_request(token_ids), tokenizer.decode(token_ids)
-        question, length = text_of(row, "question"), len(token_ids)
-        return _row(_name(row), question, record, body, max_tokens=length)
+        question = text_of(row, "question")
+        record = tokenizer.decode(token_ids)
+        body = forced_request(token_ids)
+        return _row(_name(row), question, record, body, max_tokens=len(token_ids))
 
     rows = _read(file, made)
     rows.sort(key=lambda row: (row["max_tokens"], row["id"]), reverse=True)
@@ -87,13 +125,19 @@ def _row(name: str, prompt: str, target: str, body: Any = None, **more: Any) -> 
     return {**row, "group": "", "max_tokens": 0, **more}
 
 
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
 def _read(file: str, made: Callable[[Mapping[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
     rows = list(read_rows(Path(file), made))
     return [{**row, "id": row["id"] or f"line-{number}"} for number, row in rows]
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    given = next((row[key] for key in ("id", "ID", "unique_id") if row.get(key) is not None), "")
+    given = next(
+        (row[key] for key in ("id", "ID", "unique_id", "Record ID") if row.get(key) is not None), ""
+    )
     return valid_text(str(given))[:200]
 
 

@@ -38,26 +38,34 @@ def equal_mathematics(doc: Mapping[str, Any], results: Sequence[str]) -> dict[st
 
 
 def last_boxed(text: str) -> str:
-    r"""Finds the last closed box's content in linear time. ``\fbox{}`` counts only without a ``\boxed{}``."""
+    """Returns the content of :func:`last_box` without spaces around it, or "" if there is no such box."""
+    box = last_box(text)
+    return "" if box is None else text[box].strip()
+
+
+def last_box(text: str) -> slice | None:
+    r"""Finds the last closed box that is not blank, in linear time. Returns where its content is, or None.
+    ``\fbox{}`` counts only without a ``\boxed{}``."""
     for box in _BOXES:
         starts = deque((match.end() for match in box.finditer(text)), maxlen=_MAX_BOXES)
         for start in reversed(starts):
-            content = _braced(text[start : start + _MAX_ANSWER_CHARS + 1])
-            if content:
-                return content
+            end = start + _length_in_braces(text[start : start + _MAX_ANSWER_CHARS + 1])
+            if text[start:end].strip():
+                return slice(start, end)
         if starts:
             break
-    return ""
+    return None
 
 
-def _braced(text: str) -> str:
-    """The part of ``text`` before its first unmatched closing brace; "" if there is no such brace."""
-    depth, escaped = 1, False
+def _length_in_braces(text: str) -> int:
+    """The length of ``text`` before its first unmatched closing brace; 0 if there is no such brace."""
+    depth = 1
+    escaped = False
     for i, char in enumerate(text):
         if escaped or char == "\\":
             escaped = not escaped
         elif char in "{}":
             depth += 1 if char == "{" else -1
             if depth == 0:
-                return text[:i].strip()
-    return ""
+                return i
+    return 0

@@ -31,17 +31,19 @@ HUB = {
     "aime25": "aime25",
     "math500": "hendrycks_math500",
     "gsm8k": "gsm8k_cot_zeroshot",
-    "gpqa_diamond": "gpqa_diamond_cot_zeroshot",
     "hotpotqa": "longbench_hotpotqa",
     "trec": "longbench_trec",
 }
 #: Our grader grades these tasks if a file has the problems. 0 allows any LaTeX, 999 only integers up to 999.
 _MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
+#: Our own tasks for these data sets of GPQA also read the hub.
+_GPQA = ("gpqa_diamond", "gpqa_main", "gpqa_extended")
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
 # A streamed chunk has 16 tokens, because on a small machine parsing a chunk costs as much as decoding a token.
 _REPLAY_FLAGS = ("--enable-custom-logit-processor", "--stream-interval", "16")
-_THINK, _THINK_END = "<think>", "</think>"
+_THINK = "<think>"
+_THINK_END = "</think>"
 _MAX_GRADED_CHARS = 100_000  # graders see only the end of a response, where answers are
 _GRADE_S = 30.0
 _OURS = Path(__file__).parent
@@ -56,7 +58,7 @@ class Source:
     """Where a task's problems (lm-eval calls them documents) come from, and how many are used."""
 
     file: str = ""  # a local JSONL; "": from the Hugging Face hub, or generated
-    seed: int = 0  # for generated problems, and for tasks that shuffle a question's choices
+    seed: int = 0  # for generated problems, and for the order of a question's choices
     limit: int | None = None
     model: str = ""  # the model whose tokenizer replays need
 
@@ -92,7 +94,8 @@ class ServedModel(LocalChatCompletion):
         return list(self._answer([self._problem(instance) for instance in requests]))
 
     def _problem(self, instance: Instance) -> Problem:
-        (context, settings), doc = instance.args, instance.doc
+        context, settings = instance.args
+        doc = instance.doc
         asked = self.create_message([context])
         payload = self._create_payload(asked, generate=True, gen_kwargs=dict(settings))
         own = json.loads(doc["body"]) if "body" in doc else {}
@@ -136,8 +139,8 @@ class EvalTask:
             raise TaskError(f"--tasks {name}: cannot be loaded ({reason}){hint}") from error
         if self._task.OUTPUT_TYPE != "generate_until" or getattr(self._task, "UNSAFE_CODE", False):
             raise TaskError(f"--tasks {name}: only tasks that generate text and run no code")
-        grade, metrics = self._task.process_results, list(self._task.aggregation())
-        self._task.process_results = _bounded(grade, metrics)
+        metrics = list(self._task.aggregation())
+        self._task.process_results = _bounded(self._task.process_results, metrics)
         self.problems: list[Problem] = []
 
         def keep(problems: Sequence[Problem]) -> list[str]:
@@ -196,6 +199,8 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
             raise TaskError(f"--tasks {name}: needs records, --data {name}=FILE.jsonl")
         own = {"file": file, "model": source.model}
         return {"task": "local_replay", "metadata": metadata | own}
+    if name in _GPQA:
+        return {"task": "local_gpqa", "metadata": metadata | {"name": name, "file": file}}
     if not file:
         return {"task": HUB.get(name, name)}
     if name in _MATHEMATICS:

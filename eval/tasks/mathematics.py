@@ -9,7 +9,10 @@ import multiprocessing
 import resource
 from multiprocessing.pool import Pool
 
-_START_S, _COMPARE_S, _STEP_S, _ORPHAN_CPU_S = 120.0, 15.0, 3, 60
+_START_S = 120.0
+_COMPARE_S = 15.0
+_STEP_S = 3
+_ORPHAN_CPU_S = 60
 _MEMORY_BYTES = 2 << 30
 
 
@@ -18,7 +21,8 @@ class MathGrader:
     signal handler interrupts, or take all memory. The child starts when a comparison needs it."""
 
     def __init__(self, limit_s: float = _COMPARE_S, memory_bytes: int = _MEMORY_BYTES) -> None:
-        self.limit_s, self.memory_bytes = limit_s, memory_bytes
+        self.limit_s = limit_s
+        self.memory_bytes = memory_bytes
         self._pool: Pool | None = None
 
     def equal(self, reference: str, answer: str) -> bool:
@@ -33,7 +37,8 @@ class MathGrader:
 
     def close(self) -> None:
         """End the child; a later comparison starts a new child."""
-        pool, self._pool = self._pool, None
+        pool = self._pool
+        self._pool = None
         if pool is not None:
             pool.terminate()
             pool.join()

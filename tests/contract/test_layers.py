@@ -13,7 +13,7 @@ import sglang_reasoncache
 LAYERS = (
     ("arguments", "platform"), ("compat",), ("custom_params",), ("device",),
     ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
-    ("registry",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
+    ("registry",), ("policy_options",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
 )  # fmt: skip
 ROOT = Path(sglang_reasoncache.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))

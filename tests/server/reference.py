@@ -19,7 +19,7 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.eviction.policies.rkv import redundancy
 from sglang_reasoncache.filter.matcher import BlockPair
-from sglang_reasoncache.registry import parse
+from sglang_reasoncache.policy_options import parse
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.server.problems import prompts, respond
 from tests.server.specs import RKV_POLICY

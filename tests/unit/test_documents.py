@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_reasoncache import registry
+from sglang_reasoncache import policy_options, registry
 from sglang_reasoncache.attention import families, models, rotations
 from sglang_reasoncache.filter.settings import PRESETS
 from sglang_reasoncache.plugin import report
@@ -143,11 +143,11 @@ def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     registered = {**registry.BUILT_IN, "thinning": f"{path.stem}:Thinning"}
     monkeypatch.setattr(registry, "BUILT_IN", registered)
     try:
-        [(_, policy)] = registry.parse("thinning:budget=10:keep=4:recent=2").evictors
-        with pytest.raises(registry.PolicyError, match="keep of thinning between 2 and 1000"):
-            registry.parse("thinning:budget=10:keep=1")
+        [(_, policy)] = policy_options.parse("thinning:budget=10:keep=4:recent=2").evictors
+        with pytest.raises(policy_options.PolicyError, match="keep of thinning between 2 and 1000"):
+            policy_options.parse("thinning:budget=10:keep=1")
     finally:
-        registry.parse.cache_clear()
+        policy_options.parse.cache_clear()
     assert evict(policy, view(20, owned=3), 20, 8) == [3, 5, 6, 7, 9, 10, 11, 13]
     assert evict(policy, view(30, page=2), 30, 5) == [2, 3, 4, 5, 6, 7]
 

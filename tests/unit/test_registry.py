@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval.methods import MethodError, find_method
-from sglang_reasoncache import registry
+from sglang_reasoncache import policy_options, registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 
@@ -24,7 +24,7 @@ from sglang_reasoncache.eviction.policies.snapkv import SnapKV
 )  # fmt: skip
 def test_names_in_sequence(text: str, names: list[str]) -> None:
     """Commas or colons separate options."""
-    choice = registry.parse(text)
+    choice = policy_options.parse(text)
     assert choice.shares is text.startswith("reasoncache")
     assert [name for name, _ in choice.evictors] == names
     if names == ["snapkv"]:
@@ -34,8 +34,8 @@ def test_names_in_sequence(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize("name", registry.BUILT_IN)
 def test_every_built_in_evictor_can_be_made(name: str) -> None:
     text = f"{name}:share=0.25,slack=8,when=short"
-    [(_, policy)] = registry.parse(text).evictors
-    assert registry.parse(text.replace(",", ":")).evictors == ((name, policy),)
+    [(_, policy)] = policy_options.parse(text).evictors
+    assert policy_options.parse(text.replace(",", ":")).evictors == ((name, policy),)
     assert (policy.slack, policy.when, policy.allowed(101)) == (8, "short", 26)
 
 

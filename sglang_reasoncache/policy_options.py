@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parses ``--reasoncache-policy``: which policies act, with which options.
+
+A policy's options are separated by ``,`` or ``:``. With ``:`` only, the flag's value can also be an item of a
+comma-separated list, such as the value of ``--reasoncache-set``.
+``reasoncache+keydiff:budget=512,recent=64`` means the same as ``reasoncache+keydiff:budget=512:recent=64``."""
+
+import dataclasses
+import functools
+import re
+import typing
+from dataclasses import dataclass
+from typing import Any
+
+from sglang_reasoncache import registry
+from sglang_reasoncache.arguments import kind_of, value_of
+from sglang_reasoncache.eviction.policies.contract import NamedPolicy
+from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
+from sglang_reasoncache.registry import NOTHING, SHARING
+
+_LONGEST = 1000
+
+
+class PolicyError(ValueError):
+    """A policy's text is wrong. The message follows the words ``must be NAME[:key=value,...][+NAME...]``."""
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """What ``--reasoncache-policy`` chooses. ``evictors``: evicting policies in the order in which they act."""
+
+    shares: bool
+    evictors: tuple[NamedPolicy, ...] = ()
+
+
+@functools.lru_cache(maxsize=64)
+def parse(text: str) -> PolicyChoice:
+    """Parses ``NAME[:key=value,...][+NAME...]``. Raises PolicyError for any other text."""
+    if not isinstance(text, str) or len(text) > _LONGEST:
+        raise PolicyError(f"a text of at most {_LONGEST} characters")
+    parts = [part.strip().partition(":") for part in text.split("+")]
+    names = [name for name, _, _ in parts]
+    for name, _, options in parts:
+        if name and names.count(name) > 1:
+            raise PolicyError(f"with {name} once")
+        if name in (NOTHING, SHARING) and options:
+            raise PolicyError(f"with {name} without options (sharing has flags of its own)")
+        if name == NOTHING and len(parts) > 1:
+            raise PolicyError(f"{NOTHING} alone, or without it")
+    evictors = [
+        NamedPolicy(name, _make(name, options))
+        for name, _, options in parts
+        if name not in (NOTHING, SHARING)
+    ]
+    return PolicyChoice(SHARING in names, tuple(evictors))
+
+
+def _make(name: str, options: str) -> Evictor:
+    if name not in registry.BUILT_IN:
+        known = ", ".join((NOTHING, SHARING, *registry.BUILT_IN))
+        raise PolicyError(f"with every NAME one of {known}, not {name!r}")
+    kind = registry.evictor_class(name)
+    fields = [field.name for field in dataclasses.fields(kind)]
+    types_of = typing.get_type_hints(kind)
+    given: dict[str, Any] = {}
+    for part in re.split("[,:]", options) if options else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        key = key.replace("-", "_")
+        if not equals or not value:
+            raise PolicyError(f"with key=value for {name} instead of {part!r}")
+        if key not in fields:
+            raise PolicyError(f"with options of {name} among {', '.join(fields)}, not {key!r}")
+        if key in given:
+            raise PolicyError(f"with {key} of {name} once")
+        try:
+            given[key] = value_of(value, kind_of(types_of[key]))
+        except ValueError as error:
+            raise PolicyError(f"with {key} of {name} {error}, not {value!r}") from error
+    try:
+        return kind(**given)
+    except OptionError as error:
+        raise PolicyError(f"with {error.key} of {name} {error.bound}") from error
