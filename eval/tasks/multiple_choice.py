@@ -175,7 +175,8 @@ class _Response:
         ]
 
     def answer(self) -> str:
-        first = 0
+        """See :func:`chosen_letter`."""
+        first = 0  # the first token that counts
         for i in self._last(_ANSWER | _OPTION, first):
             stated = self._stated(i) or self._claimed(i)
             if stated == _SEVERAL:
@@ -228,7 +229,7 @@ class _Response:
         return self._read(k) if connected else ""
 
     def _behind_but(self, i: int) -> int:
-        """The token "but" behind "not" and a letter, where ``i`` is "not"; if there is none, the last token."""
+        """The token "but" in "not A but B", where ``i`` is "not"; without one, the end of the tokens."""
         for k in range(i + 1, i + 6):
             if self._word(k) in _BUT:
                 return k
