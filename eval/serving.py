@@ -33,6 +33,17 @@ _TAIL_LINES, _LINE_WIDTH = 60, 300
 _PORT_TAKEN = "error while attempting to bind on address"
 
 
+#: SGLang's own checks. After each batch, and when idle, every slot must be accounted for. No page may be
+#: free while a request holds it. At level 1 the first check logs nothing until a slot is missing.
+STRICT_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}
+
+_BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak Detected")
+
+
 class ServerError(RuntimeError):
     """A server did not start, is not running, or survived SIGKILL. The message may quote the end of its log."""
 
@@ -159,6 +170,32 @@ class ServerProcess:
     def post(self, path: str, json: Any = None, **options: Any) -> httpx.Response:
         """POST ``json`` to ``path``; ``options`` are those of :meth:`httpx.Client.post`."""
         return self._http.post(path, json=json, **options)
+
+
+def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
+    """Wait until SGLang's counters show no running or waiting request and no held slot. A slot is held unless
+    it is free or evictable, so a leaked slot or a lock that is never released makes the check fail."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        server.check_alive()
+        response = server.get("/v1/loads", params={"include": "all"})
+        response.raise_for_status()
+        names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
+        loads = response.json()["loads"]
+        busy = {name: load[name] for load in loads for name in names if load[name]}
+        if not busy:
+            return
+        if time.monotonic() > deadline:
+            raise ServerError(f"not idle after {timeout_s:g} s: {busy}")
+        time.sleep(0.1)
+
+
+def log_errors(log: str) -> str:
+    """The part of a server's log that shows a traceback or a leak: 40 lines from there on, or ""."""
+    for word in _BAD_LOG_WORDS:
+        if word in log:
+            return "".join(log[log.find(word) :].splitlines(keepends=True)[:40])
+    return ""
 
 
 def free_port() -> int:

@@ -2,24 +2,19 @@
 """Servers that tests share, and the check that a test left no request, held slot or error behind."""
 
 import contextlib
-import time
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from eval.serving import ServerError, ServerProcess
+from eval.serving import (
+    STRICT_CHECKS,
+    ServerError,
+    ServerProcess,
+    log_errors,
+    wait_until_idle,
+)
 from tests.server import tiny_models
 from tests.server.specs import ServerSpec
-
-#: SGLang's own checks. After each batch, and when idle, every slot must be accounted for. No page may be
-#: free while a request holds it. At level 1 the first check logs nothing until a slot is missing.
-STRICT_CHECKS = {
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
-    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}
-
-_BAD_LOG_WORDS = ("Traceback (most recent call last)", "leak detected", "Leak Detected")
 
 
 class ServerPool:
@@ -75,23 +70,6 @@ class ServerPool:
             self._alive.popitem()[1].close()
 
 
-def wait_until_idle(server: ServerProcess, timeout_s: float = 120.0) -> None:
-    """Wait until SGLang's counters show no running or waiting request and no held slot. A slot is held unless
-    it is free or evictable, so a leaked slot or a lock that is never released makes the check fail."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        server.check_alive()
-        response = server.get("/v1/loads", params={"include": "all"})
-        response.raise_for_status()
-        names = ("num_running_reqs", "num_waiting_reqs", "num_used_tokens")
-        loads = response.json()["loads"]
-        busy = {name: load[name] for load in loads for name in names if load[name]}
-        if not busy:
-            return
-        assert time.monotonic() < deadline, f"not idle after {timeout_s:g} s: {busy}"
-        time.sleep(0.1)
-
-
 def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
     """Check that every slot is free or evictable, that a flush resets the totals of ``GET /reasoncache``, that
     the server can generate, and that the log has no error from byte ``log_start`` on."""
@@ -104,10 +82,8 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
     health = server.get("/health_generate")
     assert health.status_code == 200, f"unhealthy: status {health.status_code}"
     wait_until_idle(server)
-    log = server.log_text(log_start)
-    for word in _BAD_LOG_WORDS:
-        around = "".join(log[log.find(word) :].splitlines(keepends=True)[:40])
-        assert word not in log, f"{word!r} in {server.log_path}:\n{around}"
+    wrong = log_errors(server.log_text(log_start))
+    assert not wrong, f"in {server.log_path}:\n{wrong}"
 
 
 def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
