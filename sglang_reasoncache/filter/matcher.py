@@ -77,12 +77,14 @@ class RandomPairs(Matcher):
     def __init__(self, config: FilterConfig, seed: int) -> None:
         self._config = config
         self._random = random.Random(seed)
-        # ``_starts``: starts of the earlier blocks. ``_per_step``: how many of these each step added.
+        # Starts of the earlier blocks.
         self._starts: list[int] = []
+        # How many of these starts each step added.
         self._per_step: list[int] = []
 
     def propose(self, step: Step) -> list[BlockPair]:
-        config, earlier = self._config, self._starts
+        config = self._config
+        earlier = self._starts
         ratio = config.random_ratio or 0.0
         starts = block_starts(step, config.block, config.page_size)
         pairs = [

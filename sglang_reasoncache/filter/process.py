@@ -67,7 +67,8 @@ class FilterProcess:
         max_pending: int = 256,
     ) -> None:
         self._setup = pickle.dumps(Setup(config, vocabulary.pieces, markers, max_pending))
-        self.restarts = self.steps_shed = 0
+        self.restarts = 0
+        self.steps_shed = 0
         self.given_up = False
         self._next_request = 0
         self._reset()
@@ -83,14 +84,19 @@ class FilterProcess:
         """Reset all that belongs to one filter process: socket, requests, feeds, replies and failure."""
         self._child: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._has_started, self._failure = False, ""
-        self._silent, self._polled = 0.0, time.monotonic()
+        self._has_started = False
+        self._failure = ""
+        # Seconds of silence while a reply is awaited, and when these were last counted.
+        self._silent = 0.0
+        self._polled = time.monotonic()
         self._opened: list[tuple[int, int, bool]] = []
         self._joined: list[tuple[int, int]] = []
         self._closed: list[int] = []
-        self._unsent, self._unread = bytearray(self._setup), bytearray()
+        self._unsent = bytearray(self._setup)
+        self._unread = bytearray()
         self._replies: collections.deque[Reply] = collections.deque()
-        self.outstanding = self._steps_taken = 0
+        self.outstanding = 0
+        self._steps_taken = 0
 
     def open(self, start_position: int, inside: bool) -> int:
         """Follow a new request. Returns its id for the other methods.
@@ -116,12 +122,19 @@ class FilterProcess:
         """Send the next ``counts[i]`` tokens of each ``requests[i]``. The arrays have typecode ``q``."""
         if self.given_up:
             return
-        changes = self._opened, self._joined, self._closed
         feed = Feed(
-            self._steps_taken, *changes, requests.tolist(), counts.tolist(), tokens.tolist()
+            steps_taken=self._steps_taken,
+            opened=self._opened,
+            joined=self._joined,
+            closed=self._closed,
+            requests=requests.tolist(),
+            counts=counts.tolist(),
+            tokens=tokens.tolist(),
         )
         self._unsent += pickle.dumps(tuple(feed))
-        self._opened, self._joined, self._closed = [], [], []
+        self._opened = []
+        self._joined = []
+        self._closed = []
         self.outstanding += 1
         self._exchange()
 
@@ -246,7 +259,8 @@ class FilterProcess:
         """Add up the time since the last received bytes while a reply is awaited. If this silence lasts too
         long, the process counts as failed."""
         now = time.monotonic()
-        waited, self._polled = min(now - self._polled, _LONGEST_PAUSE), now
+        waited = min(now - self._polled, _LONGEST_PAUSE)
+        self._polled = now
         is_awaited = not self._has_started or self.outstanding > len(self._replies)
         self._silent = self._silent + waited if is_awaited else 0.0
         if self._silent > (SILENT_SECONDS if self._has_started else START_SECONDS):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The filter of one request: takes the request's tokens, and proposes block pairs that may share KV slots."""
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from sglang_reasoncache.filter.aging import AgeRule
 from sglang_reasoncache.filter.matcher import (
     AcrossPair,
     BlockPair,
@@ -67,7 +67,7 @@ class RequestFilter:
             self._matcher = RunMatcher(config, start_position)
         else:
             self._matcher = StepMatcher(config, classes, vocabulary)
-        self._age_rule = AgeRule(config)
+        self._age_rule = AgeRule(config, start_position)
 
     def join(self, member: int, group: RunGroup | None) -> None:
         """See :meth:`RunMatcher.join`. Other matchers ignore the call."""
@@ -108,64 +108,3 @@ class RequestFilter:
         matcher = self._matcher
         pairs = self._age_rule.release(matcher.propose(step), step.end)
         return Proposal(step, tuple(pairs), matcher.counters, tuple(matcher.across()))
-
-
-class AgeRule:
-    """Holds a block pair back until ``min_age`` tokens follow the block that will read the other block's slots.
-
-    A model attends most to the newest tokens, so replacing the KV of these tokens does the most damage. In
-    direction ``oldest`` the later block of a pair reads the earlier block. In direction ``newest`` the earlier
-    block reads the newest equal block, which is looked up only when the pair is released. So a block usually
-    switches to other slots at most once per ``min_age`` tokens, however often its tokens repeat.
-    """
-
-    def __init__(self, config: FilterConfig) -> None:
-        self._block, self._min_age = config.block, config.min_age
-        self._newest = config.direction == "newest"
-        # Start of the reader -> start of the block it reads. Only direction newest fills ``_released``.
-        self._waiting: dict[int, int] = {}
-        self._released: dict[int, int] = {}
-        self._order: list[int] = []
-
-    def release(self, found: Iterable[tuple[int, int]], end: int) -> list[BlockPair]:
-        """Take pairs (start of the later block, start of the earlier block). Returns all pairs whose
-        reader is old enough, now that the response ends at position ``end``."""
-        for later, earlier in found:
-            reader, source = later, earlier
-            if self._newest:
-                reader, source = self._last(earlier), later
-            distance = source - reader if self._newest else reader - source
-            if distance >= self._block and reader not in self._waiting:
-                self._waiting[reader] = source
-                heapq.heappush(self._order, reader)
-        ready = []
-        while self._order and self._order[0] + self._block <= end - self._min_age:
-            reader = heapq.heappop(self._order)
-            source = self._waiting.pop(reader)
-            if self._newest:
-                source = self._released[reader] = self._last(source)
-            ready.append(BlockPair(reader, source))
-        return ready
-
-    def _last(self, start: int) -> int:
-        """Start of the newest block in the chain of equal blocks that begins at ``start``."""
-        at = start
-        while (later := self._next(at)) is not None:
-            at = later
-        if start in self._released:
-            self._released[start] = at
-        return at
-
-    def _next(self, at: int) -> int | None:
-        """Start of the later block that the block at ``at`` reads, or None. A block that is not a reader
-        itself may overlap two adjacent readers. If the blocks that these two readers read are adjacent too,
-        the block at ``at`` reads a part of each."""
-        pairs = (self._waiting, self._released)
-        for back in range(self._block):
-            found = [one[at - back] for one in pairs if at - back in one]
-            if found and back == 0:
-                return found[0]
-            behind = at - back + self._block
-            if found and found[0] + self._block in [one[behind] for one in pairs if behind in one]:
-                return found[0] + back
-        return None

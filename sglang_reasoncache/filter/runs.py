@@ -10,12 +10,14 @@ from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair, FilterCount
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
 
-_MODULUS, _BASE = (1 << 61) - 1, 1_000_003_579
+_MODULUS = (1 << 61) - 1
+_BASE = 1_000_003_579
 #: A request or group remembers at most this many windows (see :class:`RunMatcher`), which take 15 MB. At this
 #: limit all of them are forgotten, and new windows are collected.
 _MAX_RUNS = 1 << 17
-#: States of a token. ``_READS``: its block reads another block; ``_IS_READ``: another block reads its block.
-_READS, _IS_READ = 1, 2
+#: Roles of a token. ``_READS``: its block reads another block; ``_IS_READ``: another block reads its block.
+_READS = 1
+_IS_READ = 2
 
 
 class RunGroup:
@@ -36,127 +38,154 @@ class RunMatcher(Matcher):
     When a passage repeats, its first tokens have the least context in common with the earlier occurrence, so
     sharing their KV does the most damage. A block is therefore paired only if its *window* repeats: the block
     and the tokens before it, ``min_run`` tokens in all. A rolling hash finds equal windows, which are
-    then compared token by token. A token costs O(1) time and 120 bytes, in a group up to 240 bytes.
+    then compared token by token. A token costs 120 bytes, in a group up to 240, and O(log n) operations on
+    average, n being the length of the response.
     An offset is a position minus ``start``, the position of the first output token. In direction ``oldest``
     the later of two equal blocks reads the earlier; in ``newest`` the earlier reads the later.
     """
 
     def __init__(self, config: FilterConfig, start: int) -> None:
-        self._block, self._page, self._min_age = config.block, config.page_size, config.min_age
+        self._block = config.block
+        self._page = config.page_size
+        self._min_age = config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
-        # Token at each offset, or -1 outside steps; hash of all tokens before that offset, back to the last -1.
-        self._tokens, self._hashes = array("q"), array("q", [0])
+        # Token at each offset, or -1 outside steps.
+        self._tokens = array("q")
+        # For each offset: hash of all tokens before it, back to the last -1.
+        self._hashes = array("q", [0])
         # Number of tokens that a window has before its block.
-        self._lead = max(0, config.min_run - self._block)
-        self._power = pow(_BASE, self._lead + self._block, _MODULUS)
+        self._context = max(0, config.min_run - self._block)
+        self._power = pow(_BASE, self._context + self._block, _MODULUS)
         # Hash of a window -> offset of a block with this window: the first in direction oldest, else the last.
         self._runs: dict[int, int] = {}
-        # ``_reads``: offset of a block -> offset of the block it reads. ``_fate``: each token's state, or 0.
+        # In direction newest: offset of a block that reads -> offset of a later block of its chain.
         self._reads: dict[int, int] = {}
-        self._fate = bytearray()
+        # Each token's role, or 0.
+        self._roles = bytearray()
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # ``_old``: offset of the next block to look up in the group. ``_followed``: the source's member in
-        # the last pair found in the group, and the source's offset minus the reader's offset.
-        self._old = self._at
-        self._followed = -1, 0
+        # Offset of the next block to look up in the group.
+        self._next_in_group = self._next
+        # Of the last pair found in the group: the source's member, and its offset minus the reader's offset.
+        self._followed_member = -1
+        self._followed_distance = 0
 
     def join(self, member: int, group: RunGroup | None) -> None:
         """Join ``group`` under the id ``member``. If ``group`` is None, leave the current group. Its members
         then no longer find blocks of this response."""
         if self._group is not None:
             del self._group.members[self._member]
-        self._member, self._group = member, group
+        self._member = member
+        self._group = group
         if group is not None:
             group.members[member] = self
 
     def propose(self, step: Step) -> list[BlockPair]:
         self._append(step)
-        pairs, block = [], self._block
-        while self._at + block <= len(self._tokens):
-            at = self._at
-            earlier = self._earlier(at)
-            if earlier is None or not self._take(earlier):
-                self._at += self._page
+        pairs = []
+        while self._next + self._block <= len(self._tokens):
+            later = self._next
+            earlier = self._earlier(later)
+            if earlier is None or not self._take(later, earlier):
+                self._next += self._page
                 continue
-            self._distance = at - earlier
-            pairs.append(BlockPair(self._start + at, self._start + earlier))
-            self._at += block
+            self._distance = later - earlier
+            pairs.append(BlockPair(self._start + later, self._start + earlier))
+            self._next += self._block
         self.counters = FilterCounters(candidates=len(pairs))
         return pairs
 
     def _begin(self, offset: int) -> None:
         """Let no window begin before ``offset``."""
-        first = offset + self._lead
-        # ``_at``: offset of the next block to look up; ``_remembered``: of the next block to put in ``_runs``.
-        # ``_distance``: tokens from the earlier to the later block of the last pair; 0 until a pair is found.
-        self._at = self._remembered = first + -(self._start + first) % self._page
+        first = offset + self._context
+        # Offset of the next block to look up, the first on a page's boundary.
+        self._next = first + -(self._start + first) % self._page
+        # Offset of the next block to put in ``_runs``.
+        self._next_run = self._next
+        # Tokens from the earlier to the later block of the last pair; 0 until a pair is found.
         self._distance = 0
 
-    def _take(self, earlier: int) -> bool:
-        """Mark the block that reads. In direction oldest it is the block at ``_at``. In direction newest it is
-        the last block of the chain that begins at ``earlier`` and follows ``_reads`` (see :class:`AgeRule`).
+    def _take(self, later: int, earlier: int) -> bool:
+        """Mark the block that reads. In direction oldest it is the block at ``later``. In direction newest it
+        is the last block of the chain that begins at ``earlier`` and follows ``_reads`` (see :class:`AgeRule`).
         Returns False, and marks nothing, if this last block overlaps a block that reads or is read."""
         if self._keeps_first:
-            self._mark(self._at, _READS)
+            self._mark(later, _READS)
             return True
-        last = earlier
-        while last in self._reads:
-            last = self._reads[last]
-        if any(self._fate[last : last + self._block]):
+        last = self._last(earlier)
+        if any(self._roles[last : last + self._block]):
             return False
         self._mark(last, _READS)
-        self._reads[earlier] = self._reads[last] = self._at
+        self._reads[last] = later
         return True
 
-    def _mark(self, at: int, fate: int) -> None:
-        self._fate[at : at + self._block] = bytes((fate,)) * self._block
+    def _last(self, start: int) -> int:
+        """Offset of the last block in the chain that begins at ``start``. The blocks passed on the way then
+        point to this block, so a chain is walked only once, however often it is looked up."""
+        passed = []
+        while (later := self._reads.get(start)) is not None:
+            passed.append(start)
+            start = later
+        for block in passed:
+            self._reads[block] = start
+        return start
+
+    def _mark(self, start: int, role: int) -> None:
+        self._roles[start : start + self._block] = bytes((role,)) * self._block
 
     def across(self) -> list[AcrossPair]:
         """Look up in the group each block that ``min_age`` tokens now follow. Returns the pairs, ascending.
         A block without an equal block becomes a copy. Does nothing while the group has one member."""
-        group, pairs, page = self._group, list[AcrossPair](), self._page
+        pairs: list[AcrossPair] = []
+        group = self._group
         if group is None or len(group.members) < 2:
             return pairs
-        while self._old + self._block <= len(self._tokens) - self._min_age:
-            at = self._old
-            self._old += page
-            fate = self._fate[at : at + self._block]
-            window = self._window(at)
-            if _READS in fate or -1 in window:
+        while self._next_in_group + self._block <= len(self._tokens) - self._min_age:
+            reader = self._next_in_group
+            self._next_in_group += self._page
+            roles = self._roles[reader : reader + self._block]
+            window = self._window(reader)
+            if _READS in roles or -1 in window:
                 continue
-            source, start = self._copy(group, at, window)
+            source, start = self._copy(group, reader, window)
             if source is None:
                 if len(group.copies) >= _MAX_RUNS:
                     group.copies.clear()
-                group.copies[self._hash(at)] = self._member, at
-            elif not any(fate) and (source is not self or at - start >= self._block):
-                self._mark(at, _READS)
+                group.copies[self._hash(reader)] = self._member, reader
+            elif not any(roles) and (source is not self or reader - start >= self._block):
+                self._mark(reader, _READS)
                 source._mark(start, _IS_READ)
-                self._followed = source._member, start - at
-                pairs.append(AcrossPair(self._start + at, source._start + start, source._member))
-                self._old = at + self._block
+                self._followed_member = source._member
+                self._followed_distance = start - reader
+                pairs.append(
+                    AcrossPair(self._start + reader, source._start + start, source._member)
+                )
+                self._next_in_group = reader + self._block
         return pairs
 
-    def _copy(self, group: RunGroup, at: int, window: array[int]) -> tuple[RunMatcher | None, int]:
-        """Member and offset of a block that has ``window``, the window of the block at ``at``. The block to
-        which ``_followed`` points is tried first, then the copy. The member is None if neither can be read."""
-        last, distance = self._followed
-        anywhere = group.copies.get(self._hash(at), (-1, 0))
-        for member, start in ((last, at + distance), anywhere):
+    def _copy(
+        self, group: RunGroup, reader: int, window: array[int]
+    ) -> tuple[RunMatcher | None, int]:
+        """Member and offset of a block that has ``window``, the window of the block at ``reader``. The block
+        that continues the last pair found in the group is tried first, then the copy. The member is None if
+        neither can be read."""
+        continued = self._followed_member, reader + self._followed_distance
+        copy = group.copies.get(self._hash(reader), (-1, 0))
+        for member, start in (continued, copy):
             source = group.members.get(member)
             if source is not None and source._lends(start, window):
                 return source, start
         return None, 0
 
-    def _lends(self, at: int, window: array[int]) -> bool:
-        """Whether the block at ``at`` can be read: it has this ``window``, is old enough and reads no block."""
+    def _lends(self, start: int, window: array[int]) -> bool:
+        """Whether the block at ``start`` can be read: it has this ``window``, is old enough and reads no
+        block."""
         return (
-            self._lead <= at < self._old
-            and _READS not in self._fate[at : at + self._block]
-            and self._window(at) == window
+            self._context <= start < self._next_in_group
+            and _READS not in self._roles[start : start + self._block]
+            and self._window(start) == window
         )
 
     def _append(self, step: Step) -> None:
@@ -173,34 +202,35 @@ class RunMatcher(Matcher):
             rolling = (rolling * _BASE + token + 1) % _MODULUS
             self._hashes.append(rolling)
         self._tokens.extend(step.token_ids)
-        self._fate.extend(bytes(len(self._tokens) - len(self._fate)))
+        self._roles.extend(bytes(len(self._tokens) - len(self._roles)))
 
-    def _window(self, at: int) -> array[int]:
-        return self._tokens[at - self._lead : at + self._block]
+    def _window(self, start: int) -> array[int]:
+        return self._tokens[start - self._context : start + self._block]
 
-    def _hash(self, at: int) -> int:
+    def _hash(self, start: int) -> int:
         hashes = self._hashes
-        return (hashes[at + self._block] - hashes[at - self._lead] * self._power) % _MODULUS
+        before = hashes[start - self._context] * self._power
+        return (hashes[start + self._block] - before) % _MODULUS
 
     def _remember(self, last: int) -> None:
         """Enter the windows of blocks up to offset ``last`` into ``_runs``. Later blocks are not entered
         yet, because they overlap the block that is looked up next."""
-        for at in range(self._remembered, last + 1, self._page):
+        for start in range(self._next_run, last + 1, self._page):
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
             if self._keeps_first:
-                self._runs.setdefault(self._hash(at), at)
+                self._runs.setdefault(self._hash(start), start)
             else:
-                self._runs[self._hash(at)] = at
-            self._remembered = at + self._page
+                self._runs[self._hash(start)] = start
+            self._next_run = start + self._page
 
-    def _earlier(self, at: int) -> int | None:
-        """Offset of an earlier block with the same window as the block at ``at``. The block
-        ``_distance`` tokens earlier is tried first, then the block in ``_runs``. None if neither matches."""
-        behind = at - self._distance
-        if self._distance and self._window(behind) == self._window(at):
-            return behind
-        self._remember(at - self._block)
-        found = self._runs.get(self._hash(at))
-        same = found is not None and self._window(found) == self._window(at)
+    def _earlier(self, later: int) -> int | None:
+        """Offset of an earlier block with the same window as the block at ``later``. The block ``_distance``
+        tokens earlier is tried first, then the block in ``_runs``. None if neither matches."""
+        continued = later - self._distance
+        if self._distance and self._window(continued) == self._window(later):
+            return continued
+        self._remember(later - self._block)
+        found = self._runs.get(self._hash(later))
+        same = found is not None and self._window(found) == self._window(later)
         return found if same else None

@@ -103,7 +103,8 @@ class Segmenter:
 
     def close(self, end: int) -> tuple[int, int] | None:
         """End the open step before position ``end``. Returns its start and end, or None."""
-        start, self.start = self.start, None
+        start = self.start
+        self.start = None
         return None if start is None else (start, end)
 
 
@@ -114,7 +115,7 @@ class Step:
     start: int  # position of the first token in prompt plus output
     end: int  # one past the last token, separator included
     token_ids: tuple[int, ...]  # ``end - start`` ids, separator included
-    #: Number of characters in the stripped text of the step, at least 1 (|S| in ``steps.py``).
+    #: Number of characters in the stripped text of the step, at least 1 (|S| in ``lexical.py``).
     num_chars: int
     #: How often each token id occurs. Blank tokens at the end do not count, because a step of the ReasonCache
     #: paper is the text *between* two blank lines.

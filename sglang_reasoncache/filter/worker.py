@@ -42,7 +42,10 @@ class Worker:
     def answer(self, feed: Feed) -> Reply:
         """Process a feed. Requests that are not open are ignored."""
         for request, start, inside in feed.opened:
-            span = ReasoningSpan(*self._setup.markers, inside) if self._setup.markers else None
+            span = None
+            if self._setup.markers is not None:
+                start_ids, end_ids = self._setup.markers
+                span = ReasoningSpan(start_ids, end_ids, inside)
             self._filters[request] = RequestFilter(
                 self._setup.config, self._classes, self._vocabulary, start, span
             )
@@ -64,10 +67,18 @@ class Worker:
                     if self._num_compared - feed.steps_taken >= self._setup.max_pending:
                         num_shed += 1
                         continue
-                    _, pairs, counters, across = self._filters[request].propose(step)
+                    proposal = self._filters[request].propose(step)
                     self._num_compared += 1
                     now = time.thread_time()
-                    results.append(StepResult(request, pairs, counters, now - began, across))
+                    results.append(
+                        StepResult(
+                            request=request,
+                            pairs=proposal.pairs,
+                            counters=proposal.counters,
+                            seconds=now - began,
+                            across=proposal.across,
+                        )
+                    )
                     began = now
             except MemoryError:
                 # Other ranks may have enough memory, so this process ends. All ranks then restart the filter.

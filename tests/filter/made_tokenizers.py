@@ -101,7 +101,8 @@ def llama2() -> PreTrainedTokenizerFast:
             fuse_unk=True,
         )
     )
-    prepend, space = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    prepend = normalizers.Prepend("▁")
+    space = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = normalizers.Sequence([prepend, space])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.add_special_tokens(_SPECIAL)

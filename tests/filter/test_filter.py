@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
 from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import PRESETS, AlignMode, FilterConfig
-from sglang_reasoncache.filter.steps import LexicalIndex, align_blocks, dynamic_threshold
+from sglang_reasoncache.filter.steps import align_blocks
 from sglang_reasoncache.filter.structure import Limits, same_structure, signature
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.filter.words import Words, filter_knobs, step_of, with_length_factor
@@ -58,7 +59,8 @@ def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair
     signatures = [signature(Words().decode(list(step.token_ids))) for step in steps]
     found = []
     for k, step in enumerate(steps):
-        earlier, this = texts[:k], texts[k]
+        earlier = texts[:k]
+        this = texts[k]
         sims = [slow_cosine(this, other) for other in earlier]
         if config.length_factor:
             sims = [with_length_factor(*each, this) for each in zip(sims, earlier, strict=True)]
@@ -67,7 +69,9 @@ def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair
             mean = sum(sims) / len(sims) if sims else 0.0
             tau = config.strict - (config.strict - config.soft) * mean
         order = sorted((-sim, -j) for j, sim in enumerate(sims) if sim > tau)
-        covered, pairs, num_used = bytearray(len(step)), [], 0
+        covered = bytearray(len(step))
+        pairs = []
+        num_used = 0
         for _, minus_j in order:
             source = steps[-minus_j]
             if config.use_structure and not same_structure(signatures[k], signatures[-minus_j]):
@@ -142,7 +146,8 @@ def test_bounds_on_blocks_and_checks() -> None:
     _, proposals = propose([_PHRASES[2]] * 5, block=2, max_blocks_per_step=3)
     assert len(proposals[-1].pairs) == 3
     # All steps have the same tokens, so all are equally similar. Then newer steps are checked first.
-    one, other = "line c = 3 - 4 . here now .", "line c = 4 - 3 . here now ."
+    one = "line c = 3 - 4 . here now ."
+    other = "line c = 4 - 3 . here now ."
     for checks, shares in ((2, False), (3, True)):
         knobs = {"block": 4, "max_structure_checks": checks}
         _, proposals = propose([one, other, other, one], **knobs)
@@ -201,7 +206,8 @@ def test_pairs_are_sound(
     is_paged: bool, mode: AlignMode, data: st.DataObject,
 ) -> None:  # fmt: skip
     page_size = block if is_paged else 1
-    src, dst = step_of(src_ids, src_start), step_of(dst_ids, dst_start)
+    src = step_of(src_ids, src_start)
+    dst = step_of(dst_ids, dst_start)
     flags = data.draw(
         st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=len(dst), max_size=len(dst))
     )
@@ -210,7 +216,8 @@ def test_pairs_are_sound(
     assert bytes(covered) == bytes(flags)
     free_from = dst.start
     for pair in pairs:
-        i, j = pair.dst_start - dst.start, pair.src_start - src.start
+        i = pair.dst_start - dst.start
+        j = pair.src_start - src.start
         assert pair.dst_start >= free_from
         assert pair.dst_start + block <= dst.end
         assert src.start <= pair.src_start <= src.end - block
@@ -273,7 +280,8 @@ def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
     found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
     assert found == [BlockPair(20, 4), BlockPair(24, 8)]
     # Mode "index" pairs the k-th blocks of ``dst`` and ``src``, whatever their tokens.
-    src, dst = step_of(list(range(7)), start=5), step_of(list(range(90, 100)), start=30)
+    src = step_of(list(range(7)), start=5)
+    dst = step_of(list(range(90, 100)), start=30)
     for covered, expected in ((b"", [(30, 5), (33, 8)]), (b"\0\1" + bytes(8), [(33, 8)])):
         assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
 
@@ -305,7 +313,8 @@ def test_explicit_values_win_over_a_preset(name: str) -> None:
 
 
 def slow_cosine(a: Step, b: Step) -> float:
-    counts_a, counts_b = Counter(a.token_ids), Counter(b.token_ids)
+    counts_a = Counter(a.token_ids)
+    counts_b = Counter(b.token_ids)
     dot = sum(counts_a[token] * counts_b[token] for token in {*counts_a, *counts_b})
     norm_a = math.sqrt(sum(count**2 for count in counts_a.values()))
     norm_b = math.sqrt(sum(count**2 for count in counts_b.values()))

@@ -107,10 +107,13 @@ def test_same_results_as_the_filter_in_this_process(
     local = RequestFilter(config, Words.classes, Words.vocabulary, 5, span)
     tokens = Words().encode(f"{_TEXT} \n\n " * 3)
     step_filter = make(config, markers=markers)
-    request, at, size = step_filter.open(5, True), 0, 1
+    request = step_filter.open(5, True)
+    at = 0
+    size = 1
     while at < len(tokens):
         feed(step_filter, [request], tokens[at : at + size])
-        at, size = at + size, size + 1
+        at += size
+        size += 1
     step_filter.close(request)
     expected = [(request, each.pairs, each.counters) for each in local.push(tokens)]
     taken = take_all(step_filter)
@@ -156,7 +159,8 @@ def test_sheds_by_what_was_fed_and_taken(make: Make, hurried: bool) -> None:
 
 def test_a_fence_is_followed_through_shed_steps(make: Make) -> None:
     """A code fence (```) opens or closes code even if its step was shed."""
-    code, fence = Words().encode("p x = 1 \n\n"), Words().encode("``` one \n\n")
+    code = Words().encode("p x = 1 \n\n")
+    fence = Words().encode("``` one \n\n")
     step_filter = make(max_pending=1)
     request = step_filter.open(0, True)
     for news in ((code, fence), (fence,), (code,)):
@@ -376,7 +380,8 @@ time.sleep(600)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_it_ends_with_its_parent(number: signal.Signals) -> None:
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    command, out = [sys.executable, "-c", _PARENT], subprocess.PIPE
+    command = [sys.executable, "-c", _PARENT]
+    out = subprocess.PIPE
     with subprocess.Popen(
         command, env=env, stdout=out, stderr=subprocess.DEVNULL, text=True
     ) as parent:

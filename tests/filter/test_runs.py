@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.filter import runs
 from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair
-from sglang_reasoncache.filter.request_filter import AgeRule
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -21,7 +20,8 @@ STEPS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=
 
 
 def propose(config: FilterConfig, steps: list[list[int]], start: int = 0) -> list[BlockPair]:
-    matcher, found = RunMatcher(config, start), []
+    matcher = RunMatcher(config, start)
+    found = []
     for tokens in steps:
         found += matcher.propose(Step.build(start, tokens, ""))
         start += len(tokens)
@@ -47,7 +47,8 @@ def test_runs_are_those_of_brute_force(
 
     # Direction oldest, left to right: a block is paired if its run (``lead`` tokens and the block) came before.
     first = start + lead + -(start + lead) % page
-    at, expected = first, []
+    at = first
+    expected = []
     while at + block <= start + len(tokens):
         if any(run(earlier) == run(at) for earlier in range(first, at - block + 1, page)):
             expected.append(at)
@@ -83,55 +84,12 @@ def test_no_run_crosses_tokens_that_take_no_part() -> None:
 def test_a_loop_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_MAX_RUNS", 1000)
     config = FilterConfig(match="runs", block=8)
-    matcher, began = RunMatcher(config, 0), time.process_time()
+    matcher = RunMatcher(config, 0)
+    began = time.process_time()
     for start in range(0, 60_000, 1000):
         matcher.propose(Step.build(start, [start % 3000] * 1000, ""))
     assert time.process_time() - began < 20
     assert len(matcher._runs) <= 1000
-
-
-def aged(direction: Any, min_age: int, block: int = 4) -> AgeRule:
-    return AgeRule(FilterConfig(direction=direction, min_age=min_age, block=block))
-
-
-def test_the_later_block_waits_until_it_is_old() -> None:
-    rule = aged("oldest", 10)
-    assert rule.release([(20, 0)], 24) == []
-    assert rule.release([], 33) == []
-    assert rule.release([(30, 0)], 34) == [(20, 0)]
-    assert rule.release([], 44) == [(30, 0)]
-
-
-def test_the_earlier_block_reads_the_newest_of_its_chain() -> None:
-    rule = aged("newest", 10)
-    # The block at position 0 is too new to read a copy. Newer copies come, each paired with an older one.
-    assert rule.release([(8, 0)], 12) == []
-    assert rule.release([(12, 8)], 13) == []
-    assert rule.release([(18, 0)], 22) == [(0, 18), (8, 18)]
-    assert rule.release([], 26) == [(12, 18)]
-    # Blocks 0, 8 and 12 read block 18 and are redirected with it, so only the pair (18, 40) is released.
-    assert rule.release([(40, 8)], 44) == [(18, 40)]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=20),
-    st.sampled_from(["newest", "oldest"]),
-    st.integers(0, 30),
-)
-def test_no_reader_is_young_and_none_reads_twice(
-    draws: list[tuple[int, int]], direction: str, min_age: int
-) -> None:
-    rule, block, end = aged(direction, min_age), 4, 0
-    readers: set[int] = set()
-    for gap, earlier in draws:
-        later = end + gap
-        end = later + block
-        found = [(later, earlier * block)] if earlier * block <= later else []
-        for reader, source in rule.release(found, end):
-            assert reader + block <= end - min_age and source + block <= end
-            assert (source - reader if direction == "newest" else reader - source) >= block
-            assert reader not in readers
-            readers.add(reader)
 
 
 AGE = 4
@@ -171,7 +129,8 @@ def test_members_read_equal_old_blocks_and_pass_nothing_on(
     for reader, pairs in enumerate(found):
         tokens = responses[reader]
         for dst, src, source in pairs:
-            here, there = dst - start, src - start
+            here = dst - start
+            there = src - start
             assert tokens[here : here + block] == responses[source][there : there + block]
             assert dst % page == src % page == 0 and min(here, there) >= 0
             # At least AGE tokens follow each of the two blocks, whichever was written first.

@@ -131,7 +131,9 @@ _PIECES = st.sampled_from(
 @settings(deadline=None, max_examples=60)
 @given(st.one_of(st.lists(_PIECES, max_size=40).map("".join), st.text(max_size=60)))
 def test_any_text(name: str, text: str) -> None:
-    tokenizer, vocabulary, segmenter = made(name), read(name), Segmenter(_classes(name), 1 << 40)
+    tokenizer = made(name)
+    vocabulary = read(name)
+    segmenter = Segmenter(_classes(name), 1 << 40)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     decoded = vocabulary.text(token_ids)
     assert decoded.lstrip(" ") == tokenizer.decode(token_ids).lstrip(" ")
@@ -150,7 +152,8 @@ def test_any_text(name: str, text: str) -> None:
     assert ["".join(x.split()) for x in steps] == ["".join(x.split()) for x in split_text(shifted)]
 
 
-_START, _END = frozenset({1}), frozenset({2})
+_START = frozenset({1})
+_END = frozenset({2})
 
 
 def test_a_marker_is_no_reasoning_and_one_that_is_both_closes() -> None:
@@ -183,7 +186,9 @@ def test_same_steps_as_splitting_the_text_at_markers(
     pieces: list[str], inside: bool, chunk: int
 ) -> None:
     """Chunks may have any size. The slow reference cuts the text at markers and keeps the reasoning."""
-    expected, parts, where = [], [""], [inside]
+    expected = []
+    parts = [""]
+    where = [inside]
     for piece in pieces:
         if piece in ("<think>", "</think>"):
             parts.append("")
@@ -221,7 +226,8 @@ def test_text_is_the_concatenation(pieces: list[bytes], token_ids: list[int]) ->
 @pytest.mark.parametrize("name", NAMES)
 def test_same_text_as_the_tokenizer(name: str) -> None:
     """``Vocabulary.text`` restores encoded text and also markers, perhaps with a space before a marker."""
-    tokenizer, vocabulary = made(name), read(name)
+    tokenizer = made(name)
+    vocabulary = read(name)
     assert len(vocabulary.pieces) == len(tokenizer)
     # Not for llama2, which adds a space after a special token, nor embedded, which lacks most words of TEXT.
     if name in _BYTE_EXACT and name != "llama2":

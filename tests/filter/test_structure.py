@@ -72,7 +72,8 @@ def test_equal(a: str, b: str) -> None:
     ],
 )  # fmt: skip
 def test_different(a: str, b: str) -> None:
-    first, second = signature(a), signature(b)
+    first = signature(a)
+    second = signature(b)
     assert first.content and second.content and not same_structure(first, second)
 
 
@@ -193,7 +194,8 @@ def test_bracketed_expressions_are_equal_only_if_written_alike(a: str, b: str) -
 
 
 def test_prose_passes_and_over_bound_never_matches() -> None:
-    formal, prose = signature("x = 1"), signature("no formula here")
+    formal = signature("x = 1")
+    prose = signature("no formula here")
     over = signature("x = 1", Limits(max_chars=3))
     assert over == Signature(bound="max_chars")
     assert same_structure(formal, prose)
@@ -221,7 +223,8 @@ def test_tolerance(first: str, second: str, distance: int) -> None:
 
 def test_trees_over_the_edit_bound_match_only_if_equal() -> None:
     text = "x = " + " + ".join(str(i) for i in range(40))
-    first, other = signature(text), signature(text.replace("x", "y"))
+    first = signature(text)
+    other = signature(text.replace("x", "y"))
     # The tree of each text has 44 nodes: the 40 terms, their sum, the left side, the relation and the root.
     for bound, is_near in ((44, True), (43, False)):
         assert same_structure(first, other, 1, Limits(max_edit_nodes=bound)) is is_near

@@ -54,7 +54,8 @@ class Parser:
     def __init__(self, tokens: list[Token], max_depth: int, latex: bool) -> None:
         # A stack of tokens, the next one on top. The closing bracket at the bottom marks the end of the input.
         self._left: list[Token] = [("close", ""), *reversed(tokens)]
-        self._max_depth, self._latex = max_depth, latex
+        self._max_depth = max_depth
+        self._latex = latex
 
     def parse(self) -> list[Basic]:
         """Parse expressions up to a closing bracket. Raises OverBound if they are nested too deeply."""

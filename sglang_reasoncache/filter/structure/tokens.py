@@ -56,7 +56,8 @@ _UNMARKED = (
     r"|(?<![^\W_])(?<![)\]}*_])(?:\*\*?+|__?+)(?![^\W_]|[*_(\[{\\])"
 )
 _OPERATOR = "|".join([*sorted(_SIGNS, key=len, reverse=True), _UNMARKED])
-_SUP, _SUB = "²³¹⁰ⁱ⁴-ⁿ", "₀-₎"
+_SUP = "²³¹⁰ⁱ⁴-ⁿ"
+_SUB = "₀-₎"
 _LETTER = rf"[^\W\d_{_SUP}{_SUB}]"
 _END = rf"(?![’']?{_LETTER})"
 _FUNCTION = "sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|lg|exp|sqrt|mod|gcd|lcm|max|min|lim|det|deg"
