@@ -55,11 +55,16 @@ def install() -> None:
 
 def install_frontend() -> None:
     """Install the hooks of the server's main process, which parses requests."""
-    from sglang_reasoncache.plugin import documents
+    from sglang_reasoncache.plugin import documents, waiting
 
     target, kind = compat.FRONTEND_HOOK_TARGETS, compat.HookType
-    hooks = {target["generate"]: (documents.around_generate, kind.AROUND)}
-    compat.apply_hooks(hooks | {target["chat"]: (documents.after_chat, kind.AFTER)})
+    compat.apply_hooks(
+        {
+            target["generate"]: (documents.around_generate, kind.AROUND),
+            target["chat"]: (documents.after_chat, kind.AFTER),
+            target["abort"]: (waiting.after_abort, kind.AFTER),
+        }
+    )
 
 
 def add_routes() -> None:
