@@ -246,6 +246,7 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """Key of a prompt's scores: all that they depend on. To save memory, a digest stands for the tokens."""
+    """Key of a prompt's scores: all that they depend on. Digests stand for what clients sent, which may be long."""
     tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
-    return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents
+    names = hashlib.sha256(repr((req.extra_key, req.cache_salt)).encode()).digest()
+    return tokens, names, req.lora_id, prefix.documents

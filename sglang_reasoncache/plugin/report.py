@@ -12,7 +12,7 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.sharing.decision import Refusal
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
-from sglang_reasoncache.sharing.state import RequestState
+from sglang_reasoncache.sharing.state import MOST_OF_ID, RequestState
 from sglang_reasoncache.sharing.stats import SharingStats
 
 #: ``GET /reasoncache/details`` lists at most this many finished requests.
@@ -22,7 +22,7 @@ _RECENT_BLOCKS = 1024
 #: At most this many tokens of a response are kept in order to show its text.
 _KEPT_TOKENS = 16_384
 #: Fields of a finished request that ``GET /reasoncache/details?blocks=false`` leaves out.
-_OF_BLOCKS = ("blocks", "blocks_across", "evictions")
+_OF_BLOCKS = ("blocks", "blocks_across", "sources", "evictions")
 #: ``GET /reasoncache`` describes at most this many groups of requests with equal prompts.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
@@ -145,14 +145,12 @@ class Report:
         blocks = [
             (b.shared_at, b.dst_start, b.src_start) for b in state.redirected if b.source is None
         ]
-        across = [
-            (b.shared_at, b.dst_start, b.src_start, b.source_rid)
-            for b in state.redirected
-            if b.source is not None
-        ]
+        across = [b for b in state.redirected if b.source is not None][:_RECENT_BLOCKS]
+        # Each source's id is listed once: its blocks refer to it by its index.
+        sources = {rid: at for at, rid in enumerate(dict.fromkeys(b.source_rid for b in across))}
         self.recent.append(
             {
-                "rid": req.rid,
+                "rid": req.rid[:MOST_OF_ID],
                 "prompt_tokens": prompt,
                 "output_tokens": output,
                 "shared_positions": shared,
@@ -160,7 +158,10 @@ class Report:
                 "retractions": req.retraction_count,
                 "block": self.pipeline.block,
                 "blocks": blocks[:_RECENT_BLOCKS],
-                "blocks_across": across[:_RECENT_BLOCKS],
+                "blocks_across": [
+                    (b.shared_at, b.dst_start, b.src_start, sources[b.source_rid]) for b in across
+                ],
+                "sources": list(sources),
                 "evictions": list(state.evictions),
             }
         )
@@ -169,8 +170,9 @@ class Report:
 
     def response(self, rid: str) -> dict[str, Any] | None:
         """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None."""
+        name = rid[:MOST_OF_ID]
         told = (
-            entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == rid
+            entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == name
         )
         return next(told, None)
 
@@ -194,7 +196,7 @@ class Report:
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: fraction of future output for which admission reserves no slots.
-        ``details``: add ``recent``. ``blocks``: include the fields ``_OF_BLOCKS``, up to 295,000 numbers."""
+        ``details``: add ``recent``. ``blocks``: include the fields ``_OF_BLOCKS``, up to 328,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]

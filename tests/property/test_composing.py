@@ -19,7 +19,8 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.cache.composition import Composition
-from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY
+from sglang_reasoncache.cache.repair import _key
+from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY, Documents
 from tests.property.world import MAX_ROWS, PROMPT, Setup, World
 
 #: Tokens of documents that follow the *base* ``PROMPT``. Two begin alike, and three contain tokens 21 and 22.
@@ -318,3 +319,17 @@ def test_documents_of_a_waiting_request_are_not_evicted_first(world: World) -> N
     world.tree.evict(EvictParams(num_tokens=len(other)))
     req.init_next_round_input(world.tree)
     assert req.prefix_len == found == len(req.origin_input_ids) - len(QUERY)
+
+
+def test_scores_are_kept_under_short_keys() -> None:
+    """The key of a prompt's scores depends on ``extra_key`` and ``cache_salt``, but does not hold them."""
+    prefix: Any = SimpleNamespace(documents=Documents(1, (2, 3)))
+    names = [(None, None), ("a", None), (None, "a"), ("a" * 100_000, "b"), ("a", "b" * 100_000)]
+    keys = set()
+    for extra_key, cache_salt in names:
+        req: Any = SimpleNamespace(
+            origin_input_ids=[1, 2, 3, 4], extra_key=extra_key, cache_salt=cache_salt, lora_id=None
+        )
+        keys.add(_key(req, prefix))
+    assert len(keys) == len(names)
+    assert max(len(repr(key)) for key in keys) < 1000
