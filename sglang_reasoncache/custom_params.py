@@ -18,9 +18,9 @@ _SPELLINGS = {
 }
 #: ``KEY`` marks documents. ``REPAIR_KEY`` chooses which tokens of documents are computed again (a *repair*).
 KEY, REPAIR_KEY = "documents", "documents_repair"
-#: Limit on documents per prompt, because a waiting request looks up each document in the cache repeatedly.
+#: Limit on documents per prompt, because a request's first look-up in the cache matches each document.
 MOST = 256
-#: Limit on (tokens before the documents) x (number of documents). Every look-up includes those tokens.
+#: Limit on (tokens before the documents) x (number of documents). Every match includes those tokens.
 _MOST_BEFORE = 1 << 19
 
 

@@ -70,9 +70,71 @@ class CompositionLock(list[Any]):
     """SGLang's locks, one for each path of a composition."""
 
 
-def marked(req: Request | None) -> Documents | None:
+class CachedDocuments:
+    """The documents that a request marks, and where earlier look-ups found them in the tree. SGLang looks up a
+    waiting request again and again, and to match all its documents takes milliseconds.
+
+    Attributes:
+        documents: The documents that the client marked.
+        nodes: Number of a document -> id of the node where its path ended. A node in the tree keeps its path:
+            if SGLang splits the node, the lower part keeps the id. No id is used twice.
+        chosen: Length of the composed prefix, and the positions that a repair by attention chose in it.
+        scores: Scores of the positions, fp32 ``[length]`` on the device, if the request only computes scores.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+        self.nodes: dict[int, int] = {}
+        self.chosen: tuple[int, np.ndarray] = (0, NO_POSITIONS)
+        self.scores: torch.Tensor | None = None
+        # Number of the document that the next look-up matches, even if its node is known.
+        self._turn = 0
+
+    def compose(self, key: Any, match: Callable[[Any], Any], tree_core: Any) -> Composition | None:
+        """Compose the documents of a prompt, up to the first document that the tree lacks. Returns None if
+        fewer than two are composed, because a prefix with a single document is an ordinary prefix.
+
+        Matches only documents that earlier look-ups did not find or that were evicted, and one more, in turn: a
+        match makes a path recently used, so a waiting request's documents are not evicted first.
+
+        ``key``: SGLang's key of the prompt. ``match``: the tree's ``match_prefix``.
+        """
+        nodes = list[int]()
+        for number, (start, end) in enumerate(self.documents.spans()):
+            if end > len(key):
+                break
+            if number == self._turn or not self._is_cached(number, tree_core):
+                self._match(number, start, end, key, match)
+            if number not in self.nodes:
+                break
+            nodes.append(self.nodes[number])
+        self._turn = (self._turn + 1) % len(self.documents.ends)
+        return Composition(self.documents, nodes) if len(nodes) > 1 else None
+
+    def _is_cached(self, number: int, tree_core: Any) -> bool:
+        """Whether an earlier look-up found a document, and its path is still in the tree."""
+        if number not in self.nodes:
+            return False
+        try:
+            return not tree_core.is_full_device_evicted(self.nodes[number])
+        except KeyError:  # The tree has no node with this id any more.
+            return False
+
+    def _match(
+        self, number: int, start: int, end: int, key: Any, match: Callable[[Any], Any]
+    ) -> None:
+        """Look up the base with the document at positions ``[start, end)`` behind it."""
+        self.nodes.pop(number, None)
+        tokens = key.token_ids[: self.documents.start] + key.token_ids[start:end]
+        alone = compat.RadixKey(tokens, key.extra_key, cache_salt=key.cache_salt)
+        found = match(compat.MatchPrefixParams(key=alone))
+        if found.device_prefix_len == len(alone):
+            self.nodes[number] = found.last_device_node
+
+
+def marked(req: Request | None) -> CachedDocuments | None:
     """The documents that a request marks. None if it marks none, marks them wrongly, or fails ``takes_part``.
-    The result is stored in the request, because a waiting request is looked up in the tree again and again."""
+    The result is stored in the request."""
     if req is None:
         return None
     if not hasattr(req, DOCUMENTS):
@@ -80,25 +142,7 @@ def marked(req: Request | None) -> Documents | None:
         # Building the error message may raise too: its repr of the value can exceed the recursion limit.
         with suppress(Exception):
             found = documents_of(custom_params, len(req.origin_input_ids))
-        setattr(req, DOCUMENTS, found if takes_part(req) else None)
-    documents: Documents | None = getattr(req, DOCUMENTS)
+        takes = found is not None and takes_part(req)
+        setattr(req, DOCUMENTS, CachedDocuments(found) if takes else None)
+    documents: CachedDocuments | None = getattr(req, DOCUMENTS)
     return documents
-
-
-def compose(documents: Documents, key: Any, match: Callable[[Any], Any]) -> Composition | None:
-    """Compose the documents of a prompt, up to the first document that the tree lacks. Returns None if
-    fewer than two are composed, because a prefix with a single document is an ordinary prefix.
-
-    ``key``: SGLang's key of the prompt. ``match``: the tree's ``match_prefix``.
-    """
-    tokens, nodes = key.token_ids, list[int]()
-    base = tokens[: documents.start]
-    for start, end in documents.spans():
-        if end > len(key):
-            break
-        alone = compat.RadixKey(base + tokens[start:end], key.extra_key, cache_salt=key.cache_salt)
-        found = match(compat.MatchPrefixParams(key=alone))
-        if found.device_prefix_len < len(alone):
-            break
-        nodes.append(found.last_device_node)
-    return Composition(documents, nodes) if len(nodes) > 1 else None

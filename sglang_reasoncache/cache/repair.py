@@ -17,12 +17,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition
+from sglang_reasoncache.cache.composition import NO_POSITIONS, Composition, marked
 from sglang_reasoncache.compat.types import Request, ScheduleBatch
 from sglang_reasoncache.custom_params import Repair
 from sglang_reasoncache.device.ranks import RankFailed, Ranks
@@ -106,12 +105,8 @@ class Repairs:
     def __init__(self) -> None:
         # Request id -> what the newest prefill recomputes and scores for that request.
         self._prepared: dict[str, Repaired] = {}
-        # Scoring request (it has ``max_new_tokens`` 0 and only computes scores) -> its scores.
-        self._scoring: WeakKeyDictionary[Request, torch.Tensor] = WeakKeyDictionary()
         # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
-        # Request -> length of its composed prefix, and chosen positions. SGLang matches waiting requests often.
-        self._chosen: WeakKeyDictionary[Request, tuple[int, np.ndarray]] = WeakKeyDictionary()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
         self._failed = False
 
@@ -125,7 +120,10 @@ class Repairs:
             return heads_of(documents.ends[: len(prefix.nodes)], repair.first)
         if not repair.share or _only_scores(req):
             return NO_POSITIONS
-        known, chosen = self._chosen.get(req, (0, NO_POSITIONS))
+        marks = marked(req)
+        assert marks is not None, "only a request that marks documents has a composed prefix"
+        # The choice is kept, because SGLang matches waiting requests often.
+        known, chosen = marks.chosen
         if known == end:
             return chosen
         scores = self._scores.get(_key(req, prefix))
@@ -139,8 +137,9 @@ class Repairs:
         except RankFailed:  # on every rank alike
             return NO_POSITIONS
         count = round(repair.share * (end - documents.start))
-        self._chosen[req] = end, highest_of(seen, count) + first
-        return self._chosen[req][1]
+        positions = highest_of(seen, count) + first
+        marks.chosen = (end, positions)
+        return positions
 
     @staticmethod
     def concerns(batch: ScheduleBatch) -> bool:
@@ -216,10 +215,12 @@ class Repairs:
         """The scores of a request so far, fp32 ``[length]``. None if the request is not scored."""
         if not prefix.documents.repair.share or not _only_scores(req):
             return None
-        if req.prefix_len == prefix.length or req not in self._scoring:
+        marks = marked(req)
+        assert marks is not None, "only a request that marks documents has a composed prefix"
+        if req.prefix_len == prefix.length or marks.scores is None:
             # This is the first chunk of the prompt, perhaps computed again after a retraction.
-            self._scoring[req] = torch.zeros(prefix.length, device=device)
-        return self._scoring[req]
+            marks.scores = torch.zeros(prefix.length, device=device)
+        return marks.scores
 
     def _publish(self, req: Request, prefix: Composition, received: torch.Tensor) -> None:
         """Keep the scores of ``req`` for later requests. Called for the prompt's last chunk."""
@@ -243,6 +244,7 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """Key of a prompt's scores: all that they depend on. To save memory, a digest stands for the tokens."""
+    """Key of a prompt's scores: all that they depend on. Digests stand for clients' texts, as these may be long."""
     tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
-    return tokens, req.extra_key, req.cache_salt, req.lora_id, prefix.documents
+    names = hashlib.sha256(repr((req.extra_key, req.cache_salt)).encode()).digest()
+    return tokens, names, req.lora_id, prefix.documents

@@ -13,13 +13,17 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.allocator import Shared
-from sglang_reasoncache.cache.composition import Composition, CompositionLock, compose, marked
+from sglang_reasoncache.cache.composition import (
+    CachedDocuments,
+    Composition,
+    CompositionLock,
+    marked,
+)
 from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
 from sglang_reasoncache.cache.repair import RepairedRow, missed
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.custom_params import Documents
 
 
 class SharedRadixCache(compat.UnifiedRadixCache):
@@ -150,9 +154,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 return self._composed(documents, params, found)
         return found
 
-    def _composed(self, documents: Documents, params: Any, found: Any) -> Any:
+    def _composed(self, documents: CachedDocuments, params: Any, found: Any) -> Any:
         """``found``, which the tree matched, or a composed prefix if that is longer."""
-        prefix = compose(documents, params.key, super().match_prefix)
+        prefix = documents.compose(params.key, super().match_prefix, self.tree_core)
         if prefix is None:
             return found
         allocator = self.token_to_kv_pool_allocator

@@ -50,6 +50,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.unified_cache.components": ["ComponentType"],
     "managers.schedule_batch": ["FINISH_ABORT"],
     "managers.io_struct": [
+        "AbortReq",
         "GenerateReqInput",
         "GetInternalStateReq",
         "GetInternalStateReqOutput",
@@ -107,6 +108,7 @@ FRONTEND_HOOK_TARGETS: dict[str, str] = {
     "generate": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
     "chat": "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     "._convert_to_internal_request",
+    "abort": "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
 }
 
 #: The hook that our CPU attention backend installs, with or without ``--enable-reasoncache``.

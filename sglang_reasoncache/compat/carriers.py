@@ -3,20 +3,25 @@
 
 - ``ServerArgs``, attribute :data:`CONFIG`: the operator's settings (``plugin/flags.py``, ``config.py``).
 - ``Req``, attribute :data:`RECORD`: our record of the request (``sharing/request.py``).
-- ``Req``, attribute :data:`DOCUMENTS`: the documents that the client marked (``cache/composition.py``).
+- ``Req``, attribute :data:`DOCUMENTS`: the documents that the client marked, and what is known of them
+  (``cache/composition.py``).
 - ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
 - ``ForwardBatch.rids``: a ``MarkedRids`` in place of a list; says whether a forward needs our kernels.
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.
 - ``GetInternalStateReq.rid``: the HTTP path that says what is asked of a scheduler (``plugin/hooks.py``).
-- The tokenizer manager, attribute :data:`COMPOSES`: whether schedulers compose prompts
-  (``plugin/documents.py``).
+- ``TokenizerManager``, attribute :data:`COMPOSES`: whether schedulers compose prompts
+(``plugin/documents.py``). - ``TokenizerManager``, attribute :data:`WAITING`: requests whose documents are
+prefilled
+  (``plugin/waiting.py``).
 """
 
 #: Attribute of ``ServerArgs``: a ``ReasonCacheConfig``. Missing without ``--enable-reasoncache``.
 CONFIG = "_reasoncache"
 #: Attribute of ``Req``: a ``RequestRecord``. Missing until a poll sees the request.
 RECORD = "_reasoncache_record"
-#: Attribute of ``Req``: the ``Documents`` that it marks, or None. Missing until the request is looked up.
+#: Attribute of ``Req``: its ``CachedDocuments``, or None. Missing until the request is looked up.
 DOCUMENTS = "_reasoncache_documents"
 #: Attribute of the tokenizer manager: bool. Missing until all schedulers have answered.
 COMPOSES = "_reasoncache_composes"
+#: Attribute of the tokenizer manager: a list of ``WaitingRequest``. Missing until a request waits.
+WAITING = "_reasoncache_waiting"

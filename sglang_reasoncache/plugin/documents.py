@@ -13,7 +13,9 @@ from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache import custom_params as marks
+from sglang_reasoncache.compat.carriers import COMPOSES
 from sglang_reasoncache.config import config_of
+from sglang_reasoncache.plugin.waiting import waiting
 
 #: At most this many documents of a request are prefilled at once.
 _TOGETHER = 16
@@ -44,7 +46,8 @@ async def _behind_documents(
 ) -> AsyncIterator[Any]:
     """Prefill the documents of ``obj``, then generate. If a document is cached already, only its last token is
     computed. Raises ValueError for wrongly marked documents. If the schedulers do not compose prompts (read
-    cached documents at new positions), no document is prefilled first."""
+    cached documents at new positions), no document is prefilled first. If SGLang aborts a prefill, or a client
+    aborts ``obj`` meanwhile, the prefills end, and ``obj`` gets SGLang's answer to an aborted request."""
     prompt = obj.input_ids
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
         told = "needs a single prompt, as input_ids or as messages"
@@ -64,27 +67,56 @@ async def _behind_documents(
     documents = marks.documents_of(custom, _verified_length(manager, obj))
     assert documents is not None
     several = len(documents.ends) > 1 and not obj.contains_mm_input()
-    if several and marks.asks_to_share(custom) and await _composes(manager):
-        base = prompt[: documents.start]
-        alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
-        # One document is prefilled first, so that the base (the tokens before all documents) is computed once.
-        groups = [
-            alone[:1],
-            *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
-        ]
-        if documents.repair.share:
-            custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
-            # This request generates nothing. It measures which document tokens the text behind them attends to.
-            groups.append([_request(prompt, obj, custom)])
-        for group in groups:
-            sent = (anext(original(manager, each, request)) for each in group)
-            for answer in await asyncio.gather(*sent):
-                if (answer["meta_info"]["finish_reason"] or {}).get("type") == "abort":
-                    # If a document's prefill was aborted, perhaps with all requests, ``obj`` ends too.
-                    yield answer
-                    return
+    if several and marks.asks_to_share(custom):
+        with waiting(manager, obj, request) as held:
+            reason = await held.until(_prefill(original, manager, obj, request, documents))
+            answers = [] if reason is None else await held.answers(reason)
+        if reason is not None:
+            for answer in answers:
+                yield answer
+            return
+    # SGLang registers the id of ``obj`` again before it first waits, so nothing can come between.
     async for response in original(manager, obj, request):
         yield response
+
+
+async def _prefill(
+    original: Callable[..., AsyncIterator[Any]],
+    manager: Any,
+    obj: Any,
+    request: Any,
+    documents: marks.Documents,
+) -> dict[str, Any] | None:
+    """Prefill the ``documents`` of ``obj``, if the schedulers compose prompts. Returns the finish reason of a
+    prefill that SGLang aborted, perhaps with all requests; None if all prefills ended well."""
+    if not await _composes(manager):
+        return None
+    prompt = obj.input_ids
+    base = prompt[: documents.start]
+    alone = [_request([*base, *prompt[slice(*span)]], obj) for span in documents.spans()]
+    # One document is prefilled first, so that the base (the tokens before all documents) is computed once.
+    groups = [
+        alone[:1],
+        *(alone[at : at + _TOGETHER] for at in range(1, len(alone), _TOGETHER)),
+    ]
+    if documents.repair.share:
+        custom = obj.sampling_params["custom_params"]
+        custom = {key: custom[key] for key in (marks.KEY, marks.REPAIR_KEY)}
+        # This request generates nothing. It measures which document tokens the text behind them attends to.
+        groups.append([_request(prompt, obj, custom)])
+    for group in groups:
+        sent = [asyncio.ensure_future(anext(original(manager, each, request))) for each in group]
+        try:
+            answers = await asyncio.gather(*sent)
+        finally:
+            # If one failed, the others of its group are not needed.
+            for each in sent:
+                each.cancel()
+        for answer in answers:
+            reason: dict[str, Any] = answer["meta_info"]["finish_reason"] or {}
+            if reason.get("type") == "abort":
+                return reason
+    return None
 
 
 def _verified_length(manager: Any, obj: Any) -> int:
@@ -102,25 +134,29 @@ def _verified_length(manager: Any, obj: Any) -> int:
 
 async def _composes(manager: Any) -> bool:
     """Whether the schedulers compose prompts of cached documents, asked until all of them have answered."""
-    known: bool | None = getattr(manager, "_reasoncache_composes", None)
+    known: bool | None = getattr(manager, COMPOSES, None)
     if known is None:
         # Start the loop that receives answers, because this may be the server's first request.
         manager.auto_create_handle_loop()
         asked = manager.get_internal_state_communicator(compat.GetInternalStateReq())
-        told = [state.internal_state.get("reasoncache") or {} for state in await asked]
+        # Shielded: if an aborted request stopped asking, the answer could reach whoever asks next.
+        states = await asyncio.shield(asked)
+        told = [state.internal_state.get("reasoncache") or {} for state in states]
         known = all(state.get("documents_off", "") is None for state in told)
         if all("documents_off" in state for state in told):
-            manager._reasoncache_composes = known
+            setattr(manager, COMPOSES, known)
     return known
 
 
 def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | None = None) -> Any:
     """A request without output. It has the LoRA, cache keys and replica of ``obj``, so it uses the same cached
-    prefixes. It also has the grammar of ``obj``, so that SGLang refuses a wrong grammar before any prefill."""
+    prefixes. It also has the grammar of ``obj``, so that SGLang refuses a wrong grammar before any prefill. It
+    streams if ``obj`` does, because SGLang raises refusals of schedulers only to who does not stream."""
     sampling = {name: obj.sampling_params.get(name) for name in _GRAMMARS}
     sampling |= {"max_new_tokens": 0, "custom_params": custom_params}
     made = compat.GenerateReqInput(input_ids=list(prompt), sampling_params=sampling)
-    for name in ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority"):
+    alike = ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority")
+    for name in (*alike, "stream", "background"):
         setattr(made, name, getattr(obj, name))
     made.no_logs, made.log_metrics = True, False
     return made

@@ -49,14 +49,14 @@ def install() -> None:
 
 def install_frontend() -> None:
     """Install the hooks of the server's main process, which parses requests."""
-    from sglang_reasoncache.plugin import documents
+    from sglang_reasoncache.plugin import documents, waiting
 
-    generate = compat.FRONTEND_HOOK_TARGETS["generate"]
-    chat = compat.FRONTEND_HOOK_TARGETS["chat"]
+    targets = compat.FRONTEND_HOOK_TARGETS
     compat.apply_hooks(
         {
-            generate: (documents.around_generate, compat.HookType.AROUND),
-            chat: (documents.after_chat, compat.HookType.AFTER),
+            targets["generate"]: (documents.around_generate, compat.HookType.AROUND),
+            targets["chat"]: (documents.after_chat, compat.HookType.AFTER),
+            targets["abort"]: (waiting.after_abort, compat.HookType.AFTER),
         }
     )
 

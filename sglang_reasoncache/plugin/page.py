@@ -40,9 +40,10 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
     ``source + i`` of request ``rid``. ``source`` is null if the run reads no other position's slots. ``rid`` is
     null if the source is in this request. Runs are also cut where the source of another run begins or ends."""
     ids, first = found["output_ids"], found["prompt_tokens"]
+    # Position -> the position that it reads, and the index of that position's request if it is another one.
     source = {
-        dst + at: (src + at, *rid)
-        for _, dst, src, *rid in (*found["blocks"], *found["blocks_across"])
+        dst + at: (src + at, *of)
+        for _, dst, src, *of in (*found["blocks"], *found["blocks_across"])
         for at in range(found["block"])
     }
     end = first + len(ids)
@@ -63,6 +64,7 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
         begin, before = start - first, max(start - first - _BEFORE, 0)
         text = tokenizer.decode(ids[before : stop - first])
         text = text[len(tokenizer.decode(ids[before:begin])) :]
-        read, *rid = source.get(start, (None,))
-        parts.append(dict(text=text, start=start, end=stop, source=read, rid=(rid or [None])[0]))
+        read, *of = source.get(start, (None,))
+        rid = found["sources"][of[0]] if of else None
+        parts.append(dict(text=text, start=start, end=stop, source=read, rid=rid))
     return parts

@@ -11,6 +11,7 @@ from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.controller import EvictionController
+from sglang_reasoncache.sharing.blocks import MOST_OF_ID
 from sglang_reasoncache.sharing.group import PromptGroup
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.records import Records
@@ -25,7 +26,7 @@ _RECENT_BLOCKS = 1024
 #: At most this many tokens of a response are kept in order to show its text.
 _KEPT_TOKENS = 16_384
 #: Fields of a finished request that ``GET /reasoncache/details?blocks=false`` leaves out.
-_OF_BLOCKS = ("blocks", "blocks_across", "evictions")
+_OF_BLOCKS = ("blocks", "blocks_across", "sources", "evictions")
 #: ``GET /reasoncache`` describes at most this many groups of requests with equal prompts.
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
@@ -147,14 +148,12 @@ class Report:
         blocks = [
             (b.shared_at, b.dst_start, b.src_start) for b in record.redirected if b.source is None
         ]
-        across = [
-            (b.shared_at, b.dst_start, b.src_start, b.source_rid)
-            for b in record.redirected
-            if b.source is not None
-        ]
+        across = [b for b in record.redirected if b.source is not None][:_RECENT_BLOCKS]
+        # Each source's id is listed once: its blocks refer to it by its index.
+        sources = {rid: at for at, rid in enumerate(dict.fromkeys(b.source_rid for b in across))}
         self.recent.append(
             {
-                "rid": req.rid,
+                "rid": req.rid[:MOST_OF_ID],
                 "prompt_tokens": prompt,
                 "output_tokens": output,
                 "shared_positions": shared,
@@ -162,7 +161,10 @@ class Report:
                 "retractions": req.retraction_count,
                 "block": self.pipeline.block,
                 "blocks": blocks[:_RECENT_BLOCKS],
-                "blocks_across": across[:_RECENT_BLOCKS],
+                "blocks_across": [
+                    (b.shared_at, b.dst_start, b.src_start, sources[b.source_rid]) for b in across
+                ],
+                "sources": list(sources),
                 "evictions": list(record.eviction.evictions),
             }
         )
@@ -171,8 +173,9 @@ class Report:
 
     def response(self, rid: str) -> dict[str, Any] | None:
         """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None."""
+        name = rid[:MOST_OF_ID]
         told = (
-            entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == rid
+            entry | {"output_ids": list(ids)} for entry, ids in self.kept if entry["rid"] == name
         )
         return next(told, None)
 
@@ -196,7 +199,7 @@ class Report:
 
     def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
         """JSON for the endpoint. ``credit``: fraction of future output for which admission reserves no slots.
-        ``details``: add ``recent``. ``blocks``: include the fields ``_OF_BLOCKS``, up to 295,000 numbers."""
+        ``details``: add ``recent``. ``blocks``: include the fields ``_OF_BLOCKS``, up to 328,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
             recent = [{k: v for k, v in one.items() if k not in _OF_BLOCKS} for one in recent]

@@ -9,6 +9,9 @@ from weakref import ref
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 
+#: We keep and report at most this many characters of a request's id, because clients choose ids.
+MOST_OF_ID = 256
+
 
 @dataclass(eq=False)
 class Candidate:
@@ -17,7 +20,7 @@ class Candidate:
     Attributes:
         dst_start, src_start: First positions of the block and of its source.
         source: The request that the source belongs to; None if both blocks belong to the same request.
-        source_rid: SGLang's id of the request ``source``.
+        source_rid: SGLang's id of the request ``source``, cut to ``MOST_OF_ID`` characters.
         accepted: ``AdaptiveThreshold.epoch`` when the KV distance of the two blocks was accepted; -1 if it was
             never accepted. During that epoch the distance is not judged again, even after a retraction.
         shared_at: How many positions had written KV when the block last began to share; 0 if it never did.
@@ -29,6 +32,9 @@ class Candidate:
     source_rid: str = ""
     accepted: int = -1
     shared_at: int = 0
+
+    def __post_init__(self) -> None:
+        self.source_rid = self.source_rid[:MOST_OF_ID]
 
 
 @dataclass(frozen=True, eq=False)

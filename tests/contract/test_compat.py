@@ -49,7 +49,7 @@ HOOKS = {
     "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
-    "chat": "self request raw_request",
+    "chat": "self request raw_request", "abort": "self rid abort_all",
 }  # fmt: skip
 
 
@@ -148,6 +148,11 @@ managers.scheduler.Scheduler.run_batch
     with self.forward_stream_ctx:
     self.forward_stream.wait_stream(self.schedule_stream)
     self.model_worker.forward_batch_generation(
+# An id is registered before SGLang first waits, so it is not free for a moment once documents are prefilled.
+managers.tokenizer_manager.TokenizerManager.generate_request
+    obj.normalize_batch_and_arguments()
+    self._init_req_state(obj, request)
+    await
 # Groups of DP attention agree on a batch after its slots were allocated, and decode steps may become prefills.
 managers.scheduler.Scheduler.get_next_batch_to_run
     self.update_running_batch(running_batch)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random operations on *composed* prompts (their documents' KV is cached). No slot in a row may be freed, no
-slot may be lost, and no row may read KV of another salt. A *content* is a number that stands for KV."""
+slot may be lost, no row may read KV of another salt, and a waiting request must find what is cached now. A
+*content* is a number that stands for KV."""
 
 import itertools
 from collections.abc import Sequence
@@ -18,23 +19,42 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.cache.composition import Composition
-from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY
+from sglang_reasoncache.cache.repair import _key
+from sglang_reasoncache.custom_params import KEY, OPT_OUT_KEY, REPAIR_KEY, Documents
 from tests.property.world import MAX_ROWS, PROMPT, Setup, World
 
-#: Tokens of documents that follow the *base* ``PROMPT``. First tokens differ, but two contain tokens 21 to 25.
-DOCUMENTS = [list(range(20, 29)), [40, *range(21, 26)], list(range(60, 72)), [80, 81]]
+#: Tokens of documents that follow the *base* ``PROMPT``. Two begin alike, and three contain tokens 21 and 22.
+DOCUMENTS = [
+    list(range(20, 29)),
+    [40, *range(21, 26)],
+    list(range(60, 72)),
+    [80, 81],
+    [20, 21, 22, 50],
+]
+#: Beginnings of documents. Their look-ups split nodes.
+BEGINNINGS = [[20, 21], [60], DOCUMENTS[0][:-1]]
 QUERY = [90, 91, 92, 93]
 SALTS = (None, "other")
 
 
+def _spans(documents: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The spans of ``documents`` in a prompt that begins with ``PROMPT``."""
+    bounds = itertools.accumulate(map(len, documents), initial=len(PROMPT))
+    return [list(span) for span in itertools.pairwise(bounds)]
+
+
 class Composing(RuleBasedStateMachine):
-    """Composes prompts at random. ``running``: requests, each with the contents that its row must show."""
+    """Composes prompts at random. ``running``: requests, each with the contents that its row must show.
+    ``waiting``: requests that are looked up, but not prefilled. ``core``: SGLang's ``tree_core_backend``."""
+
+    core = "python"
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(Setup(page=1, block=4, slots=110))
+        self.world = World(Setup(page=1, block=4, slots=110, core=self.core))
         self.world.controller.report.documents_off = None
         self.running: list[tuple[Req, list[int]]] = []
+        self.waiting: list[Req] = []
         self._contents = itertools.count(1)
         #: (salt, number of a document) -> contents of base and document at their last prefill.
         self.documents: dict[tuple[str | None, int], list[int]] = {}
@@ -86,8 +106,16 @@ class Composing(RuleBasedStateMachine):
         checkpoint_kv_cache(req, world.tree)
         return world.contents()[world.row(req)].tolist()
 
+    def _publish(self, number: int, salt: str | None) -> None:
+        """Prefill a document, if there is room."""
+        req = self._request([*PROMPT, *DOCUMENTS[number]], salt)
+        shown = self._prefill(req)
+        if shown is not None:
+            self.world.finish(req)
+            self.documents[salt, number] = shown
+
     @rule(
-        order=st.permutations(range(4)).map(lambda order: order[:3]),
+        order=st.permutations(range(len(DOCUMENTS))).map(lambda order: order[:3]),
         salt=st.sampled_from(SALTS),
         repair=st.sampled_from(["none", "first:2", "query:.3"]),
         opts_out=st.booleans(),
@@ -96,17 +124,12 @@ class Composing(RuleBasedStateMachine):
     def ask(
         self, order: list[int], salt: str | None, repair: str, opts_out: bool, scores: bool
     ) -> None:
-        world, ends = self.world, [len(PROMPT)]
+        world = self.world
         prompt = list(PROMPT)
         for number in order:
-            req = self._request([*PROMPT, *DOCUMENTS[number]], salt)
-            shown = self._prefill(req)
-            if shown is not None:
-                world.finish(req)
-                self.documents[salt, number] = shown
+            self._publish(number, salt)
             prompt += DOCUMENTS[number]
-            ends.append(len(prompt))
-        spans = [list(span) for span in itertools.pairwise(ends)]
+        spans = _spans([DOCUMENTS[number] for number in order])
         custom = {KEY: spans, REPAIR_KEY: repair, **({OPT_OUT_KEY: False} if opts_out else {})}
         if repair.startswith("query") and scores:
             scoring = self._request([*prompt, *QUERY], salt, **custom)
@@ -114,11 +137,11 @@ class Composing(RuleBasedStateMachine):
             if self._prefill(scoring) is not None:
                 world.finish(scoring)
         req = self._request([*prompt, *QUERY], salt, **custom)
-        missed = world.tree.controller.stats.repairs_missed
+        missed = world.controller.stats.repairs_missed
         shown = self._prefill(req)
         if shown is None:
             return
-        prefix, missed = req.last_node, world.tree.controller.stats.repairs_missed - missed
+        prefix, missed = req.last_node, world.controller.stats.repairs_missed - missed
         if isinstance(prefix, Composition):
             assert not opts_out
             assert missed == (repair != "none" and not len(prefix.again))
@@ -129,6 +152,34 @@ class Composing(RuleBasedStateMachine):
                     assert shown[at] == own[at - start], "the salt's own document"
         req.output_ids.append(7)
         self.running.append((req, shown))
+
+    @rule(
+        order=st.permutations(range(len(DOCUMENTS))),
+        beginning=st.sampled_from([*BEGINNINGS, []]),
+        salt=st.sampled_from(SALTS),
+    )
+    def wait(self, order: list[int], beginning: list[int], salt: str | None) -> None:
+        """A request waits, after three of its documents were prefilled, as far as there is room."""
+        for number in order[:3]:
+            self._publish(number, salt)
+        marked = [DOCUMENTS[number] for number in order[:4]]
+        marked += [beginning] if beginning else []
+        prompt = [*PROMPT, *itertools.chain(*marked), *QUERY]
+        self.waiting.append(self._request(prompt, salt, **{KEY: _spans(marked)}))
+        self.look_up()
+
+    @rule()
+    def look_up(self) -> None:
+        """A waiting request finds what a new request with the same prompt finds."""
+        for req in self.waiting:
+            custom = req.sampling_params.custom_params
+            twin = self._request(req.origin_input_ids, req.cache_salt, **custom)
+            found = []
+            for each in (req, twin):
+                each.init_next_round_input(self.world.tree)
+                nodes = getattr(each.last_node, "nodes", None)
+                found.append((each.prefix_len, each.last_node, nodes))
+            assert found[0] == found[1]
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -187,6 +238,98 @@ class Composing(RuleBasedStateMachine):
         self.world.assert_empty()
 
 
+class ComposingInRust(Composing):
+    core = "rust"
+
+
 @pytest.mark.usefixtures("published_config")
 class TestComposing(Composing.TestCase):  # type: ignore[misc,valid-type]
     settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.usefixtures("published_config")
+class TestComposingInRust(ComposingInRust.TestCase):  # type: ignore[misc,valid-type]
+    settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+@pytest.fixture(params=["python", "rust"])
+def world(request: pytest.FixtureRequest, published_config: None) -> World:
+    """A world whose prefix tree holds ``DOCUMENTS``."""
+    made = World(Setup(page=1, block=4, slots=110, core=request.param))
+    made.controller.report.documents_off = None
+    for document in DOCUMENTS:
+        _publish(made, [*PROMPT, *document])
+    return made
+
+
+def _publish(world: World, prompt: Sequence[int]) -> None:
+    """A request with ``prompt`` runs and finishes."""
+    req = world.request("published", prompt)
+    world.prefill(req)
+    req.output_ids.append(7)
+    world.finish(req)
+
+
+def _waiting(world: World) -> Req:
+    req = world.request("waiting", [*PROMPT, *itertools.chain(*DOCUMENTS), *QUERY])
+    req.sampling_params.custom_params = {KEY: _spans(DOCUMENTS)}
+    return req
+
+
+def test_a_look_up_matches_few_documents(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look-up of a waiting request matches the prompt and all documents, later ones the prompt and
+    one document, and those that were not found or are gone."""
+    core, matched = world.tree.tree_core, list[Any]()
+    match = core.match_prefix
+    monkeypatch.setattr(
+        core, "match_prefix", lambda params: matched.append(params) or match(params)
+    )
+    req = _waiting(world)
+    whole = len(req.origin_input_ids) - len(QUERY)
+
+    def look_up() -> tuple[int, int]:
+        matched.clear()
+        req.init_next_round_input(world.tree)
+        return len(matched), req.prefix_len
+
+    assert look_up() == (1 + len(DOCUMENTS), whole)
+    for _ in range(2 * len(DOCUMENTS)):
+        assert look_up() == (2, whole)
+    _publish(world, [*PROMPT, 99])
+    assert look_up() == (2, whole)
+    world.tree.evict(EvictParams(num_tokens=world.total))
+    assert look_up()[1] == 0
+    _publish(world, [*PROMPT, *DOCUMENTS[0]])
+    assert look_up() == (3, len(PROMPT) + len(DOCUMENTS[0]))
+    for document in DOCUMENTS[1:]:
+        _publish(world, [*PROMPT, *document])
+    assert look_up()[1] == whole
+    assert look_up() == (2, whole)
+
+
+def test_documents_of_a_waiting_request_are_not_evicted_first(world: World) -> None:
+    """Look-ups make documents recently used, each in its turn, as they do with a waiting request's prefix."""
+    req = _waiting(world)
+    req.init_next_round_input(world.tree)
+    other = [200, *range(20)]
+    _publish(world, other)
+    for _ in DOCUMENTS:
+        req.init_next_round_input(world.tree)
+    found = req.prefix_len
+    world.tree.evict(EvictParams(num_tokens=len(other)))
+    req.init_next_round_input(world.tree)
+    assert req.prefix_len == found == len(req.origin_input_ids) - len(QUERY)
+
+
+def test_scores_are_kept_under_short_keys() -> None:
+    """The key of a prompt's scores depends on ``extra_key`` and ``cache_salt``, but does not hold them."""
+    prefix: Any = SimpleNamespace(documents=Documents(1, (2, 3)))
+    names = [(None, None), ("a", None), (None, "a"), ("a" * 100_000, "b"), ("a", "b" * 100_000)]
+    keys = set()
+    for extra_key, cache_salt in names:
+        req: Any = SimpleNamespace(
+            origin_input_ids=[1, 2, 3, 4], extra_key=extra_key, cache_salt=cache_salt, lora_id=None
+        )
+        keys.add(_key(req, prefix))
+    assert len(keys) == len(names)
+    assert max(len(repr(key)) for key in keys) < 1000

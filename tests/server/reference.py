@@ -129,6 +129,7 @@ class Replayed:
         self._cache = reader.cache(2, len(tokens))
         self._arm = ArmCache(_ARM, reader, self._cache, self._prompt, number)
         blocks = [*found["blocks"], *found["blocks_across"]]
+        self._sources = found["sources"]
         self._blocks = deque(sorted(blocks, key=lambda block: block[0]))
         self._found: list[torch.Tensor] = []
 
@@ -143,7 +144,7 @@ class Replayed:
             # When the server shared the block, the forward in flight still read the old slots.
             self._forward(written + 1)
             if source:
-                lender = siblings[source[0]]
+                lender = siblings[self._sources[source[0]]]
                 lender._read(src + _BLOCK, siblings)
                 self._arm.read(dst, src, lender._arm)
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +212,50 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
-def test_aborting_all_ends_one_whose_documents_are_prefilled(server: ServerProcess) -> None:
+@pytest.mark.parametrize("abort", [{"abort_all": True}, {"rid": "mine"}], ids=["all", "rid"])
+def test_an_abort_ends_one_whose_documents_are_prefilled(
+    server: ServerProcess, abort: dict[str, Any]
+) -> None:
     documents = [[at % 90 + 5, *range(5, 40)] for at in range(40)]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_ask, server, documents, _spans(documents))
+        asked = pool.submit(_ask, server, documents, _spans(documents), rid="mine")
         while not asked.done():
-            server.post("/abort_request", json={"abort_all": True}).raise_for_status()
-    assert asked.result()["meta_info"]["finish_reason"]["type"] == "abort"
-    assert _ask(server, documents[-1:])["meta_info"]["cached_tokens"] <= len(SYSTEM)
+            server.post("/abort_request", json=abort).raise_for_status()
+            wait([asked], timeout=0.02)
+    answer = asked.result()["meta_info"]
+    assert (answer["id"], answer["finish_reason"]["type"]) == ("mine", "abort")
+    # The last document was not prefilled, and the id is free again.
+    again = _ask(server, documents[-1:], rid="mine")["meta_info"]
+    assert again["cached_tokens"] <= len(SYSTEM)
+    assert again["finish_reason"]["type"] == "length"
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_id_in_use_is_refused_while_documents_are_prefilled(
+    server: ServerProcess, texts: list[list[int]], stream: bool
+) -> None:
+    """Of two requests with one id, one is refused, as by stock SGLang. The other can be aborted, even while
+    generation is paused, so that no prefill ends."""
+    prompt = [*SYSTEM, *itertools.chain(*texts[:3]), *QUESTION]
+    custom = {"documents": _spans(texts[:3])}
+    sampling = {"max_new_tokens": 4, "custom_params": custom}
+    body = {"input_ids": prompt, "sampling_params": sampling, "rid": "mine", "stream": stream}
+    refused = "Duplicate request ID detected: mine"
+    server.post("/pause_generation", json={"mode": "in_place"}).raise_for_status()
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            asked = {pool.submit(server.post, "/generate", json=body) for _ in range(2)}
+            [first], others = wait(asked, timeout=60, return_when=FIRST_COMPLETED)
+            assert refused in first.result().text and len(others) == 1
+            server.post("/abort_request", json={"rid": "mine"}).raise_for_status()
+            [answered], _ = wait(others, timeout=60)
+    finally:
+        server.post("/continue_generation", json={}).raise_for_status()
+    text = answered.result().text
+    assert '"type":"abort"' in text and refused not in text, text
+    again = server.post("/generate", json={**body, "stream": False})
+    assert again.json()["meta_info"]["finish_reason"]["type"] == "length", again.text
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)

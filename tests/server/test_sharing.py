@@ -265,7 +265,7 @@ def test_nobody_reads_what_another_salt_or_an_opted_out_request_wrote(
         kind = entry["rid"].partition("-")[0]
         for *_, source in entry["blocks_across"] if kind in kinds else ():
             across[kind] += 1
-            assert source.partition("-")[0] == kind
+            assert entry["sources"][source].partition("-")[0] == kind
     # Which requests run together depends on free slots, so only the sum over kinds is checked.
     assert across["out"] == 0 and sum(across.values()) > 0
 

@@ -4,6 +4,7 @@ only at other paths, which require SGLang's admin key if one is set."""
 
 import asyncio
 import dataclasses
+import weakref
 from array import array
 from collections import deque
 from types import SimpleNamespace
@@ -19,6 +20,8 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.plugin import hooks, page, report, routes
+from sglang_reasoncache.sharing.blocks import Candidate
+from sglang_reasoncache.sharing.request import RequestRecord
 from tests.eviction.rows import SINGLE, begun
 from tests.property.world import Eviction, World
 
@@ -115,7 +118,8 @@ def test_parts_of_a_response() -> None:
     """The text is cut where a run of sharing blocks, or its source, begins or ends. No part of it is lost."""
     text = "what repeats, and so what repeats, ends"
     found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
-    found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, "other")]}
+    found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, 0)]}
+    found["sources"] = ["other"]
     # Like some tokenizers, this decoder drops a blank at the beginning.
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).removeprefix(" "))
     parts = asyncio.run(page.parts_of(found, tokenizer))
@@ -124,6 +128,34 @@ def test_parts_of_a_response() -> None:
         *[(10, None, None), (11, 32, None), (19, None, None), (24, 7, "other")],
         *[(28, None, None), (32, None, None), (40, None, None)],
     ]
+
+
+def test_long_ids_are_cut_and_a_source_is_listed_once(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's id of 100 kB does not grow the JSON with each block that reads its slots."""
+    told, req = world.controller.report, world.start("r" * 100_000)
+    told.config = dataclasses.replace(told.config, keep_responses=1)
+    told.kept = deque(maxlen=1)
+    blocks = [
+        Candidate(4 * at, at, weakref.ref(req), f"{at % 3}" + "s" * 100_000) for at in range(3000)
+    ]
+    for _ in range(40):
+        told.request_finished(req, RequestRecord(redirected=blocks), 0, 0)
+    client = serving(world, monkeypatch)
+    details = client.get(DETAILS)
+    assert len(details.content) < 1_500_000
+    [scheduler] = details.json()["schedulers"]
+    entry = scheduler["recent"][-1]
+    assert entry["rid"] == "r" * 256
+    assert entry["sources"] == [f"{number}" + "s" * 255 for number in range(3)]
+    assert entry["blocks_across"] == [[0, 4 * at, at, at % 3] for at in range(1024)]
+    brief = client.get(DETAILS, params={"blocks": False})
+    assert len(brief.content) < 20_000
+    # A response is found by the whole id.
+    found = told.response("r" * 100_000)
+    assert found is not None and found["rid"] == "r" * 256
+    assert told.response("r" * 255) is None
 
 
 @pytest.mark.parametrize(
