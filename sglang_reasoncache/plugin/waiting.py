@@ -54,7 +54,7 @@ class WaitingRequest:
 
     async def answers(self, reason: dict[str, Any]) -> list[Any]:
         """SGLang's answers to the request, which ends with the finish ``reason`` of an abort. If ``reason`` has
-        a status code and the request does not stream, raises what SGLang raises: HTTPException or ValueError."""
+        a status code and the request does not stream, raises SGLang's error: HTTPException or ValueError."""
         answers = []
         for index, state in enumerate(self.states):
             rid = state.obj.rid
