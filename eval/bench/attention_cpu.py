@@ -19,9 +19,9 @@ from sglang.srt.runtime_context import get_context
 from eval.bench.attention_batch import RUN, Batch, Shape
 from eval.bench.turns import Side, spread
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cpu.backend import PagedCpuBackend
 
 
 def outside_a_server() -> AbstractContextManager[object]:

@@ -17,10 +17,11 @@ from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
+from sglang_reasoncache.cpu import attention as cpu_attention
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.plugin import cpu_attention, graph_votes, refusals
+from sglang_reasoncache.plugin import graph_votes, refusals
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"

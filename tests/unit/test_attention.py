@@ -15,12 +15,13 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.attention import models
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.attention.slots import StockSlots
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.cpu import attention as cpu_attention
+from sglang_reasoncache.cpu.backend import PagedCpuBackend
 from sglang_reasoncache.kernels import extend
-from sglang_reasoncache.plugin import attention, cpu_attention
+from sglang_reasoncache.plugin import attention
 from tests.kernels.engines import unavailable
 from tests.unit.attention_rig import BATCHES, RANK, ROTATED, UNSUPPORTED, Rig, mark
 
