@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal, Self
 import httpx
 import psutil
 
-from sglang_reasoncache.platform import PLATFORM_NAME
+from sglang_reasoncache.cpu.activate import PLATFORM_NAME
 
 #: The number of KV slots of a CPU server, unless its flags set it. SGLang's own default fills most of the RAM.
 DEFAULT_KV_SLOTS = 16384

@@ -152,6 +152,6 @@ def out_of_tree_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes SGLang's rotary module use our platform. Otherwise it may try to import a kernel of vLLM."""
     from sglang.srt.layers.rotary_embedding import base
 
-    from sglang_reasoncache.cpu_platform import TorchCpuPlatform
+    from sglang_reasoncache.cpu.platform import TorchCpuPlatform
 
     monkeypatch.setattr(base, "current_platform", TorchCpuPlatform())

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from unittest import mock
 
 from eval.serving import LEAN_START
-from sglang_reasoncache.platform import PLATFORM_NAME
+from sglang_reasoncache.cpu.activate import PLATFORM_NAME
 
 set_forkserver_preload(
     [

@@ -23,7 +23,7 @@ from eval.bench.turns import Yardstick, as_text, spread, take_turns
 from eval.command import commas, option
 from eval.runs.config import describe_machine, describe_versions
 from eval.runs.folder import write_json
-from sglang_reasoncache.platform import PLATFORM_NAME
+from sglang_reasoncache.cpu.activate import PLATFORM_NAME
 
 #: The figures of one shape and setting. Each time is a result (median, quartiles) of :func:`spread`.
 Row = dict[str, Any]

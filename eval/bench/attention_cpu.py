@@ -19,8 +19,9 @@ from sglang.srt.runtime_context import get_context
 from eval.bench.attention_batch import RUN, Batch, Shape
 from eval.bench.turns import Side, spread
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cpu.backend import PagedCpuBackend
 
 
 def outside_a_server() -> AbstractContextManager[object]:
@@ -53,7 +54,10 @@ class CpuBatch(Batch):
         self._table = ReqToTokenPool(2 * shape.requests, shape.tokens, "cpu", False)
         cached = CachedPositions(shape.slots, "cpu")
         cached.positions.copy_(self.cached_at)
-        self._allocator = SimpleNamespace(has_shifted_slots=False)
+        stock = compat.TokenToKVPoolAllocator(
+            shape.slots - 1, torch.bfloat16, "cpu", pool, need_sort=False
+        )
+        self._allocator = shared_allocator_of(stock)
         heads = shape.heads, shape.query_dim, self.scale, shape.kv_heads
         self._layers = [
             compat.RadixAttention(*heads, layer_id=layer, v_head_dim=shape.head_dim)

@@ -22,8 +22,8 @@ from eval.bench.attention_batch import RUN, SHARES, Batch, Shape
 from eval.bench.turns import Call, Yardstick, spread
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.plan_triton import PlanBuffers, plan_into
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 #: A plan serves all layers of a step, so the time to make it is compared with a step of this many layers.
 _LAYERS = 32

@@ -59,9 +59,8 @@ class PagedBackend(_Stock):
         self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        q, k = (
-            _whole(side, kwargs.pop(name, None)) for side, name in ((q, "q_rope"), (k, "k_rope"))
-        )
+        q = _whole(q, kwargs.pop("q_rope", None))
+        k = _whole(k, kwargs.pop("k_rope", None))
         sinks = self._sinks(kwargs)
         self.paged.put(k, v, layer, forward_batch, save_kv_cache)
         return self.paged.decode(q, layer, sinks)

@@ -19,8 +19,8 @@ from torch import Tensor
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.models import attention_layers, reach_of
 from sglang_reasoncache.attention.rotations import key_rotations
+from sglang_reasoncache.attention.slots import slots_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
 from sglang_reasoncache.cache.repair import Repaired
 from sglang_reasoncache.compat.types import AttentionLayer, ForwardBatch, ModelRunner
 from sglang_reasoncache.device.upload import upload
@@ -28,8 +28,9 @@ from sglang_reasoncache.eviction.recent_queries import LayerShape, RecentQueries
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, add_attention, extend_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import RowPlan
 
 if TYPE_CHECKING:
     from sglang_reasoncache.kernels.plan_triton import PlanBuffers
@@ -43,9 +44,7 @@ def once_more(work: _Method) -> _Method:
 
     @functools.wraps(work)
     def tried(self: Any, *arguments: Any, **named: Any) -> Any:
-        # Without --enable-reasoncache the allocator is SGLang's, which has no owner.
-        owner: SlotOwner = getattr(self.allocator, "owner", NO_OWNER)
-        return owner.once_more(work, self, *arguments, **named)
+        return self.slots.owner.once_more(work, self, *arguments, **named)
 
     return tried  # type: ignore[return-value]
 
@@ -62,15 +61,18 @@ class PagedAttention:
     ) -> None:
         """See ``PagedBackend``. ``unread``: how many of a window's oldest positions decode steps do not read.
         Raises ValueError if ``cached`` is given and the model's cached keys cannot be rotated."""
-        self.allocator = model_runner.token_to_kv_pool_allocator
+        self.slots = slots_of(model_runner.token_to_kv_pool_allocator)
         self._rows = model_runner.req_to_token_pool
-        self._pool = pool = model_runner.token_to_kv_pool
+        pool = model_runner.token_to_kv_pool
+        self._pool = pool
         self.dtype = model_runner.dtype
         self.cached = cached
         #: Whether decode plans are merged (:class:`RowPlan`), so that a slot that a row repeats is read once.
         self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions
-        self.device, self.width = self._rows.req_to_token.device, self._rows.req_to_token.shape[1]
+        self.device = self._rows.req_to_token.device
+        #: Number of positions of a row.
+        self.width = self._rows.req_to_token.shape[1]
         #: Layer id -> rotation of the layer's keys. The dict is None if keys are read as cached.
         self.rotations: dict[int, KeyRotation] | None = None
         #: Whether the pool holds latent KV (MLA).
@@ -84,12 +86,13 @@ class PagedAttention:
             self.rotations = key_rotations(model_runner, dims)
         rotations: Any = self.rotations or dict.fromkeys(layers)
         self.pools = {
-            layer: PagedKv(*sides, rotations[layer], latent=self.latent)
-            for layer, sides in layers.items()
+            layer: PagedKv(keys, values, rotations[layer], latent=self.latent)
+            for layer, (keys, values) in layers.items()
         }
         first = self.pools[compat.shared_layers(pool)[0]]
         #: One of ``kernels.paged.BACKENDS``.
-        self.backend, self._num_slots = first.backend, first.num_slots
+        self.backend = first.backend
+        self._num_slots = first.num_slots
         self.attention_layers = attention_layers(model_runner)
         # Size of a window, in positions -> how many of its positions a decode step reads.
         reaches = {reach_of(layer) for layer in self.attention_layers} - {0}
@@ -105,7 +108,10 @@ class PagedAttention:
         """Keep the ``window`` newest queries of each row from now on. Raises MemoryError if memory runs out."""
         layers = {
             layer.layer_id: LayerShape(
-                *(layer.tp_q_head_num, layer.qk_head_dim, self._scales(layer)[0], layer.logit_cap)
+                heads=layer.tp_q_head_num,
+                dim=layer.qk_head_dim,
+                scale=self._scales(layer)[0],
+                logit_cap=layer.logit_cap,
             )
             for layer in self.attention_layers
         }
@@ -159,16 +165,27 @@ class PagedAttention:
         in a CUDA graph."""
         from sglang_reasoncache.kernels.plan_triton import plan_into
 
-        own_pool, seen = self._has_window_pool(reach), self._reaches.get(reach, 0)
-        read = self._rows.req_to_token, requests, lengths, None if own_pool else self._cached_at
-        plan = plan_into(buffers, *read, num_slots=self._num_slots, reach=seen)
+        own_pool = self._has_window_pool(reach)
+        plan = plan_into(
+            buffers,
+            self._rows.req_to_token,
+            requests,
+            lengths,
+            None if own_pool else self._cached_at,
+            num_slots=self._num_slots,
+            reach=self._reaches.get(reach, 0),
+        )
         return self._in_window_pool(plan) if own_pool else self.readable(plan)
 
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Queue the planning as a part of a decode graph. Call :meth:`begin_graph` before."""
-        where = batch.req_pool_indices, batch.seq_lens
         # Use the returned plans. For a window pool these are new tensors, which ``buffers`` does not hold.
-        self._use({reach: self.plan_into(side, *where, reach) for reach, side in buffers.items()})
+        self._use(
+            {
+                reach: self.plan_into(memory, batch.req_pool_indices, batch.seq_lens, reach)
+                for reach, memory in buffers.items()
+            }
+        )
 
     def readable(self, plan: RowPlan) -> RowPlan:
         """``plan``, but without shifts if keys are read as cached: all shifts in the buffers are 0 then."""
@@ -185,8 +202,8 @@ class PagedAttention:
         """Plan the rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: row lengths, int64
         ``[batch]`` in host memory; None uses the lengths in ``batch``."""
         ends = batch.seq_lens if lengths is None else upload(lengths.numpy(), self.device)
-        where = batch.req_pool_indices, ends
-        own_pool, seen = self._has_window_pool(reach), self._reaches.get(reach, 0)
+        own_pool = self._has_window_pool(reach)
+        seen = self._reaches.get(reach, 0)
         merge = merge and not own_pool
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu if lengths is None else lengths
@@ -194,12 +211,16 @@ class PagedAttention:
                 lengths = lengths.clamp(max=seen)
             entries = None if lengths is None else int(lengths.sum())
             buffers = self.buffers(len(batch.seq_lens), entries, merge=merge)
-            return self.plan_into(buffers, *where, reach)
-        # Without --enable-reasoncache the allocator is SGLang's, and no slot is shifted.
-        shifted = getattr(self.allocator, "has_shifted_slots", False)
-        cached_at = self._cached_at if shifted else None
-        read = self._rows.req_to_token, *where, None if own_pool else cached_at
-        plan = plan_rows(*read, num_slots=self._num_slots, reach=seen, merge=merge)
+            return self.plan_into(buffers, batch.req_pool_indices, ends, reach)
+        plan = plan_rows(
+            self._rows.req_to_token,
+            batch.req_pool_indices,
+            ends,
+            None if own_pool or not self.slots.has_shifted_slots else self._cached_at,
+            num_slots=self._num_slots,
+            reach=seen,
+            merge=merge,
+        )
         return self._in_window_pool(plan) if own_pool else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
@@ -225,11 +246,9 @@ class PagedAttention:
 
     def _repairs_of(self, batch: ForwardBatch) -> list[Repaired]:
         """This prefill's requests that recompute tokens of cached documents or whose attention is scored."""
-        repairs: Any = getattr(self.allocator, "repairs", None)
-        if repairs is None or batch.rids is None or batch.extend_seq_lens_cpu is None:
+        if batch.rids is None or batch.extend_seq_lens_cpu is None:
             return []
-        found: list[Repaired] = repairs.of(batch.rids, batch.extend_seq_lens_cpu)
-        return found
+        return self.slots.repairs.of(batch.rids, batch.extend_seq_lens_cpu)
 
     @once_more
     def record(self, batch: ForwardBatch) -> None:
@@ -245,7 +264,8 @@ class PagedAttention:
             slots = batch.out_cache_loc
             self.cached.record(slots, batch.positions[: slots.shape[0]])
         self._new_peers = None  # A captured graph must look up its peers, not use a trial run's.
-        rows, positions = batch.req_pool_indices, batch.positions
+        rows = batch.req_pool_indices
+        positions = batch.positions
         if self.queries is None:
             return
         if batch.forward_mode.is_decode_or_idle():
@@ -261,13 +281,14 @@ class PagedAttention:
         self._use({reach: self._plan(batch, merge=self.merges, reach=reach) for reach in reaches})
 
     def _use(self, plans: dict[int, RowPlan]) -> None:
-        self.rows, self.windows = plans.pop(0), plans
+        self.rows = plans.pop(0)
+        self.windows = plans
 
     @once_more
     def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Use the plans in ``buffers``, which the decode graph will write when it runs."""
         size = batch.batch_size
-        self._use({reach: self.readable(side.plan_of(size)) for reach, side in buffers.items()})
+        self._use({reach: self.readable(memory.plan_of(size)) for reach, memory in buffers.items()})
 
     @once_more
     def begin_extend(self, batch: ForwardBatch, evicted: Sequence[int] | None = None) -> None:
@@ -287,9 +308,9 @@ class PagedAttention:
             self._window_extend = self._planned_extend(self._in_window_pool(rows), batch)
 
     def _planned_extend(self, rows: RowPlan, batch: ForwardBatch) -> ExtendPlan:
-        new, entries, evicted = batch.extend_seq_lens_cpu, None, self._evicted
-        if not getattr(self.allocator, "has_evicted", False):
-            evicted = [0] * len(new)
+        new = batch.extend_seq_lens_cpu
+        evicted = self._evicted if self.slots.has_evicted else [0] * len(new)
+        entries = None
         # If ``evicted`` is unknown, only the device knows how many entries there are.
         if evicted is not None:
             lengths = zip(batch.extend_prefix_lens_cpu, new, evicted, strict=True)
@@ -314,8 +335,10 @@ class PagedAttention:
             if self._of_window and self._new_peers is None:
                 self._new_peers = self._peers(batch.out_cache_loc)
             location = compat.KVWriteLoc.for_batch(batch, swa_loc=self._new_peers)
-            scales = () if self.latent else (layer.k_scale, layer.v_scale)
-            self._pool.set_kv_buffer(layer, location, k, v, *scales)
+            if self.latent:
+                self._pool.set_kv_buffer(layer, location, k, v)
+            else:
+                self._pool.set_kv_buffer(layer, location, k, v, layer.k_scale, layer.v_scale)
 
     @once_more
     def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
@@ -345,10 +368,17 @@ class PagedAttention:
             if scored.received is not None:
                 query = q[scored.token : scored.token + scored.new]
                 query = query.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
-                where = self.pools[layer.layer_id], plan, scored.number, self._scales(layer)[0]
                 # If memory runs out, this layer adds nothing to the scores, which only rank tokens.
                 with contextlib.suppress(RuntimeError):
-                    add_attention(query, *where, scored.received, reach)
+                    add_attention(
+                        query,
+                        self.pools[layer.layer_id],
+                        plan,
+                        number=scored.number,
+                        scale=self._scales(layer)[0],
+                        received=scored.received,
+                        reach=reach,
+                    )
         # Under DP attention SGLang pads ``q``, so that all groups gather the same number of tokens.
         return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
 

@@ -59,11 +59,11 @@ class SharedSlotReads(PagedBackend):
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether rows of a batch may have shifted slots or evicted positions."""
-        allocator = self.paged.allocator
-        mark = mark_of(forward_batch)
-        shifted = self.paged.cached is not None and allocator.has_shifted_slots
-        if not (allocator.has_evicted or shifted):
+        slots = self.paged.slots
+        shifted = self.paged.cached is not None and slots.has_shifted_slots
+        if not (slots.has_evicted or shifted):
             return False
+        mark = mark_of(forward_batch)
         return mark is None or mark.needs_ours
 
     # -- outside of graphs ------------------------------------------------------

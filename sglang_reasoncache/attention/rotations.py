@@ -144,7 +144,8 @@ def key_rotation(
         )
     for name, owner in _owners(model):
         _check_rotated_keys(name, owner, latent_dims)
-    table, *others = (m._compute_cos_sin_cache().float() for m in found)
+    table = found[0]._compute_cos_sin_cache().float()
+    others = (module._compute_cos_sin_cache().float() for module in found[1:])
     if any(not torch.equal(other, table) for other in others):
         raise ValueError(f"{_CORRECTED} needs the same rotary embedding in every layer")
     if len(table) < max_positions:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's names that the plugin uses, except those in ``cpu_platform.py``. ``compat.NAME`` is imported lazily.
+"""SGLang's names that the plugin uses, except those in ``cpu/platform.py``. ``compat.NAME`` is imported lazily.
 
 The tests in ``tests/contract`` resolve each of these names against the installed SGLang.
 """

@@ -27,7 +27,10 @@ ELEMENT = {
 #: Kinds of a position in a row of ``req_to_token``. EVICTED: the position has no slot. OWN: the slot's key was
 #: cached for this position. SHIFTED: the key was cached for another position. ALIAS: as SHIFTED, and the row
 #: has the same slot at that other position too.
-EVICTED, OWN, SHIFTED, ALIAS = (tl.constexpr(kind) for kind in range(4))
+EVICTED = tl.constexpr(0)
+OWN = tl.constexpr(1)
+SHIFTED = tl.constexpr(2)
+ALIAS = tl.constexpr(3)
 
 
 def as_read(buffer: Tensor) -> Tensor:

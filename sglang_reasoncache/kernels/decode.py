@@ -4,7 +4,7 @@
 import torch
 
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 
@@ -57,18 +57,38 @@ def decode_attention(
     if query.stride(2) != 1:
         query = query.contiguous()
     out = query.new_empty((batch, heads, kv.values.shape[2]))
-    spans = begin.contiguous(), end.contiguous()
+    begin = begin.contiguous()
+    end = end.contiguous()
     sinks = None if sinks is None else sinks.contiguous()
-    options = sinks, float(scale), float(logit_cap)
     if kv.native is not None:
-        queries = query, out, batch, heads, *query.stride()[:2]
-        rotations = plan.rotations or (None, None, None)
-        count = 0 if plan.rotations is None else len(plan.rotations.by)
-        reads = *spans, plan.kv_indices, plan.shift, len(plan.kv_indices), *rotations, count
-        element = DTYPES.index(query.dtype)
-        kv.native.call("decode", *queries, *reads, *options, element, cpu_threads())
+        rotations = plan.rotations
+        kv.native.call(
+            "decode",
+            query,
+            out,
+            batch,
+            heads,
+            query.stride(0),
+            query.stride(1),
+            begin,
+            end,
+            plan.kv_indices,
+            plan.shift,
+            len(plan.kv_indices),
+            None if rotations is None else rotations.tile_ptr,
+            None if rotations is None else rotations.by,
+            None if rotations is None else rotations.bits,
+            0 if rotations is None else len(rotations.by),
+            sinks,
+            float(scale),
+            float(logit_cap),
+            DTYPES.index(query.dtype),
+            cpu_threads(),
+        )
     else:
         from sglang_reasoncache.kernels import decode_triton
 
-        decode_triton.decode(kv, query, out, plan, spans, *options)
+        decode_triton.decode(
+            kv, query, out, plan, (begin, end), sinks, float(scale), float(logit_cap)
+        )
     return out

@@ -18,13 +18,17 @@ from triton.language.target_info import cuda_capability_geq
 from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels import tile_triton as tiles
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import TILE as ENTRIES
-from sglang_reasoncache.kernels.plan import RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 
-#: Limits on the memory for the outputs of chunks: the most chunks of a query, the most queries of a launch, and
-#: the most elements that the merged outputs of a launch have.
-SPLITS, QUERIES, ELEMENTS = 32, 128, 2**21
+# Limits on the memory for the outputs of chunks.
+#: The most chunks of a query.
+SPLITS = 32
+#: The most queries of a launch.
+QUERIES = 128
+#: The most elements that the merged outputs of a launch have.
+ELEMENTS = 2**21
 #: Chunks begin at multiples of this number of entries, which is a multiple of every tile's size.
 CHUNK = 256
 #: Number of pipeline stages: enough to load the next tile's slots, K and V while a tile is multiplied.
@@ -41,27 +45,43 @@ def chunk_kernel(
     kv_indices,  # int32 [total]
     shift,  # int32 [total], read only if HALF and not ROTATES
     cosines,  # fp32 [table_rows, HALF], unused unless HALF
-    sines, table_rows,
-    tile_ptr,  # int32 [total // ENTRIES + rows + 1], unused unless ROTATES, see ``plan.Rotations``
+    sines,
+    table_rows,
+    tile_ptr,  # int32 [total // ENTRIES + rows + 1], unused unless ROTATES, see ``row_plan.Rotations``
     by,  # int32 [rotations]: by how many positions, unused unless ROTATES
     bits,  # int64 [rotations], unused unless ROTATES
     rotations,
     parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
     part_lse,  # fp32 [rows, heads, SPLITS]: log-sum-exp of the chunks' logits, base 2
-    total, num_slots, q_row_stride, q_head_stride, k_slot_stride, k_head_stride,
-    v_slot_stride, v_head_stride, scale, logit_cap, ELEMENT: tl.constexpr,
+    total,
+    num_slots,
+    q_row_stride,
+    q_head_stride,
+    k_slot_stride,
+    k_head_stride,
+    v_slot_stride,
+    v_head_stride,
+    scale,
+    logit_cap,
+    ELEMENT: tl.constexpr,
     EXACT: tl.constexpr,  # the query has the type in which products are computed
     CAPPED: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is rotated
-    NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
+    NEOX: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
     GROUP: tl.constexpr,  # number of query heads per KV head
     HEADS: tl.constexpr,  # lines (rows) of a program's matrix products, at least 16
     USES: tl.constexpr,  # number of rotations in a product; 1 unless ROTATES
-    SPLITS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, ROTATES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    ROTATES: tl.constexpr,
     ENTRIES: tl.constexpr,
     LATENT: tl.constexpr,  # MLA: the first V_DIM dims of a query are multiplied with ``values``
-):  # fmt: skip
+):
     """Grid (kv_heads * cdiv(GROUP, HEADS), SPLITS, rows).
 
     A tensor core computes at least 16 lines (rows of a product) at once. If a KV head has at most 8 query heads
@@ -94,9 +114,11 @@ def chunk_kernel(
         own = tl.load(q_at + k_column[None, :], mask=q_mask, other=0.0).to(tl.float32)
         keys += kv_head.to(tl.int64) * k_head_stride
         values += kv_head.to(tl.int64) * v_head_stride
-        most = tl.full([HEADS], float("-inf"), tl.float32)
-        weight = tl.zeros([HEADS], tl.float32)
-        sums = tl.zeros([HEADS, V_COLS], tl.float32)
+        # As in FlashAttention, for each line: the largest logit so far, the sum of the weights
+        # exp2(logit - m_i), and the sum of the weighted values.
+        m_i = tl.full([HEADS], float("-inf"), tl.float32)
+        l_i = tl.zeros([HEADS], tl.float32)
+        acc = tl.zeros([HEADS, V_COLS], tl.float32)
         for at in tl.range(start, stop, TILE, disable_licm=True):
             offset = tl.arange(0, TILE)
             entry = at + offset
@@ -113,29 +135,41 @@ def chunk_kernel(
                 if not EXACT:  # loaded again: two products in ``times`` leave no registers for it
                     latent = tl.load(latent_at, mask=latent_mask, other=0.0)
                 unrotated = tiles.times(latent.to(tl.float32), v.T, unrotated, ELEMENT, EXACT)
-            turn, last = 0, 0
+            # The tile's list of rotations.
+            list_start = 0
+            list_stop = 0
             if ROTATES:
                 tile = first // ENTRIES + row + at // ENTRIES
-                turn = tl.maximum(tl.load(tile_ptr + tile), 0)
-                last = tl.minimum(tl.load(tile_ptr + tile + 1), rotations)
-            if turn < last:
-                p, now = tl.zeros([HEADS, TILE], tl.float32), most
+                list_start = tl.maximum(tl.load(tile_ptr + tile), 0)
+                list_stop = tl.minimum(tl.load(tile_ptr + tile + 1), rotations)
+            if list_start < list_stop:
+                p = tl.zeros([HEADS, TILE], tl.float32)
+                m_ij = m_i
                 # Not pipelined, because a pipeline of this loop would take memory from that of the outer loop.
-                for one in tl.range(turn, last, USES, num_stages=1):
+                for listed in tl.range(list_start, list_stop, USES, num_stages=1):
                     back, seen = tiles.rotations(
-                        by, bits, one + use, last, at % ENTRIES + offset, ok, table_rows
+                        by, bits, listed + use, list_stop, at % ENTRIES + offset, ok, table_rows
                     )
-                    found = tiles.turned(
-                        q_at, q_mask, k, back[:, None], cosines, sines, k_column, unrotated,
-                        ELEMENT, HALF, NEOX,
-                    )  # fmt: skip
-                    found = tiles.logits(found, seen, scale, logit_cap, CAPPED)
-                    after = tl.maximum(now, tl.max(found, axis=1))
-                    base = tiles.finite(after)
-                    p = p * tl.exp2(now - base)[:, None] + tl.exp2(found - base[:, None])
-                    now = after
+                    qk = tiles.turned(
+                        q_at,
+                        q_mask,
+                        k,
+                        back[:, None],
+                        cosines,
+                        sines,
+                        k_column,
+                        unrotated,
+                        ELEMENT,
+                        HALF,
+                        NEOX,
+                    )
+                    qk = tiles.logits(qk, seen, scale, logit_cap, CAPPED)
+                    m_next = tl.maximum(m_ij, tl.max(qk, axis=1))
+                    base = tiles.finite(m_next)
+                    p = p * tl.exp2(m_ij - base)[:, None] + tl.exp2(qk - base[:, None])
+                    m_ij = m_next
             else:
-                found = tiles.times(own, k, unrotated, ELEMENT, EXACT)
+                qk = tiles.times(own, k, unrotated, ELEMENT, EXACT)
                 if HALF > 0 and not ROTATES:
                     s_at = shift + first + entry
                     some = tl.load(s_at, mask=ok, other=0) != 0
@@ -144,41 +178,50 @@ def chunk_kernel(
                         # in the threads that need them, because a 1-bit mask like ``some`` cannot move there.
                         left = tl.load(s_at, mask=ok, other=0)
                         sound = (left > -table_rows) & (left < table_rows)
-                        found = tl.where(sound[None, :], found, float("-inf"))
+                        qk = tl.where(sound[None, :], qk, float("-inf"))
                         left = tl.where(sound, left, 0)
-                        one = tiles.next_shift(left)
-                        while one != 0:
+                        next_shift = tiles.next_shift(left)
+                        while next_shift != 0:
                             turned = tiles.turned(
-                                q_at, q_mask, k, one, cosines, sines, k_column, unrotated,
-                                ELEMENT, HALF, NEOX,
-                            )  # fmt: skip
-                            found = tl.where(left[None, :] == one, turned, found)
-                            left = tl.where(left == one, 0, left)
-                            one = tiles.next_shift(left)
-                found = tiles.logits(found, ok[None, :], scale, logit_cap, CAPPED)
+                                q_at,
+                                q_mask,
+                                k,
+                                next_shift,
+                                cosines,
+                                sines,
+                                k_column,
+                                unrotated,
+                                ELEMENT,
+                                HALF,
+                                NEOX,
+                            )
+                            qk = tl.where(left[None, :] == next_shift, turned, qk)
+                            left = tl.where(left == next_shift, 0, left)
+                            next_shift = tiles.next_shift(left)
+                qk = tiles.logits(qk, ok[None, :], scale, logit_cap, CAPPED)
                 if USES > 1:
-                    found = tl.where(use[:, None] == 0, found, float("-inf"))
-                now = tl.maximum(most, tl.max(found, axis=1))
-                p = tl.exp2(found - tiles.finite(now)[:, None])
+                    qk = tl.where(use[:, None] == 0, qk, float("-inf"))
+                m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
+                p = tl.exp2(qk - tiles.finite(m_ij)[:, None])
             if not LATENT:
                 v = tl.load(v_at, mask=v_mask, other=0)
-            fading = tl.exp2(most - tiles.finite(now))
-            weight = weight * fading + tl.sum(p, axis=1)
-            sums = tiles.times(p, v, sums * fading[:, None], ELEMENT, False)
-            most = now
+            alpha = tl.exp2(m_i - tiles.finite(m_ij))
+            l_i = l_i * alpha + tl.sum(p, axis=1)
+            acc = tiles.times(p, v, acc * alpha[:, None], ELEMENT, False)
+            m_i = m_ij
         if USES > 1:
-            lines = tl.reshape(most, [USES, MEMBERS])
-            most = tl.max(lines, axis=0)
-            fading = tl.exp2(lines - tiles.finite(most)[None, :])
-            weight = tl.sum(tl.reshape(weight, [USES, MEMBERS]) * fading, axis=0)
-            sums = tl.reshape(sums, [USES, MEMBERS, V_COLS])
-            sums = tl.sum(sums * fading[:, :, None], axis=0)
+            m_lines = tl.reshape(m_i, [USES, MEMBERS])
+            m_i = tl.max(m_lines, axis=0)
+            alpha = tl.exp2(m_lines - tiles.finite(m_i)[None, :])
+            l_i = tl.sum(tl.reshape(l_i, [USES, MEMBERS]) * alpha, axis=0)
+            acc = tl.reshape(acc, [USES, MEMBERS, V_COLS])
+            acc = tl.sum(acc * alpha[:, :, None], axis=0)
             member = tl.arange(0, MEMBERS)
         real = member < GROUP
         unit = (row * heads + kv_head * GROUP + member) * SPLITS + split
-        nothing = weight == 0
-        result = sums / tl.where(nothing, 1.0, weight)[:, None]
-        lse = tl.where(nothing, float("-inf"), most + tl.log2(weight))
+        nothing = l_i == 0
+        result = acc / tl.where(nothing, 1.0, l_i)[:, None]
+        lse = tl.where(nothing, float("-inf"), m_i + tl.log2(l_i))
         tl.store(part_lse + unit, lse, mask=real)
         o_mask = real[:, None] & (v_column < V_DIM)[None, :]
         tl.store(parts + (unit * V_DIM)[:, None] + v_column[None, :], result, mask=o_mask)
@@ -187,12 +230,20 @@ def chunk_kernel(
 @triton.jit(do_not_specialize=["total"])
 def merge_kernel(
     parts,  # written by the chunk kernel
-    part_lse, begin, end,
+    part_lse,
+    begin,
+    end,
     sinks,  # fp32 [heads], unused unless SINKS
     out,  # [rows, heads, V_DIM]
-    total, out_row_stride, out_head_stride, SINKS: tl.constexpr,
-    V_DIM: tl.constexpr, V_COLS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    total,
+    out_row_stride,
+    out_head_stride,
+    SINKS: tl.constexpr,
+    V_DIM: tl.constexpr,
+    V_COLS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """Grid (heads, rows). Merges the chunks of a query head."""
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
@@ -202,29 +253,30 @@ def merge_kernel(
     _first, count = common.span_of(begin, end, row, total)
     start, stop = common.piece_of(count, split, SPLITS, CHUNK)
     used = start < stop
-    found = tl.load(part_lse + unit * SPLITS + split, mask=used, other=float("-inf"))
+    lse = tl.load(part_lse + unit * SPLITS + split, mask=used, other=float("-inf"))
     at = (unit * SPLITS + split)[:, None] * V_DIM + column[None, :]
     mask = used[:, None] & (column < V_DIM)[None, :]
     part = tl.load(parts + at, mask=mask, other=0.0)
-    most = tl.max(found, axis=0)
+    m = tl.max(lse, axis=0)
     sink = float("-inf")
     if SINKS:
         sink = tl.load(sinks + head) * tiles.LOG2E
-        most = tl.maximum(most, sink)
-    base = tiles.finite(most)
-    weight = tl.exp2(found - base)
-    whole = tl.sum(weight, axis=0) + tl.exp2(sink - base)
-    result = tl.sum(part * weight[:, None], axis=0) / tl.where(whole == 0, 1.0, whole)
+        m = tl.maximum(m, sink)
+    base = tiles.finite(m)
+    alpha = tl.exp2(lse - base)
+    l_sum = tl.sum(alpha, axis=0) + tl.exp2(sink - base)
+    result = tl.sum(part * alpha[:, None], axis=0) / tl.where(l_sum == 0, 1.0, l_sum)
     o_at = out + row * out_row_stride + head * out_head_stride + column
     tl.store(o_at, result.to(out.dtype.element_ty), mask=column < V_DIM)
 
 
 def compiler_options(constants: dict[str, Any]) -> dict[str, int]:
     """Triton's options for :func:`chunk_kernel`: enough warps to hold a program's data in registers."""
-    element, lines = constants["ELEMENT"], constants["HEADS"]
+    element = constants["ELEMENT"]
     by_hand = element in ("e4m3", "e5m2") and not cuda_capability_geq(8, 9)
     columns = max(constants["K_COLS"], constants["V_COLS"])
-    wide = columns > 128 or lines > tiles.LINES[0] or element == "fp32" or by_hand
+    many_lines = constants["HEADS"] > tiles.FEWEST_LINES
+    wide = columns > 128 or many_lines or element == "fp32" or by_hand
     # Fewer stages are used for latent rows, because these are wide.
     stages = 2 if constants["LATENT"] else NUM_STAGES
     return dict(num_warps=8 if wide else 4, num_stages=stages)
@@ -242,7 +294,8 @@ def constants(
 ) -> dict[str, Any]:
     """Compile-time arguments of :func:`chunk_kernel`. ``rotation``: None if no entry is shifted."""
     group = query.shape[1] // keys.shape[1]
-    k_cols, v_cols = (tiles.columns(side.shape[2]) for side in (keys, values))
+    k_cols = tiles.columns(keys.shape[2])
+    v_cols = tiles.columns(values.shape[2])
     lines = tiles.lines(group, max(k_cols, v_cols))
     return dict(
         ELEMENT=common.ELEMENT[keys.dtype],
@@ -281,36 +334,78 @@ def decode(
     batch, heads, _ = query.shape
     if not batch:
         return
-    keys, values, total = kv.keys, kv.values, len(plan.kv_indices)
+    keys = kv.keys
+    values = kv.values
+    v_dim = values.shape[2]
     rotates = plan.rotations is not None
     rotation = kv.rotation if rotates or plan.shift is not None else None
-    asked = dict(capped=logit_cap > 0, rotates=rotates, latent=kv.latent)
-    fixed = constants(query, keys, values, rotation, **asked)
-    merged = {name: fixed[name] for name in ("V_DIM", "V_COLS", "SPLITS", "CHUNK")}
+    fixed = constants(
+        query, keys, values, rotation, capped=logit_cap > 0, rotates=rotates, latent=kv.latent
+    )
     options = compiler_options(fixed)
-    rows = min(batch, QUERIES, max(1, ELEMENTS // (heads * values.shape[2])))
+    rows = min(batch, QUERIES, max(1, ELEMENTS // (heads * v_dim)))
     part_lse = query.new_empty((rows, heads, SPLITS), dtype=torch.float32)
-    parts = part_lse.new_empty((rows, heads, SPLITS, values.shape[2]))
+    parts = part_lse.new_empty((rows, heads, SPLITS, v_dim))
     blocks = keys.shape[1] * triton.cdiv(fixed["GROUP"], fixed["HEADS"])
-    pool = common.as_read(keys), common.as_read(values)
-    rotary = common.rotary_arguments(plan.shift, rotation, plan.kv_indices, part_lse)
-    strides = *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2]
+    shift, cosines, sines, table_rows = common.rotary_arguments(
+        plan.shift, rotation, plan.kv_indices, part_lse
+    )
     with common.current_device(query.device):
-        for some in range(0, batch, rows):
-            here = slice(some, some + rows)
-            begin, end = (side[here] for side in spans)
-            rotations: tuple[Any, ...] = begin, begin, begin, 0
-            if plan.rotations is not None:
+        for first in range(0, batch, rows):
+            queries = query[first : first + rows]
+            outputs = out[first : first + rows]
+            begin = spans[0][first : first + rows]
+            end = spans[1][first : first + rows]
+            if plan.rotations is None:
+                # Triton needs a tensor for every pointer, even if the kernel does not read it.
+                rotations = Rotations(begin, begin, begin)
+                count = 0
+            else:
                 tile_ptr, by, bits = plan.rotations
-                rotations = tile_ptr[some:], by, bits, len(by)
+                rotations = Rotations(tile_ptr[first:], by, bits)
+                count = len(by)
             chunk_kernel[(blocks, SPLITS, len(begin))](
-                *(query[here], *pool, begin, end, plan.kv_indices, *rotary, *rotations),
-                *(parts, part_lse, total, len(keys), *strides, scale, logit_cap),
+                query=queries,
+                keys=common.as_read(keys),
+                values=common.as_read(values),
+                begin=begin,
+                end=end,
+                kv_indices=plan.kv_indices,
+                shift=shift,
+                cosines=cosines,
+                sines=sines,
+                table_rows=table_rows,
+                tile_ptr=rotations.tile_ptr,
+                by=rotations.by,
+                bits=rotations.bits,
+                rotations=count,
+                parts=parts,
+                part_lse=part_lse,
+                total=len(plan.kv_indices),
+                num_slots=len(keys),
+                q_row_stride=query.stride(0),
+                q_head_stride=query.stride(1),
+                k_slot_stride=keys.stride(0),
+                k_head_stride=keys.stride(1),
+                v_slot_stride=values.stride(0),
+                v_head_stride=values.stride(1),
+                scale=scale,
+                logit_cap=logit_cap,
                 **(fixed | options),
             )
             merge_kernel[(heads, len(begin))](
-                *(parts, part_lse, begin, end, part_lse if sinks is None else sinks),
-                *(out[here], total, *out.stride()[:2]),
+                parts=parts,
+                part_lse=part_lse,
+                begin=begin,
+                end=end,
+                sinks=part_lse if sinks is None else sinks,
+                out=outputs,
+                total=len(plan.kv_indices),
+                out_row_stride=out.stride(0),
+                out_head_stride=out.stride(1),
                 SINKS=sinks is not None,
-                **merged,
+                V_DIM=v_dim,
+                V_COLS=fixed["V_COLS"],
+                SPLITS=SPLITS,
+                CHUNK=CHUNK,
             )

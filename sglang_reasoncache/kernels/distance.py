@@ -44,7 +44,8 @@ class DistanceKernel:
         layouts = {tuple((x.dtype, x.shape, x.stride()) for x in layer) for layer in layers}
         if len(layouts) > 1:
             raise ValueError(f"the layers of the KV pool have {len(layouts)} layouts, supported: 1")
-        self._device, self._layers = keys.device, list(layers)
+        self._device = keys.device
+        self._layers = list(layers)
         self._rotation = None if rotation is None else rotation.to(keys.device)
         self._native: NativePool | None = None
         self.backend = backend or BACKENDS.get(keys.device.type, "torch")
@@ -77,7 +78,8 @@ class DistanceKernel:
             ValueError: wrong dtype, shape or device; ``shift`` without a rotation; with the backend "native"
                 also a slot or shift out of range. With "triton" such an entry makes sums of its pair NaN.
         """
-        shape, device = dst_slots.shape, self._device
+        shape = dst_slots.shape
+        device = self._device
         if len(shape) != 2 or not shape[1]:
             raise ValueError(f"dst_slots must be [pairs, d] with d >= 1, got {list(shape)}")
         for name, side, dtype in (
@@ -94,14 +96,17 @@ class DistanceKernel:
             if self._rotation is None:
                 raise ValueError("shift given, but the kernel was made without a rotation")
             shift = shift.contiguous()
-        entries = dst_slots.contiguous(), src_slots.contiguous(), shift
+        dst_slots = dst_slots.contiguous()
+        src_slots = src_slots.contiguous()
         if self._native is not None:
-            return self._native.distance(*entries)
+            return self._native.distance(dst_slots, src_slots, shift)
         if self.backend == "triton":
             from sglang_reasoncache.kernels import distance_triton
 
-            return distance_triton.squares(self._layers, self._bases, self._rotation, *entries)
-        return self._by_pytorch(*entries)
+            return distance_triton.squares(
+                self._layers, self._bases, self._rotation, dst_slots, src_slots, shift
+            )
+        return self._by_pytorch(dst_slots, src_slots, shift)
 
     def _by_pytorch(self, dst: Tensor, src: Tensor, shift: Tensor | None) -> Tensor:
         found = []

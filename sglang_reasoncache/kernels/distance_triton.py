@@ -20,9 +20,14 @@ TILE = 2048
 
 @triton.jit
 def _pairs(
-    at, ok, ELEMENT: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
-    COLS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    at,
+    ok,
+    ELEMENT: tl.constexpr,
+    HALF: tl.constexpr,
+    NEOX: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """For some rows (a token and a head each), load the elements that are rotated in pairs: the first element
     of every pair, and the second element of every pair."""
     if NEOX:
@@ -37,10 +42,26 @@ def _pairs(
 
 @triton.jit
 def _squares(
-    base, dst, src, shift, cosines, sines, table_rows, block, num_slots, slot_stride, head_stride,
-    ELEMENT: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, NEOX: tl.constexpr,
-    FIRST: tl.constexpr, DIM: tl.constexpr, COLS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    base,
+    dst,
+    src,
+    shift,
+    cosines,
+    sines,
+    table_rows,
+    block,
+    num_slots,
+    slot_stride,
+    head_stride,
+    ELEMENT: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    NEOX: tl.constexpr,
+    FIRST: tl.constexpr,
+    DIM: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Sum of squared differences between two blocks in one buffer. The sum is NaN if a slot or shift is out of
     range. If HALF > 0, elements [0, 2 HALF) of every head are compared, after those of ``src`` are rotated by
     ``shift``. If HALF is 0, elements [FIRST, DIM) are compared as cached."""
@@ -89,16 +110,27 @@ def distance_kernel(
     src,  # int64 [pairs, block]
     shift,  # int32 [pairs, block], read only if HALF > 0
     cosines,  # fp32 [table_rows, HALF], read only if HALF > 0
-    sines, table_rows,
+    sines,
+    table_rows,
     out,  # fp64 [pairs, layers, 2]
-    block, num_slots, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
+    block,
+    num_slots,
+    k_slot_stride,
+    k_head_stride,
+    v_slot_stride,
+    v_head_stride,
     ELEMENT: tl.constexpr,
     ALIGNED: tl.constexpr,  # whether all addresses in ``bases`` are multiples of 16
     HALF: tl.constexpr,  # 0: nothing is rotated
-    NEOX: tl.constexpr, HEADS: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    NEOX: tl.constexpr,
+    HEADS: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
     REST: tl.constexpr,  # number of key dims that are not rotated, rounded up to a power of 2
-    V_COLS: tl.constexpr, HALF_COLS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    V_COLS: tl.constexpr,
+    HALF_COLS: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """Grid (pairs, layers, 2). A program stores NaN if a slot or shift that it reads is out of range."""
     pair = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1)
@@ -113,22 +145,70 @@ def distance_kernel(
     if side == 0:
         if HALF > 0:
             total += _squares(
-                base, dst, src, shift, cosines, sines, table_rows, block, num_slots,
-                k_slot_stride, k_head_stride, ELEMENT, HEADS, HALF, NEOX, 0, 2 * HALF,
-                HALF_COLS, max(1, TILE // (2 * HALF_COLS)),
-            )  # fmt: skip
+                base,
+                dst,
+                src,
+                shift,
+                cosines,
+                sines,
+                table_rows,
+                block,
+                num_slots,
+                k_slot_stride,
+                k_head_stride,
+                ELEMENT=ELEMENT,
+                HEADS=HEADS,
+                HALF=HALF,
+                NEOX=NEOX,
+                FIRST=0,
+                DIM=2 * HALF,
+                COLS=HALF_COLS,
+                ROWS=max(1, TILE // (2 * HALF_COLS)),
+            )
         if REST > 0:
             total += _squares(
-                base, dst, src, shift, cosines, sines, table_rows, block, num_slots,
-                k_slot_stride, k_head_stride, ELEMENT, HEADS, 0, NEOX, 2 * HALF, K_DIM,
-                REST, max(1, TILE // REST),
-            )  # fmt: skip
+                base,
+                dst,
+                src,
+                shift,
+                cosines,
+                sines,
+                table_rows,
+                block,
+                num_slots,
+                k_slot_stride,
+                k_head_stride,
+                ELEMENT=ELEMENT,
+                HEADS=HEADS,
+                HALF=0,
+                NEOX=NEOX,
+                FIRST=2 * HALF,
+                DIM=K_DIM,
+                COLS=REST,
+                ROWS=max(1, TILE // REST),
+            )
     else:
         total += _squares(
-            base, dst, src, shift, cosines, sines, table_rows, block, num_slots,
-            v_slot_stride, v_head_stride, ELEMENT, HEADS, 0, NEOX, 0, V_DIM,
-            V_COLS, max(1, TILE // V_COLS),
-        )  # fmt: skip
+            base,
+            dst,
+            src,
+            shift,
+            cosines,
+            sines,
+            table_rows,
+            block,
+            num_slots,
+            v_slot_stride,
+            v_head_stride,
+            ELEMENT=ELEMENT,
+            HEADS=HEADS,
+            HALF=0,
+            NEOX=NEOX,
+            FIRST=0,
+            DIM=V_DIM,
+            COLS=V_COLS,
+            ROWS=max(1, TILE // V_COLS),
+        )
     tl.store(out + (pair * tl.num_programs(1) + layer) * 2 + side, total)
 
 
@@ -171,16 +251,31 @@ def squares(
 ) -> Tensor:
     """Computes ``DistanceKernel.squares`` on a GPU with one launch, without waiting for the result. Arguments
     must be contiguous. A sum is NaN if it would use a slot or shift that is out of range."""
-    (pairs, block), (bases, aligned) = dst.shape, addresses
+    pairs, block = dst.shape
+    bases, aligned = addresses
     keys, values = layers[0]
     out = dst.new_empty((pairs, len(layers), 2), dtype=torch.float64)
+    if not pairs:
+        return out
     rotation = None if shift is None else rotation
-    if pairs:
-        with common.current_device(dst.device):
-            distance_kernel[(pairs, len(layers), 2)](
-                *(common.as_read(keys), bases, dst, src),
-                *common.rotary_arguments(shift, rotation, dst, bases),
-                *(out, block, keys.shape[0], *keys.stride()[:2], *values.stride()[:2]),
-                **constants(keys, values, rotation, aligned),
-            )
+    shift, cosines, sines, table_rows = common.rotary_arguments(shift, rotation, dst, bases)
+    with common.current_device(dst.device):
+        distance_kernel[(pairs, len(layers), 2)](
+            keys=common.as_read(keys),
+            bases=bases,
+            dst=dst,
+            src=src,
+            shift=shift,
+            cosines=cosines,
+            sines=sines,
+            table_rows=table_rows,
+            out=out,
+            block=block,
+            num_slots=keys.shape[0],
+            k_slot_stride=keys.stride(0),
+            k_head_stride=keys.stride(1),
+            v_slot_stride=values.stride(0),
+            v_head_stride=values.stride(1),
+            **constants(keys, values, rotation, aligned),
+        )
     return out

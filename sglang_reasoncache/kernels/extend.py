@@ -21,7 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from sglang_reasoncache.device.upload import upload
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from sglang_reasoncache.native.pool import DTYPES, cpu_threads
 
 #: If a request has at most this many new tokens, each token is computed as in decode, without copying entries.
@@ -51,12 +51,13 @@ def gather_kv(
     kv.check(shift, dtype)
     kv_indices = kv_indices.contiguous()
     shift = None if shift is None else shift.contiguous()
-    shape = kv.num_heads, len(kv_indices)
-    out_k = kv.keys.new_empty((*shape, kv.keys.shape[2]), dtype=dtype)
-    out_v = kv.keys.new_empty((*shape, kv.values.shape[2]), dtype=dtype)
+    count = len(kv_indices)
+    out_k = kv.keys.new_empty((kv.num_heads, count, kv.keys.shape[2]), dtype=dtype)
+    out_v = kv.keys.new_empty((kv.num_heads, count, kv.values.shape[2]), dtype=dtype)
     if kv.native is not None:
-        entries = kv_indices, shift, len(kv_indices)
-        kv.native.call("gather", *entries, out_k, out_v, DTYPES.index(dtype), cpu_threads())
+        kv.native.call(
+            "gather", kv_indices, shift, count, out_k, out_v, DTYPES.index(dtype), cpu_threads()
+        )
     else:
         from sglang_reasoncache.kernels import gather_triton
 
@@ -95,18 +96,19 @@ class ExtendPlan:
         self.num_tokens = sum(new)
         #: Per request whose entries are copied: tokens, entries, and the tokens' own entries (None: the last).
         self.pieces: list[tuple[slice, slice, Tensor | None]] = []
-        self._device = device = plan.kv_indptr.device
+        self._device = plan.kv_indptr.device
         self._dtype = dtype
         self._masks: dict[tuple[int, ...], Tensor] = {}
-        self.bounds = bounds = (
-            plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
-        )
+        bounds = plan.kv_indptr.tolist() if entries is None else [0, *accumulate(entries)]
+        self.bounds = bounds
         if not len(bounds) - 1 == len(new) == len(plan.kv_indptr) - 1:
             raise ValueError(
                 f"new and entries must have {len(plan.kv_indptr) - 1} entries, got {len(new)} "
                 f"and {len(bounds) - 1}"
             )
-        tokens, self._read, at = list[int](), list[tuple[int, int]](), 0
+        tokens: list[int] = []
+        self._read: list[tuple[int, int]] = []
+        at = 0
         for number, (count, begin, end) in enumerate(zip(new, bounds, bounds[1:], strict=False)):
             own = placed.get(number, _NONE)
             if not 0 <= count <= end - begin:
@@ -116,21 +118,24 @@ class ExtendPlan:
                 self._read += ((begin, begin + int(entry) + 1) for entry in own)
                 self._read += ((begin, last) for last in range(end - count + len(own) + 1, end + 1))
             else:
-                last, places = range(end - begin - count + len(own), end - begin), None
+                places = None
                 if len(own):
-                    places = upload([*own, *last], device)
+                    last = range(end - begin - count + len(own), end - begin)
+                    places = upload([*own, *last], self._device)
                 self.pieces.append((slice(at, at + count), slice(begin, end), places))
             at += count
-        self.singles = upload(tokens, device)
+        self.singles = upload(tokens, self._device)
         self._spans: dict[int, tuple[Tensor, Tensor]] = {}
 
     def spans(self, reach: int) -> tuple[Tensor, Tensor]:
         """For each token that is computed as in decode: its first entry, and one past its last entry."""
         if reach not in self._spans:
             first = [max(begin, end - reach) if reach else begin for begin, end in self._read]
-            bounds = first, [end for _, end in self._read]
-            begin, end = (upload(side, self._device, torch.int32) for side in bounds)
-            self._spans[reach] = begin, end
+            last = [end for _, end in self._read]
+            self._spans[reach] = (
+                upload(first, self._device, torch.int32),
+                upload(last, self._device, torch.int32),
+            )
         return self._spans[reach]
 
     def mask(
@@ -179,8 +184,17 @@ def extend_attention(
     if plan.singles.numel():
         out[plan.singles] = decode_attention(query[plan.singles], kv, plan.rows, **options)
     for tokens, entries, places in plan.pieces:
-        where = query[tokens], kv, plan, entries, scale, reach, out[tokens]
-        _extend_piece(*where, places, tokens.start)
+        _extend_piece(
+            query[tokens],
+            kv,
+            plan,
+            entries,
+            scale=scale,
+            reach=reach,
+            out=out[tokens],
+            places=places,
+            first_token=tokens.start,
+        )
     return out
 
 
@@ -201,7 +215,8 @@ def add_attention(
     entries = slice(plan.bounds[number], plan.bounds[number + 1])
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
     keys = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)[0].float()
-    new, total = len(query), keys.shape[1]
+    new = len(query)
+    total = keys.shape[1]
     last = torch.arange(total - new, total, device=keys.device)
     # Weights are computed for some queries at a time, because the weights of all queries may take gigabytes.
     step = max(1, _MASK_ELEMENTS * len(keys) // (query.shape[1] * total))
@@ -228,6 +243,7 @@ def _extend_piece(
     kv: PagedKv,
     plan: ExtendPlan,
     entries: slice,
+    *,
     scale: float,
     reach: int,
     out: Tensor,
@@ -242,32 +258,40 @@ def _extend_piece(
         # Entries before the first new token's window are left out, because no later token's window has them.
         entries = slice(max(entries.start, entries.stop - len(query) + 1 - reach), entries.stop)
     shift = None if plan.rows.shift is None else plan.rows.shift[entries]
-    gathered = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
-    keys, values = (side[None] for side in gathered)
-    new, total = len(query), keys.shape[2]
+    keys, values = gather_kv(kv, plan.rows.kv_indices[entries], shift, query.dtype)
+    keys = keys[None]
+    values = values[None]
+    new = len(query)
+    total = keys.shape[2]
     queries = query.transpose(0, 1)[None]
-    grouped, on_cuda = query.shape[1] != kv.num_heads, query.device.type == "cuda"
+    grouped = query.shape[1] != kv.num_heads
+    on_cuda = query.device.type == "cuda"
     # On a GPU, PyTorch's flash kernel needs no mask in memory, even if the queries follow a prefix.
-    sides = queries, keys, values, None, 0.0, False, grouped
     plain = on_cuda and not reach and places is None
-    flash = plain and can_use_flash_attention(SDPAParams(*sides))
+    flash = plain and can_use_flash_attention(
+        SDPAParams(queries, keys, values, None, 0.0, False, grouped)
+    )
     if grouped and on_cuda and not flash:
         # PyTorch's memory-efficient kernel needs as many KV heads as query heads.
         group = query.shape[1] // kv.num_heads
-        keys, values = (side.repeat_interleave(group, dim=1) for side in (keys, values))
+        keys = keys.repeat_interleave(group, dim=1)
+        values = values.repeat_interleave(group, dim=1)
         grouped = False
     causal = new == total and not reach and places is None
     step = new if flash or causal else _BLOCK
     for begin in range(0, new, step):
         end = min(new, begin + step)
-        seen, mask = total - new + end, None
+        seen = total - new + end
         first = max(0, total - new + begin + 1 - reach) if reach else 0
+        mask = None
         if places is not None:
-            first, seen = 0, total
+            seen = total
+            first = 0
             mask = plan.mask(end - begin, total, reach, places[begin:end], first_token + begin)
+        elif flash and not causal:
+            mask = causal_lower_right(new, total)
         elif not causal:
-            size = end - begin, seen - first
-            mask = causal_lower_right(new, total) if flash else plan.mask(*size, reach)
+            mask = plan.mask(end - begin, seen - first, reach)
         found = F.scaled_dot_product_attention(
             queries[:, :, begin:end],
             keys[:, :, first:seen],

@@ -21,15 +21,25 @@ def gather_kernel(
     kv_indices,  # int32 [count]
     shift,  # int32 [count], read only if HALF > 0
     cosines,  # fp32 [table_rows, HALF], read only if HALF > 0
-    sines, table_rows,
+    sines,
+    table_rows,
     out_k,  # [heads, count, K_DIM]
     out_v,  # [heads, count, V_DIM]
-    count, num_slots, k_slot_stride, k_head_stride, v_slot_stride, v_head_stride,
+    count,
+    num_slots,
+    k_slot_stride,
+    k_head_stride,
+    v_slot_stride,
+    v_head_stride,
     ELEMENT: tl.constexpr,
     HALF: tl.constexpr,  # 0: nothing is shifted
-    NEOX: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, K_COLS: tl.constexpr,
-    V_COLS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    NEOX: tl.constexpr,
+    K_DIM: tl.constexpr,
+    V_DIM: tl.constexpr,
+    K_COLS: tl.constexpr,
+    V_COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Grid (cdiv(count, ROWS), heads)."""
     head = tl.program_id(1).to(tl.int64)
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -70,16 +80,30 @@ def gather(
     count = len(kv_indices)
     if not count:
         return
-    keys, values = kv.keys, kv.values
+    keys = kv.keys
+    values = kv.values
     rotation = None if shift is None else kv.rotation
-    k_cols, v_cols = (triton.next_power_of_2(side.shape[2]) for side in (keys, values))
+    shift, cosines, sines, table_rows = common.rotary_arguments(shift, rotation, kv_indices, out_k)
+    k_cols = triton.next_power_of_2(keys.shape[2])
+    v_cols = triton.next_power_of_2(values.shape[2])
     rows = max(1, TILE // max(k_cols, v_cols))
     with common.current_device(keys.device):
         gather_kernel[(triton.cdiv(count, rows), keys.shape[1])](
-            *(common.as_read(keys), common.as_read(values), kv_indices),
-            *common.rotary_arguments(shift, rotation, kv_indices, out_k),
-            *(out_k, out_v, count, keys.shape[0]),
-            *(*keys.stride()[:2], *values.stride()[:2]),
+            keys=common.as_read(keys),
+            values=common.as_read(values),
+            kv_indices=kv_indices,
+            shift=shift,
+            cosines=cosines,
+            sines=sines,
+            table_rows=table_rows,
+            out_k=out_k,
+            out_v=out_v,
+            count=count,
+            num_slots=keys.shape[0],
+            k_slot_stride=keys.stride(0),
+            k_head_stride=keys.stride(1),
+            v_slot_stride=values.stride(0),
+            v_head_stride=values.stride(1),
             ELEMENT=common.ELEMENT[keys.dtype],
             **common.rotary_constants(rotation),
             K_DIM=keys.shape[2],

@@ -45,7 +45,8 @@ class PagedKv:
         #: Dims of a query.
         self.query_dim = keys.shape[2] + (values.shape[2] if latent else 0)
         self.rotation = None if rotation is None else rotation.to(keys.device)
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
         self.num_slots, self.num_heads = keys.shape[:2]
         self.backend = backend or BACKENDS.get(keys.device.type, "")
         self.native: NativePool | None = None

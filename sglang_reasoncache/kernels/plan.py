@@ -1,46 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans which slots each request of a forward reads: ``kv_indptr`` and ``kv_indices`` as in FlashInfer."""
+"""Plans which slots each request of a forward reads, from rows in host memory."""
 
 import ctypes
-import functools
-from typing import NamedTuple
 
 import torch
 
 from sglang_reasoncache import native
+from sglang_reasoncache.kernels.row_plan import TILE, Rotations, RowPlan
 from sglang_reasoncache.native.pool import call
-
-#: Number of entries in a tile. The entries share a list of rotations; each rotation has one bit per entry.
-TILE = 64
-
-
-class Rotations(NamedTuple):
-    """How a merged :class:`RowPlan` rotates keys. A tile is ``TILE`` consecutive entries of a request.
-    It has a list of rotations if one of its keys is used at a position other than the key's cached position.
-
-    Tile t of request b has the number ``kv_indptr[b] // TILE + b + t``. A tile without a list uses each key
-    once, as cached. A list begins with the rotation by 0, whose bits mark the keys that are used as cached.
-    Other rotations follow in any order. In a tile of fewer than ``TILE`` entries the last bits mean nothing."""
-
-    tile_ptr: torch.Tensor  # int32 [total // TILE + batch + 1]: where each tile's list begins
-    by: torch.Tensor  # int32 [count], lists of all tiles: by how many positions keys are rotated
-    bits: torch.Tensor  # int64 [count]; bit i: entry i of the tile is used with this rotation
-
-
-class RowPlan(NamedTuple):
-    """Which slots the queries of a forward read. Layers share a plan; window layers may have their own.
-
-    The entries of request b are ``kv_indptr[b]`` to ``kv_indptr[b + 1]``, in the order of their positions. An
-    entry is the slot of one token, whatever the page size. A slot's *cached position* is the position for which
-    its key was rotated. If a row names a slot at its cached position and at others, a *merged* plan has one
-    entry for all these positions. Merged plans have ``rotations`` in place of ``shift``."""
-
-    kv_indptr: torch.Tensor  # int32 [batch + 1]
-    kv_indices: torch.Tensor  # int32 [total], slots
-    #: int32 ``[total]``, by how many positions to rotate each key: the position where it is used, minus its
-    #: cached position. None in merged plans. ``plan_rows`` also makes it None if all shifts are 0.
-    shift: torch.Tensor | None
-    rotations: Rotations | None = None  # None: every key is used once, rotated by its ``shift``
 
 
 def plan_rows(
@@ -85,23 +52,46 @@ def plan_rows(
                 f"got {cached_at.dtype} {list(cached_at.shape)}"
             )
         cached_at = cached_at.contiguous()
-    requests, lengths = requests.long().contiguous(), lengths.long().contiguous()
+    requests = requests.long().contiguous()
+    lengths = lengths.long().contiguous()
     merge = merge and cached_at is not None
     read = lengths.clamp(max=reach) if reach else lengths
-    capacity, made = max(0, int(read.sum())), functools.partial(torch.empty, dtype=torch.int32)
-    kv_indptr, kv_indices = made(len(requests) + 1), made(capacity)
-    shift = None if cached_at is None else made(capacity)
-    tile_ptr = by = bits = None
+    capacity = max(0, int(read.sum()))
+    kv_indptr = torch.empty(len(requests) + 1, dtype=torch.int32)
+    kv_indices = torch.empty(capacity, dtype=torch.int32)
+    shift = None if cached_at is None else torch.empty(capacity, dtype=torch.int32)
+    tile_ptr = None
+    by = None
+    bits = None
     if merge:
         tiles = capacity // TILE + len(requests)
-        tile_ptr, by = made(tiles + 1), made(capacity + tiles)
+        tile_ptr = torch.empty(tiles + 1, dtype=torch.int32)
+        by = torch.empty(capacity + tiles, dtype=torch.int32)
         bits = torch.empty(capacity + tiles, dtype=torch.int64)
-    is_shifted, count = ctypes.c_int32(), ctypes.c_int32()
-    table = rows, len(rows), rows.stride(0), rows.shape[1]
-    batch = requests, lengths, len(requests), reach, cached_at, num_slots
-    outputs = kv_indptr, kv_indices, shift, capacity, tile_ptr, by, bits
+    is_shifted = ctypes.c_int32()
+    count = ctypes.c_int32()
     call(
-        native.library(), "plan", *table, *batch, *outputs, *map(ctypes.byref, (is_shifted, count))
+        native.library(),
+        "plan",
+        rows,
+        len(rows),
+        rows.stride(0),
+        rows.shape[1],
+        requests,
+        lengths,
+        len(requests),
+        reach,
+        cached_at,
+        num_slots,
+        kv_indptr,
+        kv_indices,
+        shift,
+        capacity,
+        tile_ptr,
+        by,
+        bits,
+        ctypes.byref(is_shifted),
+        ctypes.byref(count),
     )
     total = int(kv_indptr[-1])
     if shift is not None:

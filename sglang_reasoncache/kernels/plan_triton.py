@@ -17,9 +17,9 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
 from sglang_reasoncache.kernels import rotations_triton
-from sglang_reasoncache.kernels.plan import TILE as ENTRIES
-from sglang_reasoncache.kernels.plan import Rotations, RowPlan
-from sglang_reasoncache.kernels.rotations_triton import MergeBuffers
+from sglang_reasoncache.kernels.rotations_triton import MergeBuffers, RowReads
+from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 
 #: Number of programs for each row.
 PIECES = 16
@@ -40,10 +40,19 @@ def plan_kernel(
     kv_indices,  # int32 [capacity], written
     shift,  # int32 [capacity], written unless MERGE
     positions,  # int32 [capacity], written if MERGE: entries' positions; the first one read is 0
-    num_rows, width, row_stride, reach, num_slots, stride, capacity, SHIFTS: tl.constexpr,
-    MERGE: tl.constexpr, WRITE: tl.constexpr, PIECES: tl.constexpr,
+    num_rows,
+    width,
+    row_stride,
+    reach,
+    num_slots,
+    stride,
+    capacity,
+    SHIFTS: tl.constexpr,
+    MERGE: tl.constexpr,
+    WRITE: tl.constexpr,
+    PIECES: tl.constexpr,
     TILE: tl.constexpr,
-):  # fmt: skip
+):
     """Grid (PIECES, batch). If WRITE, writes the entries and runs of every piece, else counts them."""
     piece = tl.program_id(0)
     request = tl.program_id(1)
@@ -51,7 +60,8 @@ def plan_kernel(
         rows, requests, lengths, request, num_rows, width, row_stride, reach
     )
     start, stop = common.piece_of(length, piece, PIECES, TILE)
-    found, found_runs = tl.zeros([TILE], tl.int32), tl.zeros([TILE], tl.int32)
+    found = tl.zeros([TILE], tl.int32)
+    found_runs = tl.zeros([TILE], tl.int32)
     if WRITE:
         to = common.first_target(kv_indptr, counts, request, piece, PIECES)
         if MERGE:
@@ -132,10 +142,12 @@ class PlanBuffers:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        merge = self.merge
-        own = () if merge is None else (*merge.rotations, *merge[1:])
-        sides = self.kv_indptr, self.kv_indices, self.counts, self.shift, *own
-        return sum(side.nbytes for side in sides if side is not None)
+        buffers = [self.kv_indptr, self.kv_indices, self.counts]
+        if self.shift is not None:
+            buffers.append(self.shift)
+        if self.merge is not None:
+            buffers += self.merge.buffers()
+        return sum(buffer.nbytes for buffer in buffers)
 
     def plan_of(self, batch: int) -> RowPlan:
         """The plan of ``batch`` requests in these buffers. ``kv_indptr`` and ``tile_ptr`` are cut to
@@ -167,38 +179,49 @@ def plan_into(
 
     Raises:
         ValueError: more requests than the buffers are for; ``rows`` whose last dimension is not contiguous."""
-    batch, merge = len(requests), buffers.merge
+    batch = len(requests)
+    merge = buffers.merge
     if batch > buffers.batch:
         raise ValueError(f"plan: {batch} requests, the buffers are for {buffers.batch}")
     if rows.stride(1) != 1:
         raise ValueError(f"plan: positions of a row must lie side by side, got {rows.stride()}")
-    counts, capacity = buffers.counts, len(buffers.kv_indices)
-    cached = counts if cached_at is None else cached_at.contiguous()
-    read = rows, requests.contiguous(), lengths.contiguous(), cached
-    sizes = *rows.shape, rows.stride(0), reach or rows.shape[1], num_slots
-    # Triton needs a tensor even for arguments that the kernel does not use: ``counts``.
-    runs, run_indptr, shift, positions = counts, counts, buffers.shift, counts
-    indptrs = [buffers.kv_indptr]
-    if merge is not None:
-        runs, run_indptr, shift, positions = merge.runs, merge.run_indptr, counts, merge.positions
-        indptrs.append(run_indptr)
     if not batch:
         return buffers.plan_of(0)
+    counts = buffers.counts
+    capacity = len(buffers.kv_indices)
+    read = RowReads(
+        rows=rows,
+        requests=requests.contiguous(),
+        lengths=lengths.contiguous(),
+        # Triton needs a tensor even for arguments that the kernel does not use: ``counts``.
+        cached_at=counts if cached_at is None else cached_at.contiguous(),
+        reach=reach or rows.shape[1],
+        num_slots=num_slots,
+    )
     pieces = counts.shape[2]
     launch = functools.partial(
         plan_kernel[pieces, batch],
-        *(*read, runs, run_indptr, counts, buffers.kv_indptr, buffers.kv_indices, shift, positions),
-        *(*sizes, counts.stride(0), capacity),
+        **read.arguments(),
+        runs=counts if merge is None else merge.runs,
+        run_indptr=counts if merge is None else merge.run_indptr,
+        counts=counts,
+        kv_indptr=buffers.kv_indptr,
+        kv_indices=buffers.kv_indices,
+        shift=counts if buffers.shift is None else buffers.shift,
+        positions=counts if merge is None else merge.positions,
+        stride=counts.stride(0),
+        capacity=capacity,
         SHIFTS=cached_at is not None,
         MERGE=merge is not None,
         PIECES=pieces,
         TILE=TILE,
     )
+    indptrs = [buffers.kv_indptr] if merge is None else [buffers.kv_indptr, merge.run_indptr]
     with common.current_device(counts.device):
         launch(WRITE=False)
         for indptr, found in zip(indptrs, counts[:, :batch].sum(2), strict=True):
             indptr[1 : batch + 1] = found.cumsum(0).clamp_(max=capacity)
         launch(WRITE=True)
     if merge is not None:
-        rotations_triton.rotate(merge, batch, read, sizes, buffers.kv_indptr)
+        rotations_triton.rotate(merge, batch, read, buffers.kv_indptr)
     return buffers.plan_of(batch)

@@ -33,13 +33,15 @@ class KeyRotation:
         if self.cos.device == device:
             return self
         there = copy.copy(self)
-        there.cos, there.sin = self.cos.to(device), self.sin.to(device)
+        there.cos = self.cos.to(device)
+        there.sin = self.sin.to(device)
         return there
 
     def none(self) -> KeyRotation:
         """A rotation by angle 0 with a table of the same shape, for layers that do not rotate keys."""
         still = copy.copy(self)
-        still.cos, still.sin = torch.ones_like(self.cos), torch.zeros_like(self.sin)
+        still.cos = torch.ones_like(self.cos)
+        still.sin = torch.zeros_like(self.sin)
         return still
 
     def rotate(self, keys: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:

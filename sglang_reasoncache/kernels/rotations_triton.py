@@ -10,24 +10,35 @@ proportional to the number of tiles times the number of runs."""
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
-from sglang_reasoncache.kernels.plan import TILE as ENTRIES
-from sglang_reasoncache.kernels.plan import Rotations
+from sglang_reasoncache.kernels.row_plan import TILE as ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations
 
-#: PIECES programs count a request's rotations. A program handles RUNS runs (or tiles) at once.
-PIECES, RUNS = 16, 64
+#: Number of programs that count a request's rotations.
+PIECES = 16
+#: Number of runs (or tiles) that a program handles at once.
+RUNS = 64
 
 
 @triton.jit
 def _used_by(
-    rows, cached_at, positions, first, last, inside, length, begin, num_slots, entries,
-):  # fmt: skip
+    rows,
+    cached_at,
+    positions,
+    first,
+    last,
+    inside,
+    length,
+    begin,
+    num_slots,
+    entries,
+):
     """Returns, for runs of positions ``first`` to ``last``: the first and last entry that a run uses, by how
     many positions their keys are rotated, the run's kind, and whether the run uses any entries."""
     _slot, home, kind = common.look(rows, cached_at, first, length, begin, num_slots)
@@ -47,7 +58,11 @@ def _used_by(
     do_not_specialize=["num_rows", "width", "reach", "num_slots", "run_capacity", "capacity"]
 )
 def rotation_kernel(
-    rows, requests, lengths, cached_at,  # as plan_kernel reads them
+    # as plan_kernel reads them
+    rows,
+    requests,
+    lengths,
+    cached_at,
     kv_indptr,  # int32 [batch + 1]
     positions,  # int32 [run_capacity]: positions of the entries
     runs,  # int32 [2, run_capacity]: first and last position of each run
@@ -56,9 +71,18 @@ def rotation_kernel(
     following,  # int32, shape of tile_ptr: a tile's rotation count; if WRITE, place of its next one
     by,  # int32 [capacity], written if WRITE
     bits,  # int64 [capacity], written if WRITE
-    num_rows, width, row_stride, reach, num_slots, run_capacity, capacity, WRITE: tl.constexpr,
-    ENTRIES: tl.constexpr, RUNS: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
+    num_rows,
+    width,
+    row_stride,
+    reach,
+    num_slots,
+    run_capacity,
+    capacity,
+    WRITE: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    RUNS: tl.constexpr,
+    PIECES: tl.constexpr,
+):
     """Grid (PIECES, batch). Counts the rotations of every tile, or writes them if WRITE (PIECES is then 1)."""
     request = tl.program_id(1)
     rows, length, from_ = common.row_of(
@@ -89,7 +113,8 @@ def rotation_kernel(
         at, end, turn, kind, ok = _used_by(
             rows, cached_at, positions, first, last, inside, length, from_, num_slots, entries
         )
-        least, most = at // ENTRIES, tl.where(ok, end // ENTRIES, -1)
+        least = at // ENTRIES
+        most = tl.where(ok, end // ENTRIES, -1)
         for step in range(0, tl.max(most - least, axis=0) + 1):
             tile = least + step
             on = tile <= most
@@ -132,30 +157,65 @@ class MergeBuffers(NamedTuple):
         # Each position adds at most one rotation, and each tile one more: the rotation by 0.
         most = capacity + tiles
         bits = torch.zeros(most, dtype=torch.int64, device=device)
-        rotations = Rotations(made(tiles + 1), made(most), bits)
-        sizes = tiles + 1, capacity, (2, capacity), batch + 1
-        return cls(rotations, *map(made, sizes))
+        return cls(
+            rotations=Rotations(made(tiles + 1), made(most), bits),
+            following=made(tiles + 1),
+            positions=made(capacity),
+            runs=made(2, capacity),
+            run_indptr=made(batch + 1),
+        )
+
+    def buffers(self) -> list[torch.Tensor]:
+        """All tensors."""
+        return [*self.rotations, self.following, self.positions, self.runs, self.run_indptr]
 
 
-def rotate(
-    merge: MergeBuffers,
-    batch: int,
-    read: tuple[torch.Tensor, ...],
-    sizes: tuple[int, ...],
-    kv_indptr: torch.Tensor,
-) -> None:
-    """Write the rotations of a plan whose entries and runs are already written. Waits for nothing.
+class RowReads(NamedTuple):
+    """What the kernels that plan read of the rows. Fields are those of ``plan_triton.plan_into``."""
 
-    ``read``: the arguments ``rows`` to ``cached_at`` of ``plan_into``. ``sizes``: the shape of ``rows``, the
-    stride of its rows, how many of a row's newest positions are read, and the number of slots."""
-    (tile_ptr, by, bits), following, positions, runs, run_indptr = merge
-    following.zero_()
-    lists = tile_ptr, following, by, bits
-    entries = kv_indptr, positions
-    arguments = *read, *entries, runs, run_indptr, *lists, *sizes, runs.shape[1], len(by)
-    fixed = dict(ENTRIES=ENTRIES, RUNS=RUNS)
+    rows: torch.Tensor
+    requests: torch.Tensor
+    lengths: torch.Tensor
+    cached_at: torch.Tensor
+    reach: int
+    num_slots: int
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the kernels, by name."""
+        return dict(
+            rows=self.rows,
+            requests=self.requests,
+            lengths=self.lengths,
+            cached_at=self.cached_at,
+            num_rows=self.rows.shape[0],
+            width=self.rows.shape[1],
+            row_stride=self.rows.stride(0),
+            reach=self.reach,
+            num_slots=self.num_slots,
+        )
+
+
+def rotate(merge: MergeBuffers, batch: int, read: RowReads, kv_indptr: torch.Tensor) -> None:
+    """Write the rotations of a plan whose entries and runs are already written. Waits for nothing."""
+    tile_ptr, by, bits = merge.rotations
+    merge.following.zero_()
+    arguments = dict(
+        **read.arguments(),
+        kv_indptr=kv_indptr,
+        positions=merge.positions,
+        runs=merge.runs,
+        run_indptr=merge.run_indptr,
+        tile_ptr=tile_ptr,
+        following=merge.following,
+        by=by,
+        bits=bits,
+        run_capacity=merge.runs.shape[1],
+        capacity=len(by),
+        ENTRIES=ENTRIES,
+        RUNS=RUNS,
+    )
     with common.current_device(by.device):
-        rotation_kernel[(PIECES, batch)](*arguments, WRITE=False, PIECES=PIECES, **fixed)
-        tile_ptr[1:] = following[:-1].cumsum(0)
-        torch.add(tile_ptr, 1, out=following)
-        rotation_kernel[(1, batch)](*arguments, WRITE=True, PIECES=1, **fixed)
+        rotation_kernel[(PIECES, batch)](WRITE=False, PIECES=PIECES, **arguments)
+        tile_ptr[1:] = merge.following[:-1].cumsum(0)
+        torch.add(tile_ptr, 1, out=merge.following)
+        rotation_kernel[(1, batch)](WRITE=True, PIECES=1, **arguments)

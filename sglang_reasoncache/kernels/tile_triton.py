@@ -8,9 +8,11 @@ import triton.language as tl
 
 from sglang_reasoncache.kernels import common_triton as common
 
-#: Fewest and most lines (matrix rows) in a program's products. A tensor core multiplies at least 16 lines. The
-#: registers hold at most 32 lines, or 16 lines of more than 128 columns.
-LINES = 16, 32
+#: Fewest lines (matrix rows) in a program's products: what a tensor core multiplies at least. More than 128
+#: columns leave registers for no more lines.
+FEWEST_LINES = 16
+#: Most lines in a program's products of at most 128 columns.
+MOST_LINES = 32
 LOG2E = tl.constexpr(1.4426950408889634)
 # Triton's interpreter multiplies bf16 as bit patterns, not as values, so :func:`dot` converts to fp32 first.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -60,9 +62,18 @@ def next_shift(shifts):
 
 @triton.jit
 def turned(
-    q_at, q_mask, k, by, cosines, sines, column, zeros, ELEMENT: tl.constexpr,
-    HALF: tl.constexpr, NEOX: tl.constexpr,
-):  # fmt: skip
+    q_at,
+    q_mask,
+    k,
+    by,
+    cosines,
+    sines,
+    column,
+    zeros,
+    ELEMENT: tl.constexpr,
+    HALF: tl.constexpr,
+    NEOX: tl.constexpr,
+):
     """Adds to ``zeros`` the queries' products with the tile's keys, rotated by ``by`` positions, a number or
     ``[HEADS, 1]``. Instead of the keys, the queries are rotated, by ``-by``."""
     rotated, other, earlier, angle = common.pairing(column[None, :], HALF, NEOX)
@@ -96,9 +107,9 @@ def logits(products, seen, scale, logit_cap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def finite(most):
-    """What to subtract from logits: ``most``, or 0 where ``most`` is -inf, because -inf - -inf is NaN."""
-    return tl.where(most == float("-inf"), 0.0, most)
+def finite(m_i):
+    """What to subtract from logits: ``m_i``, or 0 where ``m_i`` is -inf, because -inf - -inf is NaN."""
+    return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
 def columns(dim: int) -> int:
@@ -108,7 +119,8 @@ def columns(dim: int) -> int:
 
 def lines(group: int, columns: int) -> int:
     """Number of lines (matrix rows) in a program's products, for ``group`` query heads per KV head."""
-    return min(max(LINES[0], triton.next_power_of_2(group)), LINES[columns <= 128])
+    most = MOST_LINES if columns <= 128 else FEWEST_LINES
+    return min(max(FEWEST_LINES, triton.next_power_of_2(group)), most)
 
 
 def tile(columns: int, element_size: int) -> int:

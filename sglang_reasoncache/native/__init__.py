@@ -96,9 +96,9 @@ def _compiler() -> list[str]:
         return shlex.split(given)
     if importlib.util.find_spec("ziglang") is not None:
         return [sys.executable, "-m", "ziglang", "c++"]
-    names = ", ".join(_COMPILERS)
     raise NativeUnavailable(
-        f"no C++ compiler on PATH (looked for {names}; or CXX), and no Python package ziglang"
+        f"no C++ compiler on PATH (looked for {', '.join(_COMPILERS)}; or CXX), and no Python package "
+        "ziglang"
     )
 
 
@@ -161,7 +161,8 @@ def _compile(root: Path, compiler: Sequence[str], target: Path) -> None:
             timeout=_TIMEOUT_SECONDS,
         )
         if done.returncode:
-            said = f"failed ({done.returncode}):\n{done.stderr[-4000:]}"
-            raise NativeUnavailable(f"{shlex.join(command)} {said}")
+            raise NativeUnavailable(
+                f"{shlex.join(command)} failed ({done.returncode}):\n{done.stderr[-4000:]}"
+            )
         target.parent.mkdir(mode=0o700, exist_ok=True)
         os.replace(output, target)

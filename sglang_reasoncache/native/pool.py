@@ -14,7 +14,9 @@ from sglang_reasoncache import native
 #: Dtypes of a pool. The index of a dtype is its value in the C++ enum ``reasoncache_element``.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
-_int64, _int32, _pointer = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p
+_int64 = ctypes.c_int64
+_int32 = ctypes.c_int32
+_pointer = ctypes.c_void_p
 _KINDS = {"p": _pointer, "q": _int64, "f": ctypes.c_float}
 #: C function -> the kinds of its arguments: p is a pointer, q an int64, f an fp32.
 _SIGNATURES = {
@@ -85,12 +87,15 @@ class NativePool:
             is_latent=latent,
         )
         if rotation is not None:
-            struct.cosines, struct.sines = rotation.cos.data_ptr(), rotation.sin.data_ptr()
-            struct.table_rows, struct.rotary_dim = len(rotation.cos), rotation.rotary_dim
+            struct.cosines = rotation.cos.data_ptr()
+            struct.sines = rotation.sin.data_ptr()
+            struct.table_rows = len(rotation.cos)
+            struct.rotary_dim = rotation.rotary_dim
             struct.is_neox = rotation.is_neox
         # What the structure points at has to live as long as the structure.
         self._alive = buffers, bases, struct, rotation
-        self._struct, self._num_layers = ctypes.byref(struct), len(layers)
+        self._struct = ctypes.byref(struct)
+        self._num_layers = len(layers)
         self._library = native.library()
 
     def call(self, name: str, *arguments: Any) -> None:

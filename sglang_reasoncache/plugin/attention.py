@@ -17,10 +17,11 @@ from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner, ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig, flag_of
+from sglang_reasoncache.cpu import attention as cpu_attention
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.recent_queries import RecentQueries
 from sglang_reasoncache.kernels.rotation import KeyRotation
-from sglang_reasoncache.plugin import cpu_attention, graph_votes, refusals
+from sglang_reasoncache.plugin import graph_votes, refusals
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
@@ -41,26 +42,31 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     """If ``config`` needs our kernels on an NVIDIA GPU, make SGLang use one of ``compat.CUDA_BACKENDS``. Called
     before SGLang chooses a default backend. Does nothing if the default would be one of these, or if the
     operator or SGLang's rules for the model name a backend. ``server_args``: not resolved yet."""
-    resolved, platform = compat.resolving_view(server_args), compat.get_platform()
+    resolved = compat.resolving_view(server_args)
+    platform = compat.get_platform()
     named = any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS)
     if named or resolved.device != "cuda" or not platform.is_cuda:
         return
-    model, latent = compat.model_config_of(server_args), compat.use_mla_backend(server_args)
+    model = compat.model_config_of(server_args)
+    latent = compat.use_mla_backend(server_args)
     corrects = config.shares and config.positions != "as-cached"
     corrects = corrects and not rotations.caches_without_positions(model.hf_config)
-    theirs = compat.get_default_attn_backend(server_args, latent, model)
+    default = compat.get_default_attn_backend(server_args, latent, model)
     name = models.cuda_backend_of(model, latent, platform.has_flashinfer)
     needed = corrects or config.policies.evictors
-    if not needed or theirs in compat.CUDA_BACKENDS or name is None:
+    if not needed or default in compat.CUDA_BACKENDS or name is None:
         return
     if config.positions != "corrected" and refusals.in_the_way_of_corrected(server_args):
         return
     if any(getattr(resolved, field) not in (None, name) for field in compat.ATTENTION_FIELDS):
         return
     compat.declare_resolution(server_args, "sglang-reasoncache", attention_backend=name)
-    told = "reasoncache: takes --attention-backend %s, which our kernels serve; SGLang's default is"
-    theirs = f"had with --attention-backend {theirs} --reasoncache-positions as-cached"
-    logger.warning(f"{told} %s", name, theirs)
+    logger.warning(
+        "reasoncache: takes --attention-backend %s, which our kernels serve; "
+        "--attention-backend %s --reasoncache-positions as-cached keeps SGLang's default",
+        name,
+        default,
+    )
 
 
 def attention_backend(
@@ -75,19 +81,21 @@ def attention_backend(
     Raises ValueError if a requested backend or policy is not supported, or if memory is missing."""
     layers = models.attention_layers(model_runner) if config.policies.evictors else ()
     if any(map(models.reach_of, layers)):
-        reason = "does not support sliding windows: layers read different positions"
-        raise refusals.of_policy(config.policy, reason)
+        raise refusals.of_policy(
+            config.policy, "does not support sliding windows: layers read different positions"
+        )
     backend, uncorrected = _own_backend(model_runner, config, name, cached)
     backend = stock(model_runner) if backend is None else backend
     paged: PagedAttention | None = getattr(backend, "paged", None)
     if paged is None:
         return backend, AttentionParts(uncorrected=uncorrected)
-    runner, rotations = model_runner, paged.rotations
-    if runner.prefill_attention_backend_str != runner.decode_attention_backend_str:
-        return backend, AttentionParts(rotations, uncorrected=uncorrected)
-    queries = _queries(paged, config)
+    if model_runner.prefill_attention_backend_str != model_runner.decode_attention_backend_str:
+        return backend, AttentionParts(rotations=paged.rotations, uncorrected=uncorrected)
     return backend, AttentionParts(
-        rotations, queries, serves_policies=True, uncorrected=uncorrected
+        rotations=paged.rotations,
+        queries=_queries(paged, config),
+        serves_policies=True,
+        uncorrected=uncorrected,
     )
 
 
@@ -99,11 +107,17 @@ def _queries(paged: PagedAttention, config: ReasonCacheConfig) -> RecentQueries 
     try:
         queries = paged.keep_queries(window)
     except MemoryError as error:
-        lower = "lower --max-running-requests, or the policy's window, alpha or prompt_queries"
-        reason = f"keeps the newest queries of every request: {error}; {lower}"
-        raise refusals.of_policy(config.policy, reason) from error
-    told = "reasoncache: the newest %d queries of %d requests take %.1f MiB"
-    logger.info(told, window, len(queries.positions), queries.nbytes / 2**20)
+        raise refusals.of_policy(
+            config.policy,
+            f"keeps the newest queries of every request: {error}; lower --max-running-requests, or the "
+            "policy's window, alpha or prompt_queries",
+        ) from error
+    logger.info(
+        "reasoncache: the newest %d queries of %d requests take %.1f MiB",
+        window,
+        len(queries.positions),
+        queries.nbytes / 2**20,
+    )
     return queries
 
 
@@ -121,17 +135,20 @@ def resolve_positions(
     if config.positions == "corrected":
         raise ValueError(f"{reason}; use as-cached with it")
     if config.shares:
-        instead = f"{flag_of('positions')} as-cached shares all the same, which cost a language"
-        told = f"{instead} model 30 points of accuracy (docs/benchmarks.md)"
-        logger.warning("reasoncache: nothing is shared, because: %s; %s", reason, told)
+        logger.warning(
+            "reasoncache: nothing is shared, because: %s; --reasoncache-positions as-cached shares all the "
+            "same, which cost a language model 30 points of accuracy (docs/benchmarks.md)",
+            reason,
+        )
     return dataclasses.replace(config, positions="as-cached", percentile=0), reason
 
 
 def check_latent_policies(config: ReasonCacheConfig, pool: Any) -> None:
     """Raises ValueError if a policy evicts and attention is latent (MLA). Called before backends are built."""
     if compat.latent_rank(pool) and config.policies.evictors:
-        reason = "does not support latent attention: it scores keys and values of heads"
-        raise refusals.of_policy(config.policy, reason)
+        raise refusals.of_policy(
+            config.policy, "does not support latent attention: it scores keys and values of heads"
+        )
 
 
 def check_policies(
@@ -144,8 +161,11 @@ def check_policies(
     refusals.check_policies(config, others)
     for name, policy in config.policies.evictors:
         if policy.unrotates and config.positions != "corrected":
-            takes = f"--reasoncache-positions corrected, got {config.positions}"
-            raise refusals.of_policy(name, f"needs unrotated keys, which takes {takes}")
+            raise refusals.of_policy(
+                name,
+                "needs unrotated keys, which takes --reasoncache-positions corrected, "
+                f"got {config.positions}",
+            )
 
 
 def _why_not(model_runner: ModelRunner) -> str:
@@ -153,8 +173,10 @@ def _why_not(model_runner: ModelRunner) -> str:
     found = refusals.in_the_way_of_corrected(model_runner.server_args)
     if found:
         return f"{_CORRECTED} cannot be combined with: {'; '.join(found)}"
-    runs = f"this server runs {model_runner.decode_attention_backend_str}"
-    return f"{_CORRECTED} needs --attention-backend {', '.join(compat.OUR_BACKENDS)}, {runs}"
+    return (
+        f"{_CORRECTED} needs --attention-backend {', '.join(compat.OUR_BACKENDS)}, "
+        f"this server runs {model_runner.decode_attention_backend_str}"
+    )
 
 
 def _own_backend(
@@ -176,8 +198,9 @@ def _own_backend(
         # SGLang's backend needs the memory that our unfinished backend held.
         gc.collect()
         torch.cuda.empty_cache()
-    one = model_runner.prefill_attention_backend_str == model_runner.decode_attention_backend_str
-    if name in compat.CUDA_BACKENDS and one and config.policies.evictors:
+    prefill = model_runner.prefill_attention_backend_str
+    decode = model_runner.decode_attention_backend_str
+    if name in compat.CUDA_BACKENDS and prefill == decode and config.policies.evictors:
         # Policies need our kernels. ``check_policies`` refuses policies if prefill and decode use two backends.
         requested_by = f"{flag_of('policy')} {config.policy}"
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason
@@ -190,8 +213,9 @@ def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) ->
     decode = model_runner.decode_attention_backend_str
     if prefill != decode:
         # Our backend records a slot's position when it writes the slot. SGLang's backend does not.
-        one = "needs one attention backend for prefill and decode"
-        raise ValueError(f"{_CORRECTED} {one}, got {prefill} and {decode}")
+        raise ValueError(
+            f"{_CORRECTED} needs one attention backend for prefill and decode, got {prefill} and {decode}"
+        )
     if name == compat.CPU_BACKEND:
         return cpu_attention.make(model_runner, cached)
     return make_cuda(model_runner, name, cached, requested_by=_CORRECTED)

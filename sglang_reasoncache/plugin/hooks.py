@@ -41,7 +41,7 @@ def install() -> None:
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.OUR_BACKENDS:
-        # ``compat.CPU_BACKEND`` is in this registry only on our CPU platform (``cpu_platform.py``).
+        # ``compat.CPU_BACKEND`` is in this registry only on our CPU platform (``cpu/platform.py``).
         if name in compat.ATTENTION_BACKENDS:
             make = functools.partial(_make_attention, name, compat.ATTENTION_BACKENDS[name])
             compat.register_attention_backend(name)(make)

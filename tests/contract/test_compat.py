@@ -65,9 +65,9 @@ def test_version_and_hook_target_signatures() -> None:
 
 
 def _ours() -> Iterator[type]:
-    """Our CUDA backends, which are classes made at run time, and all our classes outside ``cpu_platform``."""
+    """Our CUDA backends, which are classes made at run time, and all our classes outside ``cpu.platform``."""
     for module in pkgutil.walk_packages(sglang_reasoncache.__path__, "sglang_reasoncache."):
-        if not module.name.endswith(("cpu_platform", "__main__")):
+        if not module.name.endswith(("cpu.platform", "__main__")):
             for value in vars(importlib.import_module(module.name)).values():
                 if isinstance(value, type) and value.__module__ == module.name:
                     yield value

@@ -11,9 +11,9 @@ import sglang_reasoncache
 
 #: The rooms of each layer, lowest layer first.
 LAYERS = (
-    ("arguments", "platform"), ("compat",), ("custom_params",), ("device",),
+    ("arguments",), ("compat",), ("custom_params",), ("device",),
     ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
-    ("registry",), ("policy_options",), ("config",), ("sharing",), ("plugin",), ("cpu_platform",),
+    ("cpu", "registry"), ("policy_options",), ("config",), ("sharing",), ("plugin",),
 )  # fmt: skip
 ROOT = Path(sglang_reasoncache.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cpu.backend import PagedCpuBackend
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction import held as held_module
 from sglang_reasoncache.eviction.held import HeldLayer, KeySource

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from sglang_reasoncache.kernels.plan import TILE as TILE_ENTRIES
-from sglang_reasoncache.kernels.plan import Rotations, RowPlan
 from sglang_reasoncache.kernels.rotation import KeyRotation
+from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 from tests.triton_runs import INTERPRETED
 
 #: Memory layouts. halves: K and V are each contiguous, as in SGLang. slot: K and V of a slot are side by side.

@@ -26,9 +26,9 @@ from sglang_reasoncache.kernels import (
     decode_triton,
     distance_triton,
     gather_triton,
-    plan,
     plan_triton,
     rotations_triton,
+    row_plan,
 )
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
@@ -153,7 +153,7 @@ def _plan(**asked: bool) -> _Kernel:
 
 def _rotations(write: bool) -> _Kernel:
     pieces = 1 if write else rotations_triton.PIECES
-    sizes = dict(ENTRIES=plan.TILE, RUNS=rotations_triton.RUNS, PIECES=pieces)
+    sizes = dict(ENTRIES=row_plan.TILE, RUNS=rotations_triton.RUNS, PIECES=pieces)
     return rotations_triton.rotation_kernel, dict(WRITE=write, **sizes), {}
 
 

@@ -10,8 +10,9 @@ import torch
 from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import ExtendPlan, extend_attention, gather_kv
 from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.kernels.plan import TILE as TILE_ENTRIES
-from sglang_reasoncache.kernels.plan import Rotations, RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.row_plan import TILE as TILE_ENTRIES
+from sglang_reasoncache.kernels.row_plan import Rotations, RowPlan
 from sglang_reasoncache.native.pool import DTYPES
 from tests.kernels.attention_cases import (
     CASES,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sglang_reasoncache.kernels.extend import gather_kv
-from sglang_reasoncache.kernels.plan import RowPlan
+from sglang_reasoncache.kernels.row_plan import RowPlan
 from tests.kernels.attention_cases import TABLE, Case, assert_attention, assert_plans, make
 from tests.kernels.test_attention import cut, decode, kv_of, placed
 from tests.triton_runs import DEVICE, INTERPRETED, on_device, there

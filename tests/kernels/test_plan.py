@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_reasoncache.kernels.plan import TILE, RowPlan, plan_rows
+from sglang_reasoncache.kernels.plan import plan_rows
+from sglang_reasoncache.kernels.row_plan import TILE, RowPlan
 from tests.triton_runs import DEVICE, INTERPRETED, on_device
 
 #: Arguments of :func:`plan_rows` for a batch: rows, requests, lengths and cached positions.

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
@@ -15,6 +17,7 @@ from sglang.srt.models.olmo2 import Olmo2Attention
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.batch_mark import MarkedRids
+from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.owner import NoOwner
 from sglang_reasoncache.plugin import graph_votes
@@ -87,6 +90,12 @@ class Rig:
             self.peers[-1] = -1
         sizes = dict(size=size, page_size=1, **layers, **heads_of_pool)
         self.pool = kind(**sizes, dtype=dtype, device="cpu")
+        places: Any = dict(dtype=dtype, device="cpu", kvcache=self.pool, need_sort=False)
+        stock: Any = TokenToKVPoolAllocator(size, **places)
+        if own_pool:
+            stock = SWATokenToKVPoolAllocator(size, size, 1, **places)
+        self.allocator = shared_allocator_of(stock)
+        self.allocator.has_shifted_slots = shifted > 0
         if own_pool:
             self.pool.register_mapping(self.peers)
         sides = [compat.kv_of(self.pool, layer) for layer in (0, 1)]
@@ -132,9 +141,7 @@ class Rig:
             device="cpu",
             req_to_token_pool=self.rows,
             token_to_kv_pool=self.pool,
-            token_to_kv_pool_allocator=SimpleNamespace(
-                page_size=1, has_shifted_slots=shifted > 0, has_evicted=False
-            ),
+            token_to_kv_pool_allocator=self.allocator,
             dtype=dtype,
             model=model,
             model_config=SimpleNamespace(context_len=CONTEXT, is_encoder_decoder=False),
@@ -174,8 +181,7 @@ class Rig:
 
     def evict(self, new: list[int], share: float = 0.4) -> None:
         """Evict random positions of each row ``i``, but none of its last ``new[i] + 1`` positions."""
-        allocator = self.runner.token_to_kv_pool_allocator
-        allocator.has_evicted = True
+        self.allocator.has_evicted = True
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
             gone = torch.rand(max(end - count - 1, 0), generator=self.generator) < share
             self.rows.req_to_token[row, : len(gone)][gone] = -1

@@ -10,15 +10,18 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.attention import models
-from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
+from sglang_reasoncache.attention.slots import StockSlots
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.cpu import attention as cpu_attention
+from sglang_reasoncache.cpu.backend import PagedCpuBackend
 from sglang_reasoncache.kernels import extend
-from sglang_reasoncache.plugin import attention, cpu_attention
+from sglang_reasoncache.plugin import attention
 from tests.kernels.engines import unavailable
 from tests.unit.attention_rig import BATCHES, RANK, ROTATED, UNSUPPORTED, Rig, mark
 
@@ -268,3 +271,25 @@ def test_without_a_compiler_the_server_is_told_of_sglangs_own(
     with pytest.raises(ValueError, match="no compiler; SGLang's own is .*torch_native"):
         cpu_attention.make(Rig(shifted=0.0).runner)
     assert cpu_attention.default_backend() == "torch_native"
+
+
+@DECODE_AND_EXTEND
+def test_without_the_flag_every_slot_is_read_as_it_was_written(new: list[int]) -> None:
+    """SGLang's own allocator knows of no shifted slots, evicted positions or repairs. An error of our kernels
+    is not followed by a second call, because there is no sharing that could end first."""
+    rig = Rig(shifted=0.0)
+    rig.runner.token_to_kv_pool_allocator = TokenToKVPoolAllocator(
+        rig.pool.size, dtype=rig.dtype, device="cpu", kvcache=rig.pool, need_sort=False
+    )
+    backend = backend_of("reasoncache_cpu", rig)
+    rig.check(backend, rig.batch(new))
+    assert isinstance(backend.paged.slots, StockSlots)
+    calls = list[int]()
+
+    def fails(number: int) -> None:
+        calls.append(number)
+        raise MemoryError("none left")
+
+    with pytest.raises(MemoryError, match="none left"):
+        backend.paged.slots.owner.once_more(fails, 7)
+    assert calls == [7]

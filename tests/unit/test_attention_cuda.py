@@ -42,9 +42,9 @@ def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: s
     rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
     backend = backend_of("cuda", rig, corrected)
     assert corrected or backend.paged.rotations is None
-    allocator, cached_at = rig.runner.token_to_kv_pool_allocator, rig.cached_at.positions.clone()
-    allocator.has_evicted = known == "as cached, evicted"
-    allocator.has_shifted_slots = known != "never shared"
+    cached_at = rig.cached_at.positions.clone()
+    rig.allocator.has_evicted = known == "as cached, evicted"
+    rig.allocator.has_shifted_slots = known != "never shared"
     batch = rig.batch(new)
     if known in ("as cached, evicted", "marked"):
         mark(batch, False)

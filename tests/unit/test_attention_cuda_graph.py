@@ -502,7 +502,7 @@ def test_a_server_without_memory_for_plans_starts_and_shares_nothing(
     ):
         assert told in parts.uncorrected
     config, reason = attention.resolve_positions(ReasonCacheConfig(), parts, runner)
-    assert not config.shares and reason == parts.uncorrected
+    assert not config.shares and reason is not None and reason == parts.uncorrected
     assert f"nothing is shared, because: {reason}" in caplog.messages[-1]
     with pytest.raises(ValueError, match=re.escape(reason)):
         made(ReasonCacheConfig(positions="corrected"))

@@ -13,6 +13,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVote, SharedSlotReads
+from sglang_reasoncache.attention.slots import StockSlots
 from sglang_reasoncache.plugin import attention, graph_votes
 from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
@@ -38,9 +39,7 @@ def batch_of(kind: Any) -> Any:
 
 def backend_of() -> Any:
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
-    allocator = SimpleNamespace(has_evicted=False, has_shifted_slots=False)
-    facts: Any = dict(cached=True, queries=None, allocator=allocator)
-    backend.paged = SimpleNamespace(**facts)
+    backend.paged = SimpleNamespace(cached=True, queries=None, slots=StockSlots())
     return backend
 
 

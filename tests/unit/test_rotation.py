@@ -20,7 +20,7 @@ from sglang.srt.utils.hf_transformers_utils import get_rope_config
 
 from sglang_reasoncache.attention.rotations import key_rotation, key_rotations
 from sglang_reasoncache.cache.cached_positions import CachedPositions
-from sglang_reasoncache.cpu_platform import TorchCpuPlatform
+from sglang_reasoncache.cpu.platform import TorchCpuPlatform
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.sharing.meter import BlockMeter
 

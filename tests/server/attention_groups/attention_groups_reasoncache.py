@@ -9,7 +9,7 @@ def register() -> None:
     from sglang.srt.layers import dp_attention
     from sglang.srt.model_executor import forward_batch_info
 
-    from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+    from sglang_reasoncache.cpu.backend import PagedCpuBackend
 
     dp_attention.memcpy_func = dp_attention.memcpy_cpu
     # With this flag SGLang uses PyTorch's collectives instead of operators that need CUDA.

@@ -11,7 +11,7 @@ from typing import Any
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner
-from sglang_reasoncache.platform import PLATFORM_NAME
+from sglang_reasoncache.cpu.activate import PLATFORM_NAME
 
 logger = logging.getLogger(__name__)
 _STOCK = "torch_native"
@@ -51,7 +51,7 @@ def make(model_runner: ModelRunner, cached: CachedPositions | None = None) -> An
     """Make the backend of a scheduler process. ``cached``: records the position that each key is rotated for.
     With None, keys are read as cached. Raises ValueError if the server is not supported or the C++ code cannot
     be compiled, and RuntimeError if SGLang could not apply a hook."""
-    from sglang_reasoncache.attention.paged_cpu import PagedCpuBackend
+    from sglang_reasoncache.cpu.backend import PagedCpuBackend
 
     # Without this hook SGLang launches a Triton kernel for unknown backends at page sizes above 1.
     target = compat.CPU_HOOK_TARGETS["last_loc"]

@@ -19,12 +19,12 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
         """Choose the attention backend if the user named none."""
-        from sglang_reasoncache.plugin import cpu_attention
+        from sglang_reasoncache.cpu import attention
 
         # By now ``server_args`` holds SGLang's choice. ``_raw_input`` holds what the user chose.
         given = getattr(server_args, "_raw_input", None) or {}
         if not any(given.get(name) for name in ATTENTION_FIELDS):
-            server_args.attention_backend = cpu_attention.default_backend()
+            server_args.attention_backend = attention.default_backend()
 
     def is_pin_memory_available(self, device: object = None) -> bool:
         """False, because there is no device to pin host memory for."""

@@ -34,4 +34,4 @@ def activate() -> str | None:
     # Use large pages: with 4 KB pages almost every slot that is read costs a TLB miss (docs/kernels.md).
     # PyTorch reads this variable when it first allocates. A value set by the operator is kept.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    return "sglang_reasoncache.cpu_platform:TorchCpuPlatform"
+    return "sglang_reasoncache.cpu.platform:TorchCpuPlatform"

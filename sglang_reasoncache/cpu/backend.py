@@ -18,7 +18,8 @@ class PagedCpuBackend(PagedBackend, compat.TorchNativeAttnBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Plan a forward before its layers run."""
-        paged, mode = self.paged, forward_batch.forward_mode
+        paged = self.paged
+        mode = forward_batch.forward_mode
         paged.forget()
         if forward_batch.out_cache_loc is None or mode.is_idle():
             return
