@@ -142,7 +142,7 @@ def marked(req: Request | None) -> CachedDocuments | None:
         # Building the error message may raise too: its repr of the value can exceed the recursion limit.
         with suppress(Exception):
             found = documents_of(custom_params, len(req.origin_input_ids))
-        takes = found is not None and takes_part(req)
-        setattr(req, DOCUMENTS, CachedDocuments(found) if takes else None)
+        mine = None if found is None or not takes_part(req) else CachedDocuments(found)
+        setattr(req, DOCUMENTS, mine)
     documents: CachedDocuments | None = getattr(req, DOCUMENTS)
     return documents

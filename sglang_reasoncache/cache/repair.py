@@ -244,7 +244,7 @@ def _only_scores(req: Request) -> bool:
 
 
 def _key(req: Request, prefix: Composition) -> Any:
-    """Key of a prompt's scores: all that they depend on. Digests stand for what clients send, to save memory."""
+    """Key of a prompt's scores: all that they depend on. Digests stand for what clients send to save memory."""
     tokens = hashlib.sha256(array("q", req.origin_input_ids)).digest()
     names = hashlib.sha256(repr((req.extra_key, req.cache_salt)).encode()).digest()
     return tokens, names, req.lora_id, prefix.documents
