@@ -279,11 +279,14 @@ def _waiting(world: World) -> Req:
 def test_a_look_up_matches_few_documents(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first look-up of a waiting request matches the prompt and all documents, later ones the prompt and
     one document, and those that were not found or are gone."""
-    core, matched = world.tree.tree_core, list[Any]()
-    match = core.match_prefix
-    monkeypatch.setattr(
-        core, "match_prefix", lambda params: matched.append(params) or match(params)
-    )
+    matched = list[Any]()
+    match = world.tree.tree_core.match_prefix
+
+    def counted(params: Any) -> Any:
+        matched.append(params)
+        return match(params)
+
+    monkeypatch.setattr(world.tree.tree_core, "match_prefix", counted)
     req = _waiting(world)
     whole = len(req.origin_input_ids) - len(QUERY)
 

@@ -60,7 +60,7 @@ class Manager(TokenizerManager):
     async def finish(self, rid: str, reason: dict[str, Any] | None = None) -> None:
         """The scheduler ends a request, with the finish reason of a full length unless ``reason`` is given."""
         required = (field for field in msgspec.structs.fields(BatchStrOutput) if field.required)
-        values = {field.name: [None] for field in required}
+        values: dict[str, list[Any]] = {field.name: [None] for field in required}
         numbers = ("prompt_tokens", "completion_tokens", "reasoning_tokens", "cached_tokens")
         values |= {name: [0] for name in (*numbers, "retraction_counts")}
         values |= {
@@ -118,7 +118,7 @@ async def _turns() -> None:
 
 
 def _obj(rid: Any = "mine", marked: bool = True, n: int = 1, **options: Any) -> Any:
-    sampling = {"max_new_tokens": 8, "n": n}
+    sampling: dict[str, Any] = {"max_new_tokens": 8, "n": n}
     sampling |= {"custom_params": {"documents": SPANS}} if marked else {}
     return GenerateReqInput(input_ids=PROMPT, rid=rid, sampling_params=sampling, **options)
 
