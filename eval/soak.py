@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An hour of load that swings, against a server with SGLang's strict memory checks.
+"""Load that swings, for an hour, against a server with SGLang's strict memory checks.
 
 Clients ask problems of the embedded reasoner, several samples of one prompt, long prompts that are computed in
-chunks, and requests that opt out. They abort requests by id, and leave streams in the middle. Each round has a
-calm part, a crowd, long prompts, and aborts; between two rounds the server must be idle, with every slot free
-or evictable. Ends with status 1 at the first traceback, leak, lost request or dead scheduler."""
+chunks, and requests that opt out. They abort requests by id, and leave streams in the middle. A round has a
+calm part, a crowd, samples, long prompts, aborts, and all of these at once. Then the server must be idle, with
+every slot free or evictable and no traceback in its log. Ends with status 1 if a round finds anything wrong, a
+request is answered by an error, or a client gets no answer."""
 
 from __future__ import annotations
 
@@ -49,6 +50,8 @@ class Load:
     server: ServerProcess
     chance: random.Random
     outcomes: Counter[str] = field(default_factory=Counter)
+    #: What went wrong for clients.
+    wrong: list[str] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _number: int = 0
 
@@ -60,8 +63,11 @@ class Load:
 
         def work(seed: int) -> None:
             chance = random.Random(seed)
-            while time.monotonic() < deadline and self.server.alive:
-                kind(self, chance)
+            try:
+                while time.monotonic() < deadline and not self.wrong:
+                    kind(self, chance)
+            except Exception as error:
+                self.wrong.append(f"{type(error).__name__}: {error}")
 
         threads = [
             threading.Thread(target=work, args=(self.chance.getrandbits(32),), daemon=True)
@@ -72,7 +78,8 @@ class Load:
         for thread in threads:
             thread.join(seconds + 600)
             if thread.is_alive():
-                raise TimeoutError("a request had no answer for ten minutes")
+                self.wrong.append("a request had no answer for ten minutes")
+                return
 
     def rid(self) -> str:
         with self._lock:
@@ -88,6 +95,7 @@ class Load:
         answer = self.server.post("/generate", body)
         if answer.status_code != 200:
             self.note(f"status {answer.status_code}")
+            self.wrong.append(answer.text[:300])
             return
         found = answer.json()
         for each in found if isinstance(found, list) else [found]:
@@ -168,14 +176,15 @@ def soak(options: Options) -> int:
             parts += [(_aborted, crowd), (_mixed, crowd)]
             for kind, clients in parts:
                 load.part(kind, clients, options.part_s)
-            wait_until_idle(server)
+            if not load.wrong:
+                wait_until_idle(server)
             (ours,) = server.get("/reasoncache").json()["schedulers"]
             rounds += 1
             for name in ("blocks_shared", "blocks_shared_across", "shortages", "blocks_missed"):
                 totals[name] += ours["totals"][name]
             print(f"round {rounds}: {dict(load.outcomes)}, {dict(totals)}", flush=True)
-            wrong = log_errors(server.log_text())
-            if ours["disabled"] is not None or ours["slots_saved_now"] or wrong:
+            wrong = [*load.wrong, log_errors(server.log_text())]
+            if ours["disabled"] is not None or ours["slots_saved_now"] or any(wrong):
                 print(f"disabled: {ours['disabled']}, saved: {ours['slots_saved_now']}\n{wrong}")
                 return 1
             assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200

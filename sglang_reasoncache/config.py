@@ -300,9 +300,10 @@ class ResolvedConfig:
     attention backends and page size are known.
 
     Attributes:
-        config: The operator's settings, but ``positions`` is not ``auto``, and ``min_age`` is at least what the
-            model's sliding windows need.
-        block: Tokens per block that shares.
+        config: The operator's settings with three changes: ``positions`` is what this model and its backends
+            can do, ``percentile`` is 0 if nothing can be shared, and ``min_age`` is at least what the model's
+            sliding windows need.
+        block: Tokens per block that shares: the page if that is above 1, else ``config.block``.
         page: Page size, in tokens.
         uncorrected: Why keys cannot be rotated to the positions that read them, so that nothing is shared.
     """

@@ -13,8 +13,8 @@ class SharingBudget(compat.PrefillBudget):
     future output (``total_offset - current_offset``) is multiplied by ``1 - credit`` (``credit`` < 1).
 
     Slots for future output need not be free yet: if they are missing later, SGLang retracts requests. All slots
-    of a prompt must be free or evictable when it is admitted, because a failed allocation would end the
-    scheduler: the requests whose blocks make up ``shareable`` may leave before the prompt's next chunk.
+    of a prompt must be free or evictable when it is admitted. A failed allocation would end the scheduler, and
+    requests whose blocks count as ``shareable`` may leave between two chunks.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ NOTHING_SHARED = HostRow()
 
 class FreedEntries:
     """SGLang hands freed slots to the allocator without the row that they come from. So the tree says here,
-    while SGLang publishes or frees a row, which row that is. Slots of nodes are never shared.
+    while SGLang publishes or frees a row, which row that is. No row names a slot of an evicted node.
 
     ``has_window_pool``: whether sliding-window layers have a pool of their own.
     """

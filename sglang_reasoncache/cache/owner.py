@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port through which SGLang's memory classes (allocator, prefix tree, prefill budget) ask the plugin.
+"""The port through which SGLang's memory classes, as we extend them (allocator, prefix tree, prefill budget), ask.
 
 These classes lie below the code that decides what is shared or evicted, and must not call it by name: they ask
 the :class:`SlotOwner` of their allocator. A server has one, the plugin's ``Controller``. Before it is attached,
@@ -33,8 +33,8 @@ class Promise(NamedTuple):
 
 
 class SlotOwner(Protocol):
-    """What allocator, prefix tree and prefill budget ask. Except for :meth:`once_more`, no method lets an
-    exception of the plugin through.
+    """What allocator, prefix tree and prefill budget ask. The methods contain the plugin's exceptions, except
+    for :meth:`once_more`, :meth:`path_loaded`, and :meth:`contained_alone` with several ranks.
 
     Attributes:
         ranks: The tensor-parallel ranks that run the same requests.

@@ -141,9 +141,11 @@ class Repairs:
         marks.chosen = (end, positions)
         return positions
 
-    @staticmethod
-    def concerns(batch: ScheduleBatch) -> bool:
-        """Whether a prefill needs :meth:`prepare`. The result is the same on all ranks."""
+    def begin(self, batch: ScheduleBatch) -> bool:
+        """Forget what the prefill before computed again. Whether this prefill needs :meth:`prepare`: the result
+        is the same on all ranks."""
+        # Otherwise a later request with the same id, index and number of tokens would be taken for that one.
+        self._prepared = {}
         return any(isinstance(req.last_node, Composition) for req in batch.reqs)
 
     def prepare(self, batch: ScheduleBatch, ranks: Ranks) -> None:

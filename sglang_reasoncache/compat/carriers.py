@@ -9,9 +9,12 @@
 - ``ForwardBatch.rids``: a ``MarkedRids`` in place of a list; says whether a forward needs our kernels.
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.
 - ``GetInternalStateReq.rid``: the HTTP path that says what is asked of a scheduler (``plugin/hooks.py``).
+- ``Req.lock``: a ``CompositionLock`` with a lock for each path of a composition (``cache/composition.py``).
+- The wrapper of a hybrid model's backends: the method ``can_run_prefill_cuda_graph`` of our backend
+  (``plugin/hooks.py``).
 - ``TokenizerManager``, attribute :data:`COMPOSES`: whether schedulers compose prompts
-(``plugin/documents.py``). - ``TokenizerManager``, attribute :data:`WAITING`: requests whose documents are
-prefilled
+  (``plugin/documents.py``).
+- ``TokenizerManager``, attribute :data:`WAITING`: requests whose documents are prefilled
   (``plugin/waiting.py``).
 """
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts the parts of a scheduler's plugin together, without SGLang's context: servers, tests and ``eval`` do it
-in the same way."""
+"""Puts the parts of a scheduler's plugin together, without SGLang's context: servers and tests do it alike."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ _METRICS_INTERVAL = 8
 @dataclass(eq=False)
 class Controller:
     """SGLang's scheduler calls the controller through hooks; our allocator and prefix tree ask it as their
-    ``SlotOwner``. Its public methods let no exception through (see ``containment.py``).
+    ``SlotOwner``, which says where exceptions are contained (see ``containment.py``).
 
     In the controller, tensor-parallel ranks exchange numbers only inside :meth:`Containment.together`. All
     ranks call that method at the same points, because the events that lead to a call are the same on all
     ranks: decode steps, prefills, admissions and shortages of slots.
 
     Attributes:
-        config: The settings, with ``positions=auto`` already replaced.
+        config: The settings, as ``ResolvedConfig`` has them.
         path_loaded: See ``SlotOwner``.
         interval: Decode steps between two polls.
     """

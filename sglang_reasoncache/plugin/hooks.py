@@ -147,7 +147,7 @@ def _after_prefill(
 def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleBatch) -> None:
     """Once a prefill has its slots, before its forward, prepare document repairs (``cache/repair.py``)."""
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
-    if repairs.concerns(batch):
+    if repairs.begin(batch):
         controller.containment.together(repairs.prepare, batch, controller.ranks)
 
 

@@ -50,7 +50,7 @@ class BlockProposal:
     Attributes:
         length: Number of tokens in the block.
         lender: The request whose slots would be read: ``req`` itself or another request.
-        row, lender_row: The rows of ``req`` and ``lender`` when the block was proposed. The block is refused if
+        row, lender_row: The rows of ``req`` and ``lender`` when this proposal was made. The block is refused if
             either request no longer has that row.
     """
 

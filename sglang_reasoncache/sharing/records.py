@@ -3,7 +3,8 @@
 
 The life of a request: *born* when a poll first sees it, *prefilled* when a poll finds that its row has all KV,
 then perhaps *retracted* and prefilled again, and *ended*. Each step is one method of :class:`Records`, which
-does all that the step means for what is stored about the request: whoever stores more changes it there."""
+changes the record, its blocks in the ledger and its registration with the filter: whoever stores more about a
+request changes it there. The prefix tree itself removes the host's copy of a freed row."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ class Records:
         return source if group is not None and known_record(source).group is group else None
 
     def followed(self) -> list[Request]:
-        """The requests that the filter follows and that SGLang has not dropped."""
+        """The requests that were followed and that Python has not garbage-collected."""
         return list(self._followed.values())
 
     def _group_of(self, req: Request) -> PromptGroup | None:
