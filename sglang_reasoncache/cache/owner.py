@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port through which SGLang's memory classes, as we extend them (allocator, prefix tree, prefill budget), ask.
+"""The port through which allocator, prefix tree and prefill budget, as we extend SGLang's, ask the plugin.
 
 These classes lie below the code that decides what is shared or evicted, and must not call it by name: they ask
 the :class:`SlotOwner` of their allocator. A server has one, the plugin's ``Controller``. Before it is attached,
