@@ -307,7 +307,7 @@ class Load:
         tree.evict(EvictParams(num_tokens=tree.evictable_size()))
         assert self.world.allocator.available_size() == self.world.total
         assert not self.world.allocator.references and not self.controller.report.slots_saved
-        self.totals = copy.copy(self.controller.stats)
+        self.totals = copy.deepcopy(self.controller.stats)
         tree.reset()
 
     def check(self) -> None:
