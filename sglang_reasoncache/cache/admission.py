@@ -5,6 +5,10 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.owner import Promise, SlotOwner
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
+#: A pass reclaims at most this many slots for a prompt, because no request decodes meanwhile (some 16 us a
+#: slot). A prompt that needs more is admitted in a later pass.
+_MOST_AT_ONCE = 8192
+
 
 class SharingBudget(compat.PrefillBudget):
     """SGLang's ``PrefillBudget`` with two additions.
@@ -33,6 +37,10 @@ class SharingBudget(compat.PrefillBudget):
         # Whether the chunk of an admitted prompt was put off. Then this pass admits nothing else: SGLang would
         # count the chunk as computed together with the admitted prompts.
         self._put_off = False
+        # Whether slots were reclaimed in this pass.
+        self._reclaimed = False
+        # Number of tokens of the prompt that was checked last, without those that the host has.
+        self._prompt = 0
 
     @property
     def remaining_total(self) -> float:
@@ -50,10 +58,13 @@ class SharingBudget(compat.PrefillBudget):
 
     def _reclaim(self, tokens: int) -> bool:
         """Have requests share if slots are missing. Returns whether ``tokens`` slots are free or evictable."""
-        free, short = self.allocator.free_size(), tokens - self._there()
+        free = self.allocator.free_size()
+        short = tokens - self._there()
         if short > 0 and self._shareable:
-            self.allocator.reclaim_to(free + short)
-            self._shareable = max(self._shareable - self.allocator.free_size() + free, 0)
+            self.allocator.reclaim_to(free + min(short, _MOST_AT_ONCE), evicts=False)
+            freed = self.allocator.free_size() - free
+            self._shareable = max(self._shareable - freed, 0)
+            self._reclaimed = self._reclaimed or freed > 0
         return tokens <= self._there()
 
     def check_prefill(
@@ -68,20 +79,23 @@ class SharingBudget(compat.PrefillBudget):
             chunk_limit=chunk_limit,
             **others,
         )
+        self._prompt = now
         fits = fits and not self._put_off and self._reclaim(now)
         return (True, chunk_limit) if fits else self._refuse()
 
     def prepare_load_back(
-        self, *, full_tokens: int, max_new_tokens: int, **_unused: int | None
+        self, *, full_tokens: int, extend_input_len: int, max_new_tokens: int, **_unused: int | None
     ) -> bool:
-        """Whether there are slots for the tokens to load from the host and to prefill, but not for output:
-        ``full_tokens - max_new_tokens``. ``credit`` is not applied, because a load allocates slots at once."""
-        return (
-            self._reclaim(self.ceil_paged_tokens(full_tokens - max_new_tokens)) or self._refuse()[0]
-        )
+        """Whether there are slots for the tokens to load from the host and for the whole prompt behind them,
+        but not for output. ``full_tokens`` counts only the prompt's first chunk, which has ``extend_input_len``
+        tokens, and ``max_new_tokens`` of output. ``credit`` is not applied, because a load allocates slots at
+        once."""
+        later = max(self._prompt - extend_input_len, 0)
+        needed = self.ceil_paged_tokens(full_tokens - max_new_tokens + later)
+        return self._reclaim(needed) or self._refuse()[0]
 
     def _refuse(self) -> tuple[bool, None]:
-        self._owner.request_waits()
+        self._owner.request_waits(again=self._reclaimed)
         return False, None
 
     def can_allocate_prefill(self, *, paged_input: int, **others: int | None) -> bool:

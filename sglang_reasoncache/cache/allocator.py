@@ -157,12 +157,13 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         self.reclaim_to(num_tokens)
         return done
 
-    def reclaim_to(self, num_tokens: int) -> None:
-        """Have running requests free slots until ``num_tokens`` slots are free or no more can be freed."""
+    def reclaim_to(self, num_tokens: int, *, evicts: bool = True) -> None:
+        """Have running requests free slots until ``num_tokens`` slots are free or no more can be freed.
+        ``evicts``: whether policies may evict positions if sharing frees too few."""
         short = num_tokens - self.free_size()
         # Nothing is reclaimed inside a free group, because no slot becomes free before the group ends.
         if short > 0 and self.free_group is None:
-            self.owner.reclaim(short)
+            self.owner.reclaim(short, evicts)
 
     def free_size(self) -> int:
         """Number of free slots in the pool whose slots can be shared."""

@@ -79,6 +79,7 @@ class CachedDocuments:
         nodes: Number of a document -> id of the node where its path ended. A node in the tree keeps its path:
             if SGLang splits the node, the lower part keeps the id. No id is used twice.
         chosen: Length of the composed prefix, and the positions that a repair by attention chose in it.
+        chosen_by: The ``Repairs`` that chose. A flush of the cache makes new ones.
         scores: Scores of the positions, fp32 ``[length]`` on the device, if the request only computes scores.
     """
 
@@ -86,6 +87,7 @@ class CachedDocuments:
         self.documents = documents
         self.nodes: dict[int, int] = {}
         self.chosen: tuple[int, np.ndarray] = (0, NO_POSITIONS)
+        self.chosen_by: object = None
         self.scores: torch.Tensor | None = None
         # Number of the document that the next look-up matches, even if its node is known.
         self._turn = 0

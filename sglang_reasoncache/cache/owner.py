@@ -66,12 +66,14 @@ class SlotOwner(Protocol):
     def promise(self) -> Promise:
         """What the next prefill budget may count on. All ranks call this together."""
 
-    def reclaim(self, slots: int) -> None:
-        """Try to free ``slots`` slots, which SGLang lacks even if its prefix cache evicts all that it can. All
-        ranks call this together."""
+    def reclaim(self, slots: int, evicts: bool) -> None:
+        """Try to free ``slots`` slots, which SGLang lacks even if its prefix cache evicts all that it can.
+        ``evicts``: whether policies may evict positions if sharing frees too few. All ranks call this
+        together."""
 
-    def request_waits(self) -> None:
-        """SGLang has no slots for a request."""
+    def request_waits(self, again: bool) -> None:
+        """SGLang has no slots for a request. ``again``: whether some were reclaimed for it, so that the next
+        pass may have enough."""
 
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a request keeps its prompt out of the prefix tree while it runs."""
@@ -117,10 +119,10 @@ class NoOwner:
     def promise(self) -> Promise:
         return Promise(shareable=0, credit=0.0)
 
-    def reclaim(self, slots: int) -> None:
+    def reclaim(self, slots: int, evicts: bool) -> None:
         pass
 
-    def request_waits(self) -> None:
+    def request_waits(self, again: bool) -> None:
         pass
 
     def keeps_prompt(self, req: Request) -> bool:

@@ -124,7 +124,7 @@ class Repairs:
         assert marks is not None, "only a request that marks documents has a composed prefix"
         # The choice is kept, because SGLang matches waiting requests often.
         known, chosen = marks.chosen
-        if known == end:
+        if known == end and marks.chosen_by is self:
             return chosen
         scores = self._scores.get(_key(req, prefix))
         if scores is None or len(scores) < end:
@@ -139,6 +139,7 @@ class Repairs:
         count = round(repair.share * (end - documents.start))
         positions = highest_of(seen, count) + first
         marks.chosen = (end, positions)
+        marks.chosen_by = self
         return positions
 
     def begin(self, batch: ScheduleBatch) -> bool:

@@ -65,6 +65,7 @@ class Controller:
         self._decode_steps = 0
         self._is_active = self.config.is_active
         self._holds = False
+        self._admits_again = False
         with self.containment:
             self.report.publish()
 
@@ -114,8 +115,15 @@ class Controller:
             least = 0
         return Promise(shareable=least, credit=self.forecast.credit)
 
-    def request_waits(self) -> None:
+    def request_waits(self, again: bool) -> None:
         self.pipeline.request_waits()
+        self._admits_again = self._admits_again or again
+
+    def admits_again(self) -> bool:
+        """Whether SGLang should try once more to admit a request for which slots were reclaimed. True once."""
+        again = self._admits_again
+        self._admits_again = False
+        return again
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         self.stats.composed(documents, tokens, repaired, missed)
@@ -204,19 +212,19 @@ class Controller:
         """Slots saved now, plus slots that the ledger (accepted blocks that do not share yet) can free."""
         return self.report.slots_saved + self.pipeline.ledger.slots
 
-    def reclaim(self, slots: int) -> None:
+    def reclaim(self, slots: int, evicts: bool) -> None:
         """Try to free ``slots`` slots, which SGLang lacks even if its prefix cache evicts all that it can.
-        First, blocks share. If slots are still missing, policies with ``when=short`` evict positions. All ranks
-        call this together, because all ranks have the same number of free slots."""
+        First, blocks share. If slots are still missing and ``evicts``, policies with ``when=short`` evict
+        positions. All ranks call this together, because all ranks have the same number of free slots."""
         if self._is_active and self.report.disabled is None:
-            self.containment.together(self._reclaim, slots)
+            self.containment.together(self._reclaim, slots, evicts)
 
-    def _reclaim(self, wanted: int) -> None:
+    def _reclaim(self, wanted: int, evicts: bool) -> None:
         start = time.perf_counter()
         self.stats.shortages += 1
         missing = wanted - self.pipeline.reclaim(wanted)
         # If sharing freed too few slots, policies with ``when=short`` evict, from the longest requests first.
-        running = list(self.records.running()) if self.eviction.waits else []
+        running = list(self.records.running()) if evicts and self.eviction.waits else []
         for req, record in sorted(running, key=lambda each: -each[0].kv.kv_allocated_len):
             if missing <= 0:
                 break

@@ -156,7 +156,8 @@ def _after_decode(
 ) -> None:
     credit = controller.forecast.credit
     freed = controller.after_decode(batch.reqs)
-    _admit_again(processor, freed > 0 or controller.forecast.credit > credit)
+    again = controller.admits_again()
+    _admit_again(processor, again or freed > 0 or controller.forecast.credit > credit)
 
 
 def _admit_again(processor: Any, yes: bool) -> None:

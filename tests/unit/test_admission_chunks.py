@@ -12,7 +12,9 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
+from sglang_reasoncache.cache import admission
 from sglang_reasoncache.filter.matcher import AcrossPair
+from sglang_reasoncache.sharing import pipeline
 from tests.eviction.rows import everything_comes_back as everything_comes_back
 from tests.property.adder import adder_of
 from tests.property.world import Pair, Setup, World
@@ -126,11 +128,27 @@ def test_a_prompt_finds_its_slots_whatever_leaves_between_two_chunks(made: Any, 
 def test_a_prompt_that_even_the_ledger_cannot_hold_waits(made: Any) -> None:
     """It waits, nothing shares for it, and the next polls measure more blocks."""
     world, _ = made()
-    pipeline = world.controller.pipeline
-    pipeline._polls_to_measure = 0
-    req = arrive(world, there(world) + pipeline.ledger.slots + 1)
+    blocks = world.controller.pipeline
+    blocks._polls_to_measure = 0
+    req = arrive(world, there(world) + blocks.ledger.slots + 1)
     assert not first_chunk(world, req)
-    assert pipeline.saved == 0 and pipeline._polls_to_measure > 0
+    assert blocks.saved == 0 and blocks._polls_to_measure > 0
+    assert not world.controller.admits_again()
+
+
+def test_a_pass_reclaims_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request decodes while slots are reclaimed for a prompt. A prompt that needs more is admitted in a
+    later pass, and the controller has SGLang try again."""
+    monkeypatch.setattr(admission, "_MOST_AT_ONCE", 8)
+    monkeypatch.setattr(pipeline, "_LEAST_RECLAIMED", 1)
+    world, _ = siblings()
+    req = arrive(world, there(world) + 30)
+    saved = [0]
+    while not first_chunk(world, req):
+        saved.append(world.controller.pipeline.saved)
+        assert 8 <= saved[-1] - saved[-2] < 8 + 4
+        assert world.controller.admits_again() and not world.controller.admits_again()
+    assert len(saved) == 1 + 3
 
 
 def test_a_chunk_waits_while_no_slot_is_left() -> None:
@@ -142,7 +160,7 @@ def test_a_chunk_waits_while_no_slot_is_left() -> None:
     for _ in range(there(world)):
         world.step(other)
     while world.controller.pipeline.ledger.slots:
-        world.controller.reclaim(1)
+        world.controller.reclaim(1, evicts=False)
     for _ in range(there(world)):
         world.step(other)
     assert there(world) == 0
