@@ -80,6 +80,7 @@ class Composing(RuleBasedStateMachine):
             extend_lens=[len(slots)],
             device="cpu",
             req_to_token_pool=world.rows,
+            tree_cache=world.tree,
             prefill_input_ids_cpu=torch.tensor(req.get_fill_ids()[req.prefix_len :]),
         )
         repairs = world.allocator.repairs
