@@ -12,7 +12,7 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents real-model docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
 	@echo "make bench-documents  prompts made of cached documents: answers of SmolLM2, time to the first token (hours)"
+	@echo "make soak         an hour of load that swings, under SGLang's strict memory checks"
 	@echo "make real-model   SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
 	@echo "make docs         the documents as a site in build/site, links checked"
 	@echo "make lint         ruff and mypy"
@@ -97,6 +98,9 @@ bench-fidelity: with-traces real-model
 
 bench-documents: real-model
 	$(PYTHON_ENV) -m eval.bench.documents $(BENCH_ARGS)
+
+soak: setup
+	$(PYTHON_ENV) -m eval.soak $(SOAK_ARGS)
 
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(PYTHON_ENV) -m mkdocs build --strict

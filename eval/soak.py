@@ -28,7 +28,8 @@ from eval.tiny_reasoner.task import make_problem
 
 _FLAGS = (
     "--enable-reasoncache --max-total-tokens 4000 --schedule-conservativeness 0.1 "
-    "--chunked-prefill-size 128 --enable-mixed-chunk --reasoncache-set min_age=32"
+    "--chunked-prefill-size 128 --enable-mixed-chunk --reasoncache-scope prompt "
+    "--reasoncache-set min_age=32"
 )
 
 
