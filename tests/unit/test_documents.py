@@ -26,7 +26,7 @@ TEXT = {page.stem: page.read_text() for page in PAGES}
 #: READMEs are not part of the site, so MkDocs does not check their links.
 READMES = [ROOT / "README.md", ROOT / "csrc/README.md", *sorted(ROOT.glob("eval/*/README.md"))]
 _LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
-#: Finds `sharing/state.py`, `config.py: ReasonCacheConfig`, `filter/structure/`, `eval/tiny_reasoner/README.md`
+#: Finds `sharing/rules.py`, `config.py: ReasonCacheConfig`, `filter/structure/`, `eval/tiny_reasoner/README.md`
 _SOURCE = re.compile(
     r"`((?:[a-z_]+/)*[a-z_0-9]+\.(?:py|cpp|sh)|(?:[a-z_]+/)+(?:README\.md)?)(?:: (\w+))?`"
 )
