@@ -173,7 +173,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return super().prefix_device_indices(req)
         root = self.root_node_handle(req.extra_key)
         slots = prefix.slots(lambda node: self.tree_core.collect_full_device_indices(node, root))
-        assert len(slots) == prefix.length, (req.rid, len(slots), prefix.length)
+        assert len(slots) == prefix.length, (len(slots), prefix.length)
         if len(prefix.again):
             prefix.repaired = RepairedRow(slots, prefix.kept)
         self.owner.composed(
