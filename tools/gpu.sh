@@ -127,7 +127,7 @@ for name; do
         ;;
     # Each of the three pytest workers ends its server before it starts the next one.
     servers)
-        part servers 270 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
+        part servers 300 env REASONCACHE_TEST_SERVERS=1 "$python" -m pytest \
             tests/server/test_cuda.py -n 3 --dist loadgroup --no-loadscope-reorder
         ;;
     # shellcheck disable=SC2086 # BENCH_ARGS and LOAD_ARGS hold several words

@@ -86,7 +86,9 @@ def assert_whole(server: ServerProcess, log_start: int = 0) -> None:
     assert not wrong, f"in {server.log_path}:\n{wrong}"
 
 
-def generate(server: ServerProcess, text: str, max_new_tokens: int, **options: Any) -> Any:
+def generate(
+    server: ServerProcess, text: str | list[str], max_new_tokens: int, **options: Any
+) -> Any:
     """Generate greedily through SGLang's ``/generate``. ``options`` are further fields of the request.
     ``sampling_params`` among them are added to, and override, the temperature and the length set here."""
     sampling = {"temperature": 0, "max_new_tokens": max_new_tokens}

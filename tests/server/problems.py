@@ -36,6 +36,12 @@ def prompts(count: int, seed: int, each: int = 1) -> list[str]:
     return [f"<|user|> {' '.join(todo[at::count])} <|assistant|>" for at in range(count)]
 
 
+def letters(count: int, first: int = 0) -> list[str]:
+    """``count`` prompts of twenty letters for the models of ``tiny_models.py``."""
+    words = list("abcdefghijklmnopqrst")
+    return [" ".join(words[at:] + words[:at]) for at in range(first, first + count)]
+
+
 def solve(
     server: ServerProcess, todo: Sequence[Problem], extra: dict[str, Any] | None = None
 ) -> list[Response]:
@@ -68,6 +74,13 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
     wait_until_idle(server)
     recent = {entry["rid"]: entry for one in reports(server) for entry in one["recent"]}
     found = []
+    # The plugin's report lists no request that opted out or ended before the plugin polled it.
+    unlisted: dict[str, Any] = {
+        "blocks": [],
+        "blocks_across": [],
+        "evictions": [],
+        "retractions": 0,
+    }
     for body in bodies:
         meta = body["meta_info"]
         outputs = meta["output_token_logprobs"]
@@ -80,10 +93,26 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
                 "cached": meta["cached_tokens"],
                 "cached_from": meta.get("cached_tokens_details") or {},
                 "prompt_tokens": meta["prompt_tokens"],
-                # The plugin's report lists no request that opted out or ended before the plugin polled it.
+                **unlisted,
                 **recent.get(meta["id"], {}),
             }
         )
+    return found
+
+
+def together(server: ServerProcess, todo: list[str], most: int) -> list[dict[str, Any]]:
+    """Responses of ``most`` tokens, computed in one batch from the first token to the last, if the server has
+    ``--enable-tokenizer-batch-encode``. What :func:`told` returns."""
+    server.post("/flush_cache")
+    bodies = generate(server, todo, most, return_logprob=True, **TO_THE_END)
+    return told(server, bodies)
+
+
+def follow_up(server: ServerProcess, ids: list[int]) -> dict[str, Any]:
+    """A short response to the prompt ``ids``. It opts out of sharing, but may read a cached prefix."""
+    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, **OPT_OUT}
+    body = {"input_ids": ids, "return_logprob": True, "sampling_params": sampling}
+    [found] = told(server, [server.post("/generate", json=body).json()])
     return found
 
 

@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Computes the log-probabilities that a server should give. If the server evicts, the Hugging Face model of
-the fixture ``reference`` masks the evicted positions. If the server shares, the fidelity harness
-(``eval/fidelity``) feeds the response to a model and copies K and V of shared blocks within its KV cache."""
+"""Computes the log-probabilities that a server should give: :class:`Loop` redirects blocks and skips evicted
+positions in the attention of a Hugging Face model. :class:`Replayed` does the same with the fidelity harness
+(``eval/fidelity``), which feeds the response to a model and copies K and V of shared blocks within its KV
+cache."""
 
+import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from eval.fidelity.arms import default_name
 from eval.fidelity.arms import parse as parse_arm
@@ -19,62 +24,287 @@ from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.eviction.policies.pooling import pooled
 from sglang_reasoncache.eviction.policies.rkv import redundancy
 from sglang_reasoncache.filter.matcher import BlockPair
+from sglang_reasoncache.kernels.rotation import KeyRotation
 from sglang_reasoncache.policy_options import parse
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
-from tests.server.problems import prompts, respond
-from tests.server.specs import RKV_POLICY
+from tests.server.problems import OPT_OUT, prompts, reports, respond
+from tests.server.specs import LATENT, RKV_POLICY
+
+#: How much fp32 log-probabilities may differ, because sums are computed in different orders.
+ROUNDING = 1e-4
+#: Key: whether a layer has a sliding window. Value: rotation of the layer's keys. None: keys stay as cached.
+Rotations = dict[bool, KeyRotation] | None
 
 
-@torch.no_grad()
-def differences(
-    reference: Any, prompt: str, found: dict[str, Any], after: int | None = 1
-) -> torch.Tensor:
-    """Absolute differences between the server's log-probabilities and the model's: fp32 ``[tokens]``.
+class Compared(NamedTuple):
+    """A response of a server beside what a :class:`Loop` computes for the same tokens.
+
+    Attributes:
+        off: Absolute differences of the log-probabilities, fp32 ``[tokens]``: of the prompt's tokens after the
+            first, if the server told them, then of the response's tokens.
+        behind: For each token of the response, how much less likely the loop finds it than the most likely
+            token: fp32 ``[output tokens]``, 0 for the most likely token.
+    """
+
+    off: torch.Tensor
+    behind: torch.Tensor
+
+
+def joined(parts: Sequence[Compared]) -> Compared:
+    """The tokens of all responses, one after the other."""
+    return Compared(
+        torch.cat([part.off for part in parts]), torch.cat([part.behind for part in parts])
+    )
+
+
+class _Row(NamedTuple):
+    """What queries from position ``first`` on read.
+
+    Attributes:
+        slots: For each position, the position whose K and V are read there: int64 ``[tokens]``.
+        held: False for evicted positions: bool ``[tokens]``.
+    """
+
+    first: int
+    slots: torch.Tensor
+    held: torch.Tensor
+
+
+class Loop:
+    """A Hugging Face model in fp32 that computes a prompt and a response in one forward. Its attention
+    redirects the blocks that a server redirected while it generated the response, and skips the positions
+    that the server evicted."""
+
+    def __init__(self, path: Path, name: str = "") -> None:
+        """``path``: the model's folder. ``name``: see ``ServerSpec.model``."""
+        AttentionInterface.register("redirecting", self._attend)
+        self.name = name
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="redirecting"
+        ).eval()
+        self._rows: list[_Row] = []
+        self._rotation: Rotations = None
+
+    def rotation(self) -> Rotations:
+        """The model's rotations, or None if it has no rotary embedding."""
+        embedding = getattr(self.model.model, "rotary_emb", None)
+        embedding = embedding or getattr(self.model.model, "pos_emb", None)
+        if embedding is None:
+            return None
+        found = {}
+        for windowed in (False, True):
+            kind = "sliding_attention" if windowed else "full_attention"
+            frequencies = getattr(embedding, f"{kind}_inv_freq", None)
+            frequencies = embedding.inv_freq if frequencies is None else frequencies
+            angles = torch.arange(2048)[:, None] * frequencies.float()
+            table = torch.cat((angles.cos(), angles.sin()), dim=1)
+            # Hugging Face rotates pairs of neighbouring dims in DeepSeek V2, else pairs made of both halves.
+            found[windowed] = KeyRotation(table, table.shape[1], self.name != "deepseek_v2")
+        return found
+
+    @torch.no_grad()
+    def compare(
+        self,
+        prompt: Sequence[int],
+        found: dict[str, Any],
+        *,
+        blocks: Sequence[tuple[int, int, int]] = (),
+        length: int = 8,
+        evictions: Sequence[tuple[int, int, int]] = (),
+        rotation: Rotations = None,
+    ) -> Compared:
+        """Compares a server's log-probabilities with this model's.
+
+        Args:
+            prompt: The prompt's token ids.
+            found: An item that ``problems.respond`` returned.
+            blocks: For each block, the first query that reads its source, and where block and source begin.
+            length: Tokens per block.
+            evictions: For each evicted run of positions, the first query that does not read it, where the run
+                begins and how many positions it has.
+            rotation: Rotates keys that are read at another position. If None, keys are read as cached.
+        """
+        assert len(prompt) == found["prompt_tokens"]
+        tokens = [*prompt, *found["tokens"]]
+        told = torch.tensor([*found["inputs"], *found["logprobs"]])
+        self._rotation = rotation
+        self._rows = _rows(len(tokens), blocks, length, evictions)
+        logits = self.model(input_ids=torch.tensor([tokens])).logits[0]
+        ours = logits.log_softmax(dim=-1)[-len(told) - 1 : -1]
+        of_tokens = ours.gather(1, torch.tensor(tokens[-len(told) :])[:, None])[:, 0]
+        behind = (ours.amax(dim=-1) - of_tokens)[-len(found["tokens"]) :]
+        return Compared((of_tokens - told).abs(), behind)
+
+    def _rotated(self, keys: torch.Tensor, by: torch.Tensor, windowed: bool) -> torch.Tensor:
+        if self._rotation is None:
+            return keys
+        rotation = self._rotation[windowed]
+        # Latent attention rotates only the last dims of a head.
+        dims = keys.shape[-1] - rotation.rotary_dim if self.name in LATENT else 0
+        rotated = rotation.rotate(keys[..., dims:], by)
+        return torch.cat((keys[..., :dims], rotated), dim=-1)
+
+    def _attend(
+        self,
+        _module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        _mask: Any,
+        scaling: float,
+        sliding_window: int | None = None,
+        **_: Any,
+    ) -> tuple[torch.Tensor, None]:
+        count = query.shape[2]
+        out = query.new_empty((*query.shape[:3], value.shape[3]))
+        ends = [row.first for row in self._rows[1:]] + [count]
+        windowed = sliding_window is not None
+        for row, end in zip(self._rows, ends, strict=True):
+            queries = slice(row.first, end)
+            shift = torch.arange(count) - row.slots
+            keys = self._rotated(key[0].transpose(0, 1)[row.slots], shift, windowed)
+            visible = torch.ones(count, count, dtype=torch.bool).tril()
+            visible = visible.triu(1 - (sliding_window or count))[queries] & row.held
+            out[:, :, queries] = torch.nn.functional.scaled_dot_product_attention(
+                query[:, :, queries],
+                keys.transpose(0, 1)[None],
+                value[:, :, row.slots],
+                attn_mask=visible,
+                scale=scaling,
+                enable_gqa=True,
+            )
+        return out.transpose(1, 2).contiguous(), None
+
+
+class Beside:
+    """Responses of a server beside loops (:class:`Loop`): one that makes the server's changes to each row, and
+    *others*, each of which makes one of the changes otherwise or not at all.
+
+    ``late``: how many queries still read a row as it was before a change: 1 under the overlap schedule,
+    because the forward in flight reads the old slots, else 0.
+    """
+
+    def __init__(self, loop: Loop, server: ServerProcess) -> None:
+        seen = reports(server)[0]
+        self._loop = loop
+        self._block = seen["block"]
+        self.late = 0 if server.get("/server_info").json()["disable_overlap_schedule"] else 1
+        as_cached = seen["config"]["positions"] == "as-cached"
+        self._rotations = (None, loop.rotation()) if as_cached else (loop.rotation(), None)
+        self.ours: list[Compared] = []
+        self._others: dict[str, list[Compared]] = {}
+
+    def add(self, text: str, found: dict[str, Any]) -> None:
+        """Compares the response to the prompt ``text``, an item that ``problems.respond`` returned."""
+        prompt = self._loop.tokenizer(text)["input_ids"]
+        blocks = [(written + self.late, dst, src) for written, dst, src in found["blocks"]]
+        rotation, other = self._rotations
+        changes: dict[str, Any] = dict(blocks=blocks, length=self._block, rotation=rotation)
+        changes["evictions"] = _evictions(found, self.late)
+        others: dict[str, dict[str, Any]] = {}
+        if blocks:
+            others["nothing shared"] = changes | dict(blocks=())
+        if blocks and rotation is not other:
+            others["keys rotated otherwise"] = changes | dict(rotation=other)
+        if found["evictions"]:
+            others["nothing evicted"] = changes | dict(evictions=())
+            others["evicted at another query"] = changes | dict(
+                evictions=_evictions(found, 1 - self.late)
+            )
+        self.ours.append(self._loop.compare(prompt, found, **changes))
+        for name, otherwise in others.items():
+            compared = self._loop.compare(prompt, found, **otherwise)
+            self._others.setdefault(name, []).append(compared)
+
+    def check(self, *others: str, most: float = ROUNDING, times: float = 10) -> dict[str, float]:
+        """Checks that no log-probability differs by ``most`` from that of the loop with the server's
+        changes, and that every token of the responses is this loop's most likely one. The other loops named
+        ``others`` must fit worse: some log-probability differs by more than ``most``, and the mean difference
+        is more than ``times`` as large. Returns their mean differences by name."""
+        ours = joined(self.ours)
+        assert ours.off.max() < most
+        # If two tokens are equally likely, rounding decides between them.
+        assert ours.behind.max() < 2 * most
+        means: dict[str, float] = {}
+        for name in others:
+            theirs = joined(self._others[name]).off
+            assert theirs.max() > most and theirs.mean() > times * ours.off.mean(), name
+            means[name] = float(theirs.mean())
+        return means
+
+
+def assert_within_rounding(
+    server: ServerProcess, loop: Loop, todo: Sequence[str], *others: str, rounding: float,
+    tokens: int = 700, together: bool = True, options: dict[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """Checks a server that computes in 16 bits: log-probabilities of responses that share or evict differ
+    from the loop's at most twice as much as those of the same responses without sharing and evicting
+    (*opted out*).
 
     Args:
-        found: An item that :func:`respond` returned.
-        after: How many queries still see a position after its eviction during decode: 1 under the overlap
-            schedule, because the forward in flight reads the position; else 0. None: nothing is masked.
+        others: See :meth:`Beside.check`.
+        rounding: No log-probability of responses that opted out may differ by as much.
+        tokens: The most tokens of a response.
+        together: Whether to send all prompts at once.
+        options: Fields of the requests.
     """
-    tokenizer, model = reference
-    ids = tokenizer(prompt)["input_ids"]
-    assert len(ids) == found["prompt_tokens"]
-    text, logprobs = ids + found["tokens"], found["inputs"] + found["logprobs"]
-    visible = torch.ones(len(text), len(text), dtype=torch.bool).tril()
-    for written, start, length in found["evictions"] if after is not None else ():
-        query = written + (after or 0) * (written >= len(ids))
-        visible[query:, start : start + length] = False
-    mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-    out = model(input_ids=torch.tensor([text]), attention_mask=mask[None, None])
-    expected = out.logits[0].log_softmax(dim=-1)[-len(logprobs) - 1 : -1]
-    expected = expected.gather(1, torch.tensor(text[-len(logprobs) :])[:, None])[:, 0]
-    return (expected - torch.tensor(logprobs)).abs()
+    options = options or {}
+    found: dict[bool, Beside] = {}
+    for opts_out in (True, False):
+        # A policy evicts no position of a prompt that the prefix tree holds.
+        server.post("/flush_cache")
+        sampling = {**options.get("sampling_params", {}), **(OPT_OUT if opts_out else {})}
+        found[opts_out] = Beside(loop, server)
+        each = len(todo) if together else 1
+        for at in range(0, len(todo), each):
+            some = todo[at : at + each]
+            answers = respond(server, some, tokens, **{**options, "sampling_params": sampling})
+            for text, answer in zip(some, answers, strict=True):
+                assert not (opts_out and (answer["blocks"] or answer["evictions"]))
+                found[opts_out].add(text, answer)
+    noise = float(joined(found[True].ours).off.max())
+    assert noise < rounding
+    found[False].check(*others, most=2 * noise, times=2)
 
 
-def assert_masked(
-    reference: Any, todo: Sequence[str], found: Sequence[dict[str, Any]], least: int, ratio: float,
-    rounding: tuple[float, float] = (0.02, 0.6), after: int = 1,
-) -> float:  # fmt: skip
-    """Checks that log-probabilities are those of a model that does not see evicted positions. Returns the sum
-    of the differences from this model.
+def _evictions(found: dict[str, Any], late: int) -> list[tuple[int, int, int]]:
+    """The evicted runs of a response, for :meth:`Loop.compare`. No forward is in flight between the chunks of a
+    prompt. ``late``: see :class:`Beside`."""
+    prompt = found["prompt_tokens"]
+    return [
+        (written + (late if written >= prompt else 0), start, length)
+        for written, start, length in found["evictions"]
+    ]
 
-    Args:
-        least: More tokens than this must be compared.
-        ratio: For a model that sees all positions, the sum must be more than ``ratio`` times as large.
-        rounding: A response's mean and largest difference must be below these bounds. The server uses bf16.
-        after: See :func:`differences`.
-    """
-    compared, sums = 0, dict.fromkeys((after, None), 0.0)
-    for text, response in zip(todo, found, strict=True):
-        for masked in sums:
-            off = differences(reference, text, response, masked)
-            sums[masked] += float(off.sum())
-            if masked is not None:
-                assert off.mean() < rounding[0] and off.max() < rounding[1]
-                compared += len(off)
-    assert compared > least
-    assert sums[after] < sums[None] / ratio
-    return sums[after]
+
+def _rows(
+    count: int,
+    blocks: Sequence[tuple[int, int, int]],
+    length: int,
+    evictions: Sequence[tuple[int, int, int]],
+) -> list[_Row]:
+    """The row (block table) after each change, for ``count`` tokens. Arguments: see :meth:`Loop.compare`."""
+    slots = torch.arange(count)
+    held = torch.ones(count, dtype=torch.bool)
+    rows = [_Row(0, slots, held)]
+    # A stable sort keeps the order in which blocks of one batch began to share.
+    changes = [(first, True, dst, src) for first, dst, src in blocks]
+    changes += [(first, False, start, size) for first, start, size in evictions]
+    for first, of in itertools.groupby(sorted(changes, key=itemgetter(0)), key=itemgetter(0)):
+        slots = slots.clone()
+        held = held.clone()
+        for _, shares, start, other in of:
+            if not shares:
+                held[start : start + other] = False
+                continue
+            block = slots[start : start + length].tolist()
+            source = slots[other : other + length].tolist()
+            for old, new in zip(block, source, strict=True):
+                slots[slots == old] = new
+        if first < count:
+            rows.append(_Row(first, slots, held))
+    return rows
 
 
 RECENT: int = parse(RKV_POLICY).evictors[0].policy.recent

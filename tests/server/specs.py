@@ -124,27 +124,32 @@ TWO_RANKS = SHARED.having(
     PYTHONPATH=LEAN_PLUGINS,
     **TWO_CORES,
 )
+#: Servers that evict compute in fp32, for exact comparisons.
+FP32 = "--dtype float32"
 #: Evicts whole pages, chosen by their keys, under forced retractions, without the overlap schedule.
 EVICTING_PAGES = SHARED.having(
     "keydiff-page16",
-    *(TIGHT, PAGED_READS, PAGE16, "--disable-overlap-schedule"),
+    *(TIGHT, PAGED_READS, PAGE16, FP32, "--disable-overlap-schedule"),
     *(POLICY, "keydiff:share=0.6"),
     **retracting(25),
 ).for_long_runs()
 #: Shares and evicts in the same requests, under forced retractions, without the overlap schedule.
 SHARING_AND_EVICTING = SHARED.having(
     "both",
-    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, "--disable-overlap-schedule"),
+    *(TIGHT, *EAGER, CHUNKED, PAGED_READS, FP32, "--disable-overlap-schedule"),
     *(POLICY, "reasoncache+streamingllm:budget=240"),
     **retracting(25),
 )
 #: Evicts by attention weights. The pool is large, because ``reference.py`` cannot follow retractions.
-RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, POLICY, RKV_POLICY)
+RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, FP32, POLICY, RKV_POLICY)
 #: Evicts after each chunk of a prompt, so that prompts stay within a budget. There is no prefix cache.
 EVICTING_PROMPTS = SHARED.having(
     "prompts",
-    *(TIGHT, CHUNKED, PAGED_READS, "--disable-radix-cache"),
+    *(TIGHT, CHUNKED, PAGED_READS, FP32, "--disable-radix-cache"),
     *(POLICY, "keydiff:budget=96:slack=0:recent=16:prompt=true"),
+).for_long_runs()
+EVICTING_PROMPTS_IN_TURN = EVICTING_PROMPTS.having(
+    "in-turn", "--disable-overlap-schedule"
 ).for_long_runs()
 #: For a server on a GPU: loads a plugin that copies KV into each request's own slots instead of sharing slots.
 COPY = {"PYTHONPATH": _beside_ours("faulty", "copying")}
@@ -152,6 +157,18 @@ COPY = {"PYTHONPATH": _beside_ours("faulty", "copying")}
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
+#: For models whose responses run in circles (``tiny_models.py``), and so may have no end of a step.
+EAGER_CIRCLES = tuple(arguments_of({"min_age": 32, "max_step_tokens": 64, "when": "always"}))
+#: Shares whole pages of equal tokens. Computes in fp32 and waits for the filter process, for exact comparisons.
+PAGES = replace(SHARED, name="qwen3", model="qwen3").having(
+    "page16",
+    "--dtype float32 --enable-tokenizer-batch-encode --random-seed 7",
+    *(PAGE16, CHUNKED, *EAGER_CIRCLES),
+    **WAITING,
+)
+PAGES_OF_64 = PAGES.having("64", "--page-size 64").for_long_runs()
+#: Reads shared keys as they were cached.
+PAGES_AS_CACHED = PAGES.having("as-cached", "--reasoncache-positions as-cached").for_long_runs()
 #: Shares nothing, because it cannot correct keys (rotate them to new positions): correcting needs one attention
 #: backend for prefill and decode, but here two backends are set.
 UNCORRECTED = (
@@ -203,6 +220,10 @@ def at_once(model: str) -> ServerSpec:
     return _of(model, "shared", *flags)
 
 
+#: Shares whole pages of latent rows.
+LATENT_PAGES = at_once("deepseek_v3").having("page16", PAGE16).for_long_runs()
+
+
 def short(model: str) -> ServerSpec:
     """A server with KV slots for three responses, under forced retractions."""
     pool = (
@@ -223,7 +244,7 @@ def on_two_ranks(spec: ServerSpec) -> ServerSpec:
 GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
-    *arguments_of({"min_age": 32, "max_step_tokens": 64, "when": "always"}),
+    *EAGER_CIRCLES,
     PYTHONPATH=os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "attention_groups"))),
     **{WAITS: "1", **TWO_CORES},
 )
@@ -260,6 +281,9 @@ ON_DISK = HOST_TIER.having(
 _LATENT = _of("deepseek_v3", "write-back", *WRITE_BACK.flags, **dict(WRITE_BACK.env))
 HOST_TIERS = (HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs())
 
+#: How much log-probabilities of the tests' models may differ if fp16 rounds them (measured on a CPU: 0.0053).
+OF_FP16 = 0.02
+FP16 = SHARED.having("fp16", *EAGER, "--dtype float16", **WAITING).for_long_runs()
 FP8 = SHARED.having("fp8", TIGHT, CROWDED, *EAGER, "--kv-cache-dtype fp8_e4m3").for_long_runs()
 
 SHARING = (EXACT, ACROSS, PAGED)

@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, wait_until_idle
-from tests.server.problems import OPT_OUT, reports
-from tests.server.test_families import ROUNDING, Loop, _prompts, _tell
+from tests.server.problems import OPT_OUT, letters, reports, told
+from tests.server.reference import Beside, Loop
 
 _MOST = 300
 
@@ -30,21 +30,23 @@ def _ask(server: ServerProcess, jobs: list[tuple[int, str, bool]]) -> list[dict[
         return response.json()
 
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return _tell(server, list(pool.map(ask, jobs)))
+        return told(server, list(pool.map(ask, jobs)))
 
 
-def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[str, Any]]) -> float:
+def _check(
+    server: ServerProcess,
+    loop: Loop,
+    jobs: list[tuple[int, str, bool]],
+    responses: list[dict[str, Any]],
+) -> dict[str, float]:
     """Checks that the responses' log-probabilities are those of ``loop``, a Hugging Face model in which the
-    same blocks share. Returns the mean over jobs of the mean difference from ``loop`` without sharing."""
-    dense, rotation = 0.0, loop.rotation()
+    same blocks share. Returns what ``Beside.check`` returns."""
+    beside = Beside(loop, server)
     for (_, text, shares), found in zip(jobs, responses, strict=True):
-        prompt = loop.tokenizer(text)["input_ids"]
         assert shares or not found["blocks"]
-        # When a block was shared, the forward in flight still read the old slots.
-        blocks = [(written + 1, *block) for written, *block in found["blocks"]]
-        assert loop.off(prompt, found, blocks, rotation).max() < ROUNDING
-        dense += float(loop.off(prompt, found, [], None).mean()) / len(jobs)
-    return dense
+        beside.add(text, found)
+    shared = any(found["blocks"] for found in responses)
+    return beside.check(*(("nothing shared", "keys rotated otherwise") if shared else ()))
 
 
 @specs.FEW_CORES
@@ -52,9 +54,9 @@ def _check(loop: Loop, jobs: list[tuple[int, str, bool]], responses: list[dict[s
 def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """First each group has four requests that share and a request that opted out. Then one group works while
     the other group is idle."""
-    server, loop = servers.get(spec), Loop(servers, spec.model)
+    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
     log = server.log_size()
-    jobs = [(i % 2, text, i < 8) for i, text in enumerate(_prompts(10))]
+    jobs = [(i % 2, text, i < 8) for i, text in enumerate(letters(10))]
     responses = _ask(server, jobs)
     seen = reports(server)
     assert [one["dp_rank"] for one in seen] == [0, 1]
@@ -64,7 +66,7 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
         assert blocks == one["totals"]["blocks_shared"] > 20
         assert one["uncorrected"] is None is one["disabled"]
         assert one["threshold"]["warm"] and one["totals"]["requests_opted_out"] == 1
-    assert _check(loop, jobs, responses) > 5e-3
+    assert _check(server, loop, jobs, responses)["nothing shared"] > 5e-3
     families = text_string_to_metric_families(server.get("/metrics").text)
     labels = {
         sample.labels["dp_rank"]: sample.value
@@ -73,8 +75,8 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
         if sample.name == "sglang:reasoncache_blocks_shared_total" and sample.value
     }
     assert labels.keys() == {"0", "1"}
-    alone = [(1, text, i < 2) for i, text in enumerate(_prompts(3, first=10))]
-    _check(loop, alone, _ask(server, alone))
+    alone = [(1, text, i < 2) for i, text in enumerate(letters(3, first=10))]
+    _check(server, loop, alone, _ask(server, alone))
     grown = [
         now["totals"]["blocks_shared"] - one["totals"]["blocks_shared"]
         for now, one in zip(reports(server), seen, strict=True)
@@ -88,9 +90,9 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
 def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Each group has slots for two responses but gets six requests; one request of each group opts out.
     Requests are retracted. When they run again, their blocks share again."""
-    server, loop = servers.get(spec), Loop(servers, spec.model)
+    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
     log = server.log_size()
-    jobs = [(i % 2, text, i > 1) for i, text in enumerate(_prompts(12))]
+    jobs = [(i % 2, text, i > 1) for i, text in enumerate(letters(12))]
     responses = _ask(server, jobs)
     wait_until_idle(server)
     for one in reports(server):
@@ -99,5 +101,5 @@ def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.Ser
     assert sum(one["totals"]["blocks_reapplied"] for one in reports(server)) > 0
     assert "#retracted_reqs" in server.log_text(log)
     opted_out = [at for at, job in enumerate(jobs) if not job[2]]
-    _check(loop, [jobs[at] for at in opted_out], [responses[at] for at in opted_out])
+    _check(server, loop, [jobs[at] for at in opted_out], [responses[at] for at in opted_out])
     assert_whole(server, log)

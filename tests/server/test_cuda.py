@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests on a GPU, with eight servers, each with FlashInfer or Triton; two have no CUDA graphs."""
+"""Tests on a GPU, with ten servers, each with FlashInfer or Triton; two have no CUDA graphs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,14 @@ from tests.server.problems import (
     TO_THE_END,
     answers,
     assert_equal_but_for_rounding,
+    letters,
     problems,
     prompts,
     report,
-    respond,
     solve,
 )
-from tests.server.reference import assert_masked, assert_rkv_decides
-from tests.server.specs import EAGER, PAGE16, POLICY, ServerSpec
+from tests.server.reference import Loop, assert_rkv_decides, assert_within_rounding
+from tests.server.specs import EAGER, EAGER_CIRCLES, PAGE16, POLICY, ServerSpec
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -39,16 +40,27 @@ ON_CUDA = ServerSpec(
     env=tuple({**specs.WAITING, "PYTHONPATH": specs.PLUGINS}.items()),
     device="cuda",
 )
+#: fp16 rounds less than the model's bf16.
+FP16 = "--dtype float16"
 #: Leaves the attention backend and ``positions`` at their defaults. Captures prefill graphs of two sizes.
-ALONE = ON_CUDA.having("alone", _DECODE, "--cuda-graph-bs-prefill 64 256")
-ON_TRITON = ON_CUDA.having("triton", TRITON, GRAPHS)
+ALONE = ON_CUDA.having("alone", FP16, _DECODE, "--cuda-graph-bs-prefill 64 256")
+ON_TRITON = ON_CUDA.having("triton", FP16, TRITON, GRAPHS)
+#: Share whole pages, under the overlap schedule and with CUDA graphs, like the two above.
+PAGES = [
+    replace(ON_CUDA, model="qwen3").having(
+        f"pages-{name}", FP16, PAGE16, GRAPHS, backend, *EAGER_CIRCLES
+    )
+    for name, backend in (("flashinfer", FLASHINFER), ("triton", TRITON))
+]
 #: ALIAS shares KV slots. COPIES copies KV into each request's own slots. The overlap schedule is off in both,
 #: because a copy would race with the forward in flight.
 ALIAS = ON_CUDA.having("alias", FLASHINFER, GRAPHS, "--disable-overlap-schedule")
 COPIES = ON_CUDA.having("copy", FLASHINFER, NO_GRAPHS, "--disable-overlap-schedule", **specs.COPY)
 EVICTS = f"{POLICY} streamingllm:budget=96:slack=8:recent=16:prompt=true --chunked-prefill-size 64"
-EVICTING = ON_CUDA.having("evicting", FLASHINFER, GRAPHS, EVICTS)
-EVICTING_AS_CACHED = ON_CUDA.having("evicting-as-cached", TRITON, NO_GRAPHS, EVICTS, AS_CACHED)
+EVICTING = ON_CUDA.having("evicting", FP16, FLASHINFER, GRAPHS, EVICTS)
+EVICTING_AS_CACHED = ON_CUDA.having(
+    "evicting-as-cached", FP16, TRITON, NO_GRAPHS, EVICTS, AS_CACHED
+)
 RKV = ON_CUDA.having("rkv", FLASHINFER, GRAPHS, POLICY, specs.RKV_POLICY)
 BOTH = ON_CUDA.having("both", TRITON, GRAPHS, PAGE16, POLICY, f"reasoncache+{specs.RKV_POLICY}")
 
@@ -77,6 +89,31 @@ def test_opted_out_requests_stay_exact(server: ServerProcess) -> None:
     assert [tokens for tokens, _ in after] == [tokens for tokens, _ in before]
 
 
+def loop_of(servers: ServerPool, spec: ServerSpec) -> Loop:
+    return Loop(servers.model(spec.model), spec.model)
+
+
+@pytest.mark.parametrize("spec", [ALONE, ON_TRITON])
+def test_sharing_computes_what_a_loop_computes(servers: ServerPool, spec: ServerSpec) -> None:
+    """Log-probabilities are those of a Hugging Face model that redirects the same blocks (page size 1)."""
+    server = servers.get(spec)
+    todo = prompts(6, seed=21)
+    others = ("nothing shared", "keys rotated otherwise")
+    assert_within_rounding(server, loop_of(servers, spec), todo, *others, rounding=specs.OF_FP16)
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("spec", PAGES)
+def test_shared_pages_compute_what_a_loop_computes(servers: ServerPool, spec: ServerSpec) -> None:
+    server = servers.get(spec)
+    loop = loop_of(servers, spec)
+    how: dict[str, Any] = dict(rounding=specs.OF_FP16, tokens=500, options=TO_THE_END)
+    assert_within_rounding(server, loop, letters(6), "keys rotated otherwise", **how)
+    seen = report(server)
+    assert seen["block"] == 16 and seen["totals"]["blocks_shared"] > 40
+    assert_whole(server)
+
+
 @pytest.mark.parametrize("spec", [ALIAS])
 def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec) -> None:
     """Sharing slots, with CUDA graphs, gives the same answers as copying V and rotated K, without graphs."""
@@ -89,14 +126,19 @@ def test_sharing_equals_copying(servers: ServerPool, spec: ServerSpec) -> None:
     assert_equal_but_for_rounding(*found)
 
 
-@pytest.mark.parametrize("server", [EVICTING, EVICTING_AS_CACHED], indirect=True)
-def test_evicting_equals_masking(server: ServerProcess, reference: Any) -> None:
-    """Log-probabilities are those of a model that does not see evicted positions."""
+@pytest.mark.parametrize("spec", [EVICTING, EVICTING_AS_CACHED])
+def test_evicting_equals_skipping(servers: ServerPool, spec: ServerSpec) -> None:
+    """Log-probabilities are those of a model that skips evicted positions."""
+    server = servers.get(spec)
     todo = prompts(4, seed=11, each=5)
-    found = respond(server, todo, 300, **TO_THE_END)
-    assert all(one["evicted_positions"] > 300 for one in found)
-    unbounded = float("inf"), float("inf")
-    assert_masked(reference, todo, found, 0, 10, unbounded)
+    # Sent one by one, so that the forward in flight during an eviction is the same request's.
+    how: dict[str, Any] = dict(
+        rounding=specs.OF_FP16, tokens=300, together=False, options=TO_THE_END
+    )
+    others = ("nothing evicted", "evicted at another query")
+    assert_within_rounding(server, loop_of(servers, spec), todo, *others, **how)
+    assert report(server)["totals"]["positions_evicted"] > 4 * 300
+    assert_whole(server)
 
 
 @pytest.mark.parametrize("server", [RKV], indirect=True)

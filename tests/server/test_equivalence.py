@@ -32,7 +32,7 @@ from tests.server.problems import (
     respond,
     solve,
 )
-from tests.server.reference import Replayed, assert_computed
+from tests.server.reference import Loop, Replayed, assert_computed, assert_within_rounding
 
 
 @functools.cache
@@ -88,11 +88,22 @@ def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_p
     reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
     todo, blocks = prompts(4, seed=11), 0
     for text, found in zip(todo, respond(server, todo), strict=True):
-        if "blocks" in found:
+        if found["blocks"]:
             tokens = tokenizer(text)["input_ids"] + found["tokens"]
             assert_computed(found, Replayed(reader, tokens, found).log_probs())
             blocks += len(found["blocks"])
     assert blocks > 12
+
+
+@pytest.mark.parametrize("spec", [specs.FP16])
+def test_rounding_to_16_bits_does_not_add_up(servers: ServerPool, spec: specs.ServerSpec) -> None:
+    """Shared keys are rotated and read in fp16, but log-probabilities differ from an fp32 model's hardly
+    more than without sharing. ``test_cuda.py`` makes the same comparison on a GPU."""
+    server = servers.get(spec)
+    others = ("nothing shared", "keys rotated otherwise")
+    loop = Loop(servers.model(spec.model))
+    assert_within_rounding(server, loop, prompts(6, seed=21), *others, rounding=specs.OF_FP16)
+    assert_whole(server)
 
 
 @pytest.fixture(scope="module")

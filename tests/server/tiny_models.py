@@ -48,6 +48,9 @@ _LESS = {
     "falcon_h1": 0.03,
 }
 _LESS_OF_OTHERS, _LESS_OF_GEMMA = 0.12, 0.6
+#: Greedy responses of these models run in circles of this many tokens, whole pages of up to 64 tokens:
+#: after token ``t`` the likeliest token is ``t + 1``, or ``t - 63`` at the end of a circle.
+_CIRCLES = {"qwen3": 64}
 #: Model name -> name of the configuration class in ``transformers``, and arguments of this class.
 MODELS: dict[str, tuple[str, Fields]] = {
     "qwen3_next": (
@@ -95,6 +98,7 @@ MODELS: dict[str, tuple[str, Fields]] = {
         "DeepseekV3Config",
         {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
     ),
+    "qwen3": ("Qwen3Config", dict(num_hidden_layers=4, head_dim=64)),
     # Four KV heads: on a CPU, SGLang needs one for each rank, counted over all DP attention groups.
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -152,6 +156,11 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
             # In these models a norm would undo the factor, so the norm's weight is set. Gemma's norms add 1.
             if name in ("gemma3_text", "olmo3") and parameter.endswith(_NORMS):
                 weight.fill_(_LESS_OF_GEMMA - 1 if gemma else less)
+        if name in _CIRCLES:
+            circle = _CIRCLES[name]
+            token = torch.arange(_COMMON["vocab_size"])
+            following = token // circle * circle + (token + 1) % circle
+            model.lm_head.weight[following] = 0.07 * model.get_input_embeddings().weight
     path = folder / name
     model.save_pretrained(path)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -8,13 +8,10 @@ import threading
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.device.ranks import Ranks
-from sglang_reasoncache.sharing.merges import Key, Merges
 from sglang_reasoncache.sharing.request import record_of
 from sglang_reasoncache.sharing.stats import SharingStats
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
@@ -346,42 +343,6 @@ def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
     assert (world.row(req) == row).all(), "nobody needs a slot yet"
     assert world.admits(free + 4)
     assert world.allocator.available_size() == free + 8 and ledger(world).slots == 0
-
-
-PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=2)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(PAIRS, max_size=9), st.integers(0, 9))
-def test_merges_as_relabelling(blocks: list[list[tuple[int, int]]], removed: int) -> None:
-    """Even positions belong to row 0, odd positions to row 1, which is freed after ``removed`` blocks."""
-    merges, labels = Merges(), list(range(10))
-
-    def key(at: int) -> Key:
-        return at % 2, at
-
-    for i, block in enumerate(blocks):
-        if i == removed:
-            merges.remove(1)
-            labels = [label if at % 2 == 0 else 10 + at for at, label in enumerate(labels)]
-        if any(labels[dst] != dst for dst, _ in block):
-            # Skip blocks with a position that reads another position already, or that belonged to row 1.
-            continue
-        after, joins = list(labels), True
-        for dst, src in block:
-            low, high = after[dst], after[src]
-            joins = joins and low != high
-            after = [high if label == low else label for label in after]
-        readers = [key(d) for d, _ in block]
-        sources = [key(s) for _, s in block]
-        assert merges.would_repeat(readers, sources) == (not joins)
-        if joins:
-            merges.join(readers, sources)
-        labels = after if joins else labels
-        for at, label in enumerate(labels):
-            same = [other for other, others in enumerate(labels) if others == label]
-            assert merges.size(key(at)) == len(same)
-            assert merges.is_across(key(at)) == (len({other % 2 for other in same}) > 1)
 
 
 @pytest.mark.parametrize(
