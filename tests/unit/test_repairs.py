@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache import repair as module
-from sglang_reasoncache.cache.composition import Composition
+from sglang_reasoncache.cache.composition import Composition, marked
 from sglang_reasoncache.cache.repair import RepairedRow, Repairs, heads_of, highest_of, missed
 from sglang_reasoncache.custom_params import KEY, REPAIR_KEY
 from sglang_reasoncache.device.ranks import RankFailed, Ranks
@@ -168,7 +168,7 @@ def test_what_was_prepared_is_told_of_its_batch_only() -> None:
     first = world.marked("first", "first:2")
     second = world.marked("second", "first:1")
     batch = world.batch_of(plain, first, second)
-    assert Repairs.concerns(batch) and not Repairs.concerns(SimpleNamespace(reqs=[plain]))
+    assert Repairs().begin(batch) and not Repairs().begin(SimpleNamespace(reqs=[plain]))
     repairs = world.repairs
     repairs.prepare(batch, world.ranks)
     found = repairs.of(["plain", "first", "second"], [*batch.extend_lens, 0, 0])
@@ -230,6 +230,12 @@ SCORES = [float(at * 7 % 28) for at in range(28)]
 HIGHEST = sorted(sorted(range(15, 28), key=lambda at: -SCORES[at])[:7])
 
 
+def forget_choice(req: Req) -> None:
+    marks = marked(req)
+    assert marks is not None
+    marks.chosen_by = None
+
+
 def test_tokens_that_the_query_attends_to_are_chosen_once_scores_are_known() -> None:
     world = Prompts()
     req = world.marked("r", "query:.3")
@@ -246,7 +252,7 @@ def test_tokens_that_the_query_attends_to_are_chosen_once_scores_are_known() -> 
     ended.alone = False
     ended._ended = True
     fresh = world.marked("fresh", "query:.3")
-    world.repairs._chosen.clear()
+    forget_choice(fresh)
     assert world.repairs.choose(fresh, fresh.last_node, ended).tolist() == []
 
 
@@ -259,7 +265,7 @@ def test_scores_count_for_the_same_prompt_only(other: dict[str, Any]) -> None:
     req = world.marked("r", other.get("share", "query:.3"), other.get("text", TEXT))
     if "lora_id" in other:
         req.lora_id = other["lora_id"]
-        world.repairs._chosen.clear()
+        forget_choice(req)
     assert world.repairs.choose(req, req.last_node, world.ranks).tolist() == []
 
 
