@@ -6,7 +6,6 @@ import dataclasses
 import math
 import random
 import re
-import time
 from collections import Counter
 from typing import Any
 
@@ -25,6 +24,7 @@ from sglang_reasoncache.filter.steps import align_blocks
 from sglang_reasoncache.filter.structure import Limits, same_structure, signature
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.filter.words import Words, filter_knobs, step_of, with_length_factor
+from tests.filter.work import count_calls
 
 _PHRASES = (
     "line c = a + 3 . here a 4 . 4 + 3 = 7 , so c 7 , now next .",
@@ -374,21 +374,15 @@ def test_the_threshold_is_the_formula_in_any_order(sims: list[float], rng: rando
     assert tau == pytest.approx(0.9 - 0.2 * math.fsum(sims) / max(1, len(sims)), abs=1e-12)
 
 
-def test_the_largest_history_of_nearly_equal_steps_is_compared_in_bounded_time() -> None:
+def test_the_largest_history_of_nearly_equal_steps_is_compared_with_few_calls() -> None:
     """Each of 2,048 steps has 1,023 of the query's 1,024 tokens, so a query reads two million index entries."""
     index = LexicalIndex(2048)
     tokens = np.arange(1024)
     for i in range(2048):
         index.add(step_of([*tokens[:-1].tolist(), 2000 + i]))
     query = step_of(tokens.tolist())
-    seconds = []
-    for _ in range(8):
-        start = time.thread_time()
-        sims = index.similarities(query)
-        dynamic_threshold(sims, 0.9, 0.7)
-        seconds.append(time.thread_time() - start)
-    assert sims.tolist() == pytest.approx([1023 / 1024] * 2048)
-    # The limit for any step, even a hostile one, is 50 ms; a current machine takes about 15 ms.
-    assert min(seconds) < 0.05
+    assert index.similarities(query).tolist() == pytest.approx([1023 / 1024] * 2048)
+    # NumPy reads the entries: about 2,500 calls are made, which take some 15 ms on a current machine.
+    assert count_calls(lambda: dynamic_threshold(index.similarities(query), 0.9, 0.7)) < 5000
     # The mean of a full history does not overflow.
     assert dynamic_threshold(np.ones(1 << 20), 0.9, 0.7) == 0.9 - (0.9 - 0.7)

@@ -3,7 +3,6 @@
 
 import dataclasses
 import itertools
-import time
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import FilterConfig
+from tests.filter.work import count_calls
 
 STEPS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=6)
 
@@ -85,10 +85,10 @@ def test_a_loop_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_MAX_RUNS", 1000)
     config = FilterConfig(match="runs", block=8)
     matcher = RunMatcher(config, 0)
-    began = time.process_time()
     for start in range(0, 60_000, 1000):
-        matcher.propose(Step.build(start, [start % 3000] * 1000, ""))
-    assert time.process_time() - began < 20
+        step = Step.build(start, [start % 3000] * 1000, "")
+        # Some calls a token, however long the loop has been going on; about 5,200 are made.
+        assert count_calls(lambda step=step: matcher.propose(step)) < 8000  # type: ignore[misc]
     assert len(matcher._runs) <= 1000
 
 
