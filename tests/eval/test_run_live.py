@@ -32,6 +32,7 @@ def start(*argv: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.long
 def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     """Ctrl-C in the second cell leaves no server running. The same command, run again, keeps the first cell."""
     out = tmp_path / "run"

@@ -3,18 +3,20 @@
 
 import argparse
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from eval.methods import MethodError, find_method
+from eval.methods import CANDIDATES, MethodError, find_method
 from eval.runs.config import default_folder, make_config, settle_config
 from eval.runs.folder import Cell, RunError, locked, read_config
 from eval.runs.options import RunOptions, parse
 from eval.runs.plan import Plan, Step, order, request_body, samples, sampling_seed
 from eval.runs.session import grade
+from eval.runs.tuning import tuned
 from eval.tasks.harness import EvalTask, Source
 from eval.tiny_reasoner import EMBEDDED_FLAGS, EMBEDDED_SETTINGS
 from sglang_reasoncache.config import parse_settings
@@ -237,6 +239,40 @@ def test_options_become_values_and_flags() -> None:
     assert method.flags == [*find_method("p50").flags, "--page-size", "8"]
 
 
+def test_stock_settings_become_flags_and_variables() -> None:
+    method = find_method("dense:clip=64:conservativeness=0.3:kv=fp8_e4m3", EMBEDDED_SETTINGS)
+    assert not method.shares and not method.values
+    assert method.flags == ["--schedule-conservativeness", "0.3", "--kv-cache-dtype", "fp8_e4m3"]
+    assert method.env == {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "64"}
+    # The same bytes hold twice the slots.
+    options = parse(["--tasks", "tiny_reasoner", "--limit", "1", "--kv-budget", "4000"])[0]
+    flags = Plan(options, request_body(options)).server_flags(Step("tiny_reasoner", 0, method))
+    assert flags[flags.index("--max-total-tokens") + 1] == "8000"
+
+
+def test_tuned_is_the_best_of_what_was_swept(tmp_path: Path) -> None:
+    """Its settings are found once, with the first seed and all tasks, and kept with the run."""
+    options = RunOptions(tasks=("a", "b"), seeds=(3, 4), methods=("dense", "tuned"))
+    best = CANDIDATES[4]
+    asked = []
+
+    def measure(what: RunOptions, folder: Path) -> bool:
+        asked.append(what)
+        for task, spec in itertools.product(what.tasks, what.methods):
+            Cell(folder, task, spec, 3).write([], [], served(output_tokens=200 + (spec == best)))
+        return True
+
+    for _ in range(2):
+        found = tuned(find_method("tuned:kv=fp8_e5m2"), options, tmp_path, measure)
+        assert found.stock == {**find_method(best).stock, "kv": "fp8_e5m2"}
+        assert found.name == "tuned:kv=fp8_e5m2" and not found.shares
+    (what,) = asked
+    assert what.seeds == (3,) and what.methods == CANDIDATES
+    (tmp_path / "tuned.json").write_text("{}")
+    with pytest.raises(RunError, match=r"tuned\.json"):
+        tuned(find_method("tuned"), options, tmp_path, measure)
+
+
 def test_refusals_name_the_fault() -> None:
     for spec, told in {
         "sparse": "known are dense, newest, reasoncache",
@@ -245,7 +281,11 @@ def test_refusals_name_the_fault() -> None:
         "reasoncache:preset=random": "the name is the preset",
         "reasoncache:block=0": "--reasoncache-block must be between 1 and 1024, got 0",
         "reasoncache:use_structure=maybe": "true or false",
-        "dense:block=8": "dense takes no options",
+        "dense:block=8": "dense takes each of clip, conservativeness, kv at most once, got 'block=8'",
+        "dense:clip=8:clip=9": "at most once, got 'clip=9'",
+        "dense:clip=0": "clip must be an integer of at least 1, got '0'",
+        "dense:conservativeness=0": "conservativeness must be above 0, got '0'",
+        "tuned:clip=8": "tuned takes each of kv at most once, got 'clip=8'",
         "reasoncache:align=a b": "is no method",
     }.items():
         with pytest.raises(MethodError, match="--methods") as refused:

@@ -141,12 +141,12 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
 ) -> None:
     """Both ranks share the same blocks: otherwise they would hang as they sum up KV distances over the ranks.
     When sharing then fails on one rank under load, no request fails and no slot is lost."""
-    server, todo = servers.get(spec), problems(3, seed=13)
+    server, todo = servers.get(spec), problems(2, seed=13)
     start = server.log_size()
     assert report(server)["disabled"] is None
     armed = {"text": "1 + 2 =", "rid": ARMS, "sampling_params": {"max_new_tokens": 8}}
     assert server.post("/generate", json=armed).status_code == 200
-    assert accuracy(todo, solve(server, todo, {"max_tokens": 800})) >= 0.8
+    assert accuracy(todo, solve(server, todo, {"max_tokens": 800})) == 1
     shared = report(server)["totals"]["blocks_shared"]
     assert shared > 0
     solve(server, todo[:1], {"max_tokens": 100})
