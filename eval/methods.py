@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Methods by name. A method says with which flags a server starts, and so how the server shares KV slots."""
+"""Methods by name. A method says with which flags and environment variables a server starts, and so how the
+server uses its KV slots."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,42 +19,79 @@ class MethodError(ValueError):
 
 @dataclass(frozen=True)
 class Method:
-    """A way to start a server."""
+    """A way to start a server.
 
-    name: str  # the specification as given; folders of results have this name
-    values: Mapping[str, Any] = field(default_factory=dict)  # plugin settings; {} for stock SGLang
-    more: tuple[str, ...] = ()  # further arguments for the server's command line
+    Attributes:
+        name: The specification as given; folders of results have this name.
+        values: Plugin settings; {} for stock SGLang.
+        stock: Settings of stock SGLang by the names of ``_STOCK``.
+        more: Further arguments for the server's command line.
+    """
+
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    stock: Mapping[str, str] = field(default_factory=dict)
+    more: tuple[str, ...] = ()
 
     @property
     def shares(self) -> bool:
         return bool(self.values)
 
     @property
+    def is_tuned(self) -> bool:
+        """Whether ``eval.runs.tuning`` completes :attr:`stock`."""
+        return self.name.partition(":")[0] == TUNED
+
+    @property
     def flags(self) -> list[str]:
         """The flags that this method adds to the flags that all servers of a run get."""
         words = ["--enable-reasoncache", *arguments_of(self.values)] if self.shares else []
+        for name, value in self.stock.items():
+            words += [_STOCK[name], value] if name != "clip" else []
         return [*words, *self.more]
 
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment variables that this method sets."""
+        return {_STOCK["clip"]: self.stock["clip"]} if "clip" in self.stock else {}
 
-DENSE = "dense"
-#: Every method except dense is a preset of the plugin.
-METHODS = (DENSE, *PRESETS)
+    @property
+    def slot_bytes(self) -> float:
+        """Bytes of a KV slot, as a fraction of those of a slot in the model's own data type."""
+        return 0.5 if "fp8" in self.stock.get("kv", "") else 1.0
+
+
+DENSE, TUNED = "dense", "tuned"
+#: Options of ``dense``: flags of stock SGLang, and the variable that limits how many tokens of a request's
+#: future output SGLang reserves slots for.
+_STOCK = {
+    "clip": "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    "conservativeness": "--schedule-conservativeness",
+    "kv": "--kv-cache-dtype",
+}
+#: What ``tuned`` tries: operators set these two when memory is short.
+CANDIDATES = tuple(
+    f"{DENSE}:clip={clip}:conservativeness={conservativeness}"
+    for clip in (8, 64, 256, 4096)
+    for conservativeness in (0.1, 0.3, 1.0)
+)
+#: Every method except dense and tuned is a preset of the plugin. ``tuned`` is stock SGLang with the best of
+#: :data:`CANDIDATES`, which ``eval.runs.tuning`` finds.
+METHODS = (DENSE, TUNED, *PRESETS)
 #: A specification must match this pattern, because result folders are named after it.
 _NAME = re.compile(r"[A-Za-z0-9._:=,+-]{1,200}")
 
 
 def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
-    """The method that ``NAME[:key=value,...]`` stands for. If it is not dense, ``defaults`` fill in settings
+    """The method that ``NAME[:key=value,...]`` stands for. If it shares, ``defaults`` fill in settings
     that the specification leaves out. Raises MethodError if a name, key or value is bad."""
     name, colon, rest = spec.partition(":")
     if name not in METHODS or not _NAME.fullmatch(spec):
         known = ", ".join(METHODS)
         raise MethodError(f"--methods: {spec!r} is no method; known are {known}")
-    if name == DENSE:
-        if colon:
-            raise MethodError(f"--methods: {spec!r}: {name} takes no options")
-        return Method(spec)
     try:
+        if name in (DENSE, TUNED):
+            return Method(spec, stock=_stock_settings(name, rest))
         given = parse_settings(rest) if colon else {}
         if "preset" in given:
             raise ValueError("the name is the preset")
@@ -61,3 +100,21 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
     except ValueError as error:
         raise MethodError(f"--methods: {spec!r}: {error}") from error
     return Method(spec, values)
+
+
+def _stock_settings(name: str, text: str) -> dict[str, str]:
+    """The settings in ``key=value:key=value``. Raises ValueError if one is unknown, bad or given twice."""
+    known = ("kv",) if name == TUNED else tuple(_STOCK)
+    found: dict[str, str] = {}
+    for part in filter(None, re.split("[:,]", text)):
+        key, _, value = part.partition("=")
+        if key not in known or key in found:
+            raise ValueError(f"{name} takes each of {', '.join(known)} at most once, got {part!r}")
+        if key == "clip" and not (value.isdecimal() and int(value) > 0):
+            raise ValueError(f"clip must be an integer of at least 1, got {value!r}")
+        if key == "conservativeness" and not 0 < float(value) < math.inf:
+            raise ValueError(f"conservativeness must be above 0, got {value!r}")
+        if not value:
+            raise ValueError(f"{key} needs a value")
+        found[key] = value
+    return found

@@ -35,7 +35,9 @@ _MAY_DIFFER = ("machine", "versions", "date", "command_line")
 def make_config(plan: "Plan", methods: Sequence[Method], opens_thinking: bool) -> dict[str, Any]:
     """The content of a run's ``config.json``. ``methods`` are the methods that ``plan.options`` names."""
     options = plan.options
-    details = {method.name: method.flags for method in methods}
+    details = {
+        method.name: [*method.flags, *map("=".join, method.env.items())] for method in methods
+    }
     data = {
         task: {"path": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
         for task, path in options.data.items()

@@ -53,7 +53,9 @@ class RunOptions:
         (), "further flags of servers; --server-flags=FLAG for one", read=flags_of, metavar="FLAGS"
     )
     device: str = option("auto", "", choices=("auto", "cpu", "cuda"))
-    kv_budget: int | None = option(None, "KV slots of each server", least=1, metavar="SLOTS")
+    kv_budget: int | None = option(
+        None, "KV slots of each server, in the model's data type", least=1, metavar="SLOTS"
+    )
     max_tokens: int | None = option(None, "longest response", least=1, metavar="N")
     temperature: float | None = option(None, "by default the model's", least=0, most=100)
     top_p: float | None = option(None, "by default the model's", least=0, most=1)

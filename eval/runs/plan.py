@@ -98,7 +98,8 @@ class Plan:
         if options.embedded:
             flags += _EMBEDDED_SERVER_FLAGS
         if options.kv_budget is not None:
-            flags += ["--max-total-tokens", str(options.kv_budget)]
+            slots = int(options.kv_budget / step.method.slot_bytes)
+            flags += ["--max-total-tokens", str(slots)]
         # If tokens are sampled, --random-seed decides which, so each seed of the run needs its own server.
         if samples(self.body):
             flags += ["--random-seed", str(step.seed)]

@@ -3,7 +3,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,7 +89,7 @@ class Servers:
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
         self._logs, self._keep = run / "servers", keep
         self._model_path, self._device = model_path, device
-        self._up: OrderedDict[tuple[str, ...], ServerProcess] = OrderedDict()
+        self._up: OrderedDict[tuple[object, ...], ServerProcess] = OrderedDict()
 
     def __enter__(self) -> Self:
         return self
@@ -97,10 +97,11 @@ class Servers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def get(self, name: str, flags: Sequence[str]) -> Server:
-        """Returns the running server with these flags, or a new server whose log is named after ``name``.
-        Raises ServerError if a new server does not start."""
-        process = self._up.pop(tuple(flags), None)
+    def get(self, name: str, flags: Sequence[str], env: Mapping[str, str] | None = None) -> Server:
+        """Returns the running server with these flags and variables, or a new server whose log is named after
+        ``name``. Raises ServerError if a new server does not start."""
+        key = (*flags, *sorted((env or {}).items()))
+        process = self._up.pop(key, None)
         if process is not None and not process.alive:
             process.close()
             process = None
@@ -111,12 +112,13 @@ class Servers:
             process = ServerProcess(
                 self._model_path,
                 flags=flags,
+                env=env,
                 log_path=self._logs / f"{number:03d}-{name}.log",
                 device="cuda" if self._device == "cuda" else "cpu",
                 # The timeout is long, because a large model's weights may have to be downloaded first.
                 start_timeout_s=7200.0,
             ).start()
-        self._up[tuple(flags)] = process
+        self._up[key] = process
         return Server(process)
 
     def close(self) -> None:

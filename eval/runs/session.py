@@ -16,6 +16,7 @@ from eval.runs.folder import Cell, Result, RunError, Served, locked
 from eval.runs.options import RunOptions
 from eval.runs.plan import Plan, Step, model_path, order, request_body
 from eval.runs.servers import Servers
+from eval.runs.tuning import tuned
 from eval.serving import ServerError
 from eval.tasks.harness import EvalTask, Problem, opens_thinking
 from eval.tiny_reasoner import EMBEDDED_SETTINGS
@@ -45,6 +46,7 @@ def run(
     plan, opens = Plan(options, request_body(options)), opens_thinking(model)
     config = make_config(plan, methods, opens)
     folder = out or default_folder(config)
+    methods = [tuned(one, options, folder, run) if one.is_tuned else one for one in methods]
     with locked(folder):
         settle_config(folder, config)
         with Servers(folder, model, options.device, options.keep_servers) as servers:
@@ -97,7 +99,8 @@ class Session:
 
     def _measure(self, step: Step, cell: Cell, problems: Sequence[Problem]) -> Served:
         plan, options = self.plan, self.plan.options
-        server = self.servers.get(step.method.name, plan.server_flags(step))
+        method = step.method
+        server = self.servers.get(method.name, plan.server_flags(step), method.env)
         if server.reports():
             say(f"{step.title}: {server.url}/reasoncache/ui shows what it shares")
         warm_up(server, plan.warm_up(), options.request_timeout)

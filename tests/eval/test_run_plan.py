@@ -275,7 +275,7 @@ def test_tuned_is_the_best_of_what_was_swept(tmp_path: Path) -> None:
 
 def test_refusals_name_the_fault() -> None:
     for spec, told in {
-        "sparse": "known are dense, newest, reasoncache",
+        "sparse": "known are dense, tuned, newest, reasoncache",
         "reasoncache:block": "must be key=value,..., got 'block'",
         "reasoncache:blocks=3": "blocks must be one of ",
         "reasoncache:preset=random": "the name is the preset",
