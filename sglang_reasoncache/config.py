@@ -137,9 +137,10 @@ class ReasonCacheConfig:
         choices=("tokens", "index"),
     )
     admission_credit: float = _setting(
-        0.5,
-        "Largest share of future output for which admission expects sharing and reserves no slots.",
-        bounds=(0, 0.9),
+        1.0,
+        "Largest fraction of SGLang's reservation of slots for future output that admission may leave out. "
+        "It learns how much to reserve from retractions. 0: reserve as SGLang does.",
+        bounds=(0, 1),
     )
     documents_repair: str = _setting(
         "none",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lets SGLang's admission count on slots that sharing will free."""
 
+from typing import Any
+
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.owner import Promise, SlotOwner
 from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
@@ -14,7 +16,8 @@ class SharingBudget(compat.PrefillBudget):
     """SGLang's ``PrefillBudget`` with two additions.
 
     Slots that running requests can free by sharing (``shareable``) count as free. SGLang's reservation for
-    future output (``total_offset - current_offset``) is multiplied by ``1 - credit`` (``credit`` < 1).
+    future output (``total_offset - current_offset``) is cut to ``ahead`` tokens for each request that runs or
+    was admitted in this pass, but at least to the fraction ``kept`` of it.
 
     Slots for future output need not be free yet: if they are missing later, SGLang retracts requests. All slots
     of a prompt must be free or evictable when it is admitted. A failed allocation would end the scheduler, and
@@ -33,7 +36,10 @@ class SharingBudget(compat.PrefillBudget):
         super().__init__(allocator, tree_cache, **kwargs)
         self._owner = owner
         self._shareable = promise.shareable
-        self._kept = 1.0 - promise.credit
+        self._ahead, self._kept = promise.ahead, promise.kept
+        # Number of requests that have a row or were admitted in this pass.
+        rows = tree_cache.req_to_token_pool
+        self._requests = rows.size - rows.available_size()
         # Whether the chunk of an admitted prompt was put off. Then this pass admits nothing else: SGLang would
         # count the chunk as computed together with the admitted prompts.
         self._put_off = False
@@ -45,7 +51,12 @@ class SharingBudget(compat.PrefillBudget):
     @property
     def remaining_total(self) -> float:
         future = max(self.total_offset - self.current_offset, 0)
-        return self.remaining_current - future * self._kept
+        return self.remaining_current - self._reserved(future, self._requests)
+
+    def _reserved(self, future: float, requests: int) -> float:
+        """How many slots to reserve for the future output of ``requests`` for which SGLang would reserve
+        ``future``."""
+        return max(min(future, self._ahead * requests), future * self._kept)
 
     @property
     def remaining_current(self) -> int:
@@ -72,7 +83,7 @@ class SharingBudget(compat.PrefillBudget):
     ) -> tuple[bool, int | None]:
         """Whether to admit a prompt. The slots of all its chunks are reclaimed now (see the class)."""
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
-        needed = now + (total_tokens - now) * self._kept
+        needed = now + self._reserved(total_tokens - now, 1)
         fits, chunk_limit = super().check_prefill(
             extend_input_len=extend_input_len,
             total_tokens=needed,
@@ -88,11 +99,15 @@ class SharingBudget(compat.PrefillBudget):
     ) -> bool:
         """Whether there are slots for the tokens to load from the host and for the whole prompt behind them,
         but not for output. ``full_tokens`` counts only the prompt's first chunk, which has ``extend_input_len``
-        tokens, and ``max_new_tokens`` of output. ``credit`` is not applied, because a load allocates slots at
-        once."""
+        tokens, and ``max_new_tokens`` of output."""
         later = max(self._prompt - extend_input_len, 0)
         needed = self.ceil_paged_tokens(full_tokens - max_new_tokens + later)
         return self._reclaim(needed) or self._refuse()[0]
+
+    def reserve(self, extend_input_len: int, max_new_tokens: int, **others: Any) -> None:
+        """Account for an admitted prompt, or for a chunk of one."""
+        self._requests += not others.get("is_chunked_continuation", False)
+        super().reserve(extend_input_len, max_new_tokens, **others)
 
     def _refuse(self) -> tuple[bool, None]:
         self._owner.request_waits(again=self._reclaimed)

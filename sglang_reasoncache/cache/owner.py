@@ -7,6 +7,7 @@ and in an SGLang without the plugin, :data:`NO_OWNER` answers: nothing shares, a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -25,11 +26,18 @@ class Promise(NamedTuple):
 
     Attributes:
         shareable: Number of slots that running requests can free by sharing.
-        credit: The fraction of future output for which admission need not reserve slots, in [0, 1).
+        ahead: For how many tokens of each request's future output to reserve slots, at most as many as SGLang
+            would. Infinite: as many as SGLang would.
+        kept: The least fraction of SGLang's reservation to keep, 0 to 1.
     """
 
     shareable: int
-    credit: float
+    ahead: float
+    kept: float
+
+
+#: SGLang's own reservation, and nothing to share.
+NOTHING_PROMISED = Promise(shareable=0, ahead=math.inf, kept=1.0)
 
 
 class SlotOwner(Protocol):
@@ -117,7 +125,7 @@ class NoOwner:
         return nullcontext()
 
     def promise(self) -> Promise:
-        return Promise(shareable=0, credit=0.0)
+        return NOTHING_PROMISED
 
     def reclaim(self, slots: int, evicts: bool) -> None:
         pass

@@ -67,7 +67,10 @@ class ReqToTokenPool(Protocol):
     req_to_token: torch.Tensor
     #: int64 ``[max_requests]`` in host memory: how often each row has been given to a request.
     req_generation: torch.Tensor
+    #: Number of rows, and how many of these no request has.
+    size: int
 
+    def available_size(self) -> int: ...
     def write(self, indices: Any, values: torch.Tensor) -> None: ...
 
 
@@ -83,6 +86,8 @@ class SlotAllocator(Protocol):
 
 
 class PrefixTree(Protocol):
+    req_to_token_pool: ReqToTokenPool
+
     def evictable_size(self) -> int: ...
 
 

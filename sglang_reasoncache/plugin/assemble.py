@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def assemble(
     meter: BlockMeter,
     eviction: EvictionController,
     process: FilterProcess | None,
-    use: Callable[[], float],
+    room: Callable[[], int],
     path_loaded: Callable[[torch.Tensor], None],
     markers: ReasoningMarkers | None = None,
     metrics: SharingMetrics | None = None,
@@ -51,14 +50,14 @@ def assemble(
         rows: SGLang's pool of rows.
         stats: The totals, which ``eviction`` counts in too.
         process: The filter. None if sharing is off.
-        use: The fraction of the KV pool that is in use, see :class:`BlockPipeline`.
+        room: Returns how many slots of the pool are free or evictable.
         path_loaded: See ``SlotOwner``.
         markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
         interval: Decode steps between two polls.
     """
-    config = resolved.config
+    config, size = resolved.config, pool_size(allocator)
     records = Records(process, stats, markers, groups=config.scope == "prompt")
     tracker = RequestTracker(process, records, stats, ranks)
     pipeline = BlockPipeline(
@@ -76,7 +75,7 @@ def assemble(
         ranks=ranks,
         block=resolved.block,
         at_once=config.shares_at_once,
-        use=use,
+        use=lambda: 1.0 - room() / size,
     )
     report = Report(
         config=config,
@@ -99,13 +98,19 @@ def assemble(
         eviction=eviction,
         report=report,
         path_loaded=path_loaded,
+        slots=size,
+        room=room,
         interval=interval,
     )
     allocator.attach(controller)
     return controller
 
 
-def use_of(allocator: Shared, tree: PrefixTree) -> float:
-    """The fraction of slots that are neither free nor evictable. SGLang logs it as ``token usage``."""
-    size: Any = allocator.size_full
-    return 1.0 - (allocator.free_size() + tree.evictable_size()) / float(size)
+def pool_size(allocator: Shared) -> int:
+    """Number of slots of the pool whose slots can be shared."""
+    return int(allocator.size_full)
+
+
+def room_of(allocator: Shared, tree: PrefixTree) -> int:
+    """Number of slots that are free or evictable."""
+    return int(allocator.free_size() + tree.evictable_size())

@@ -12,7 +12,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.host_row import HostRow
-from sglang_reasoncache.cache.owner import Promise
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED, Promise
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import takes_part
@@ -20,7 +20,7 @@ from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing.forecast import SharingForecast
+from sglang_reasoncache.sharing.headroom import Headroom
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.records import Records
 from sglang_reasoncache.sharing.request import RequestRecord, is_running, record_of
@@ -29,6 +29,9 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Decode steps between two polls.
 INTERVAL = 4
+#: After a request had to wait, SGLang is taken to be short of slots for this many decode steps. It does not try
+#: again to admit a request before a running one leaves.
+_STEPS_AFTER_WAIT = 64
 #: While polls compare no blocks, the Prometheus series are updated once in this many polls.
 _METRICS_INTERVAL = 8
 
@@ -45,6 +48,8 @@ class Controller:
     Attributes:
         config: The settings, as ``ResolvedConfig`` has them.
         path_loaded: See ``SlotOwner``.
+        slots: Number of slots of the KV pool.
+        room: Returns how many of these are free or evictable.
         interval: Decode steps between two polls.
     """
 
@@ -57,12 +62,15 @@ class Controller:
     eviction: EvictionController
     report: Report
     path_loaded: Callable[[torch.Tensor], None]
+    slots: int
+    room: Callable[[], int]
     interval: int = INTERVAL
 
     def __post_init__(self) -> None:
-        self.forecast = SharingForecast(self.config.admission_credit)
+        self.headroom = Headroom(self.slots)
         self.containment = Containment(self.ranks, self._disable)
         self._decode_steps = 0
+        self._short_until = 0
         self._is_active = self.config.is_active
         self._holds = False
         self._admits_again = False
@@ -72,8 +80,6 @@ class Controller:
     def _disable(self, reason: str) -> None:
         """Stop sharing and evicting. Shared blocks stay shared, and evicted positions stay evicted."""
         self.report.disabled = reason
-        # Admission must not count on further sharing.
-        self.forecast = SharingForecast(0.0)
         self.pipeline.drop()
         self.tracker.stop()
         self.report.publish()
@@ -101,8 +107,8 @@ class Controller:
         self._holds = yes
 
     def promise(self) -> Promise:
-        """The slots that the blocks of the ledger can free on every rank, and the forecast's credit. All ranks
-        call this together."""
+        """The slots that the blocks of the ledger can free on every rank, and the learned reserve. All ranks
+        call this together. If the plugin is disabled, admission is SGLang's own."""
         least = 0
 
         def ask() -> None:
@@ -112,11 +118,13 @@ class Controller:
         if self._is_active and self.report.disabled is None:
             self.containment.together(ask)
         if self.report.disabled is not None:
-            least = 0
-        return Promise(shareable=least, credit=self.forecast.credit)
+            return NOTHING_PROMISED
+        kept = 1.0 - self.config.admission_credit
+        return Promise(shareable=least, ahead=self.headroom.ahead, kept=kept)
 
     def request_waits(self, again: bool) -> None:
         self.pipeline.request_waits()
+        self._short_until = self._decode_steps + _STEPS_AFTER_WAIT
         self._admits_again = self._admits_again or again
 
     def admits_again(self) -> bool:
@@ -143,6 +151,7 @@ class Controller:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
             if not req.finished():
+                self.headroom.lost(len(req.origin_input_ids) + len(req.output_ids))
                 self.records.retracted(req, row)
             else:
                 try:
@@ -161,18 +170,13 @@ class Controller:
                 positions = len(req.origin_input_ids) + len(req.output_ids)
                 self.stats.request_finished(0, positions)
         elif record.takes_part:
-            # What the request's blocks that did not share so far could have freed (an estimate).
-            expected = self.pipeline.expected_of(req, record)
-            of_output = len(row.evicted_from(len(req.origin_input_ids)))
-            self.forecast.observe(row.saved + expected + of_output, len(req.output_ids))
             self.report.request_finished(req, record, row.saved + row.borrowed, row.evicted)
 
     def flushed(self) -> None:
         """Start anew: SGLang flushes its cache, while no request runs. Distances
         measured so far are dropped: a request that SGLang retracted for a pause may go on with new weights."""
         with self.containment:
-            if self.report.disabled is None:
-                self.forecast = SharingForecast(self.config.admission_credit)
+            self.headroom = Headroom(self.slots)
             self.pipeline.reset()
             self.stats.reset()
             self.tracker.reset()
@@ -182,7 +186,7 @@ class Controller:
         """JSON for ``GET /reasoncache``, from :meth:`Report.describe`. If that method fails, the JSON has only
         the field ``disabled``."""
         with self.containment:
-            return self.report.describe(self.forecast.credit, details, blocks)
+            return self.report.describe(self.headroom.ahead, details, blocks)
         return {"disabled": self.report.disabled}
 
     def after_decode(self, reqs: Sequence[Request]) -> int:
@@ -192,6 +196,8 @@ class Controller:
             return 0
         self._decode_steps += 1
         self.stats.decode_steps += self._is_active
+        if self._is_short:
+            self.headroom.decoded(len(reqs))
         if self._decode_steps % self.interval:
             return 0
         before, compared = self._to_have, self.stats.blocks_compared
@@ -206,6 +212,11 @@ class Controller:
             elif self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0:
                 self.report.publish()
         return self._to_have - before
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a request waits for slots, or did so a moment ago."""
+        return self._decode_steps < self._short_until
 
     @property
     def _to_have(self) -> int:
@@ -233,15 +244,19 @@ class Controller:
             missing -= self.stats.eviction.slots_freed_by_eviction - before
         self.stats.scheduler_seconds += time.perf_counter() - start
 
+    def _make_room(self, running: int) -> None:
+        """While slots are short, let blocks share ahead of need, so that the next decode steps find slots. Then
+        no step is delayed, and none is short while blocks are left."""
+        missing = 2 * self.interval * running - self.room()
+        if self._is_short and missing > 0:
+            self.pipeline.reclaim(missing)
+
     def _poll(self, reqs: Sequence[Request]) -> None:
         """Measure the blocks that the filter process found; with ``when=always``, let accepted blocks share.
         Hand new tokens to the filter, whose results a later poll takes. Then have policies evict positions."""
         self.pipeline.advance()
         running = [(req, self.records.born(req)) for req in reqs if is_running(req)]
         logical = 0
-        output = 0
-        # Admission's forecast is about output only, so ``saved`` leaves out evicted positions of prompts.
-        saved = self.pipeline.saved
         for req, record in running:
             if record.row is None:
                 self.records.prefilled(req, record, self.pipeline.redirector.row_of(req))
@@ -249,12 +264,9 @@ class Controller:
             if record.pending:
                 self.pipeline.requeue(req, record)
             logical += req.kv.kv_allocated_len
-            output += len(req.output_ids)
-            saved += len(record.row.evicted_from(len(req.origin_input_ids)))
         self.tracker.feed(req for req, _ in running)
         self.stats.poll(len(running), self.report.slots_saved, logical, self.pipeline.across)
-        expected = self.pipeline.expected(record for _, record in running)
-        self.forecast.poll(saved + expected, output)
+        self._make_room(len(running))
         if self.eviction.is_active:
             # After a retraction a row has its full size until its blocks share again. Policies are not asked
             # before that, because they would evict too much.

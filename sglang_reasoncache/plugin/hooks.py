@@ -154,10 +154,8 @@ def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleB
 def _after_decode(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
-    credit = controller.forecast.credit
     freed = controller.after_decode(batch.reqs)
-    again = controller.admits_again()
-    _admit_again(processor, again or freed > 0 or controller.forecast.credit > credit)
+    _admit_again(processor, controller.admits_again() or freed > 0)
 
 
 def _admit_again(processor: Any, yes: bool) -> None:

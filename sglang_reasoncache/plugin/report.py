@@ -197,8 +197,8 @@ class Report:
         }
         self.metrics.update(self.stats, gauges, latency)
 
-    def describe(self, credit: float, details: bool, blocks: bool = True) -> dict[str, Any]:
-        """JSON for the endpoint. ``credit``: fraction of future output for which admission reserves no slots.
+    def describe(self, ahead: float, details: bool, blocks: bool = True) -> dict[str, Any]:
+        """JSON for the endpoint. ``ahead``: tokens of each request's output for which admission reserves slots.
         ``details``: add ``recent``. ``blocks``: include the fields ``_OF_BLOCKS``, up to 328,000 numbers."""
         recent = [*self.recent] if details else []
         if not blocks:
@@ -213,7 +213,7 @@ class Report:
             **self._now,
             "groups": self._groups(_GROUPS),
             "evictors": self.eviction.described,
-            "admission_credit": credit,
+            "reserved_per_request": ahead,
             "threshold": self.pipeline.threshold.describe(),
             "distances": self.pipeline.meter.backend,
             "totals": self.stats.to_dict(),

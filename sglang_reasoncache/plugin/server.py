@@ -22,7 +22,7 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from sglang_reasoncache.plugin import attention, refusals
-from sglang_reasoncache.plugin.assemble import assemble, use_of
+from sglang_reasoncache.plugin.assemble import assemble, room_of
 from sglang_reasoncache.plugin.controller import Controller
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 from sglang_reasoncache.plugin.report import SharingMetrics
@@ -164,7 +164,7 @@ class ServerParts:
                 ranks=ranks,
             ),
             process=_filter(context, resolved, meter, markers) if config.shares else None,
-            use=functools.partial(use_of, self.allocator, tree),
+            room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
             markers=markers,
             metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,

@@ -52,10 +52,6 @@ class Ledger:
         record = record_of(req)
         return [] if record is None else list(record.in_ledger)
 
-    def slots_of(self, req: Request) -> int:
-        """How many slots become free if all blocks whose destination is in the row of ``req`` share."""
-        return sum(block.length for block in self.of(req) if block.req is req)
-
     def remove(self, block: BlockProposal) -> None:
         del known_record(block.req).in_ledger[block]
         if block.is_across:

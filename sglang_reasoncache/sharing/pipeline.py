@@ -7,7 +7,7 @@ filter process or the device."""
 import collections
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.device.ranks import Ranks
@@ -99,21 +99,6 @@ class BlockPipeline:
     def _unjudged(self) -> Batch:
         """Blocks that wait to be measured, or are being measured."""
         return [*self._waiting, *(self._in_flight[0] if self._in_flight else ())]
-
-    def expected(self, running: Iterable[RequestRecord]) -> float:
-        """The number of slots that the ledger's blocks can free, plus the number that blocks not judged yet are
-        expected to free. All ranks call this together."""
-        unmeasured = len(self._unjudged) + sum(len(record.pending) for record in running)
-        if self._records.in_groups:
-            # Ranks may differ in which pending blocks still have a source, so all take the smallest number.
-            unmeasured = self._ranks.least(unmeasured)
-        return self.ledger.slots + unmeasured * self.block * self.threshold.share
-
-    def expected_of(self, req: Request, record: RequestRecord) -> float:
-        """Like :meth:`expected`, for one request: counts its blocks in the ledger, and its pending blocks whose
-        source is in ``req`` itself."""
-        unmeasured = sum(candidate.source is None for candidate in record.pending)
-        return self.ledger.slots_of(req) + unmeasured * self.block * self.threshold.share
 
     def advance(self) -> None:
         """Measure and judge batches until one is not ready yet, none is left, or ``_MAX_BATCH`` pairs are done.

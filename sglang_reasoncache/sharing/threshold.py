@@ -51,11 +51,6 @@ class AdaptiveThreshold:
         self.epoch += 1
 
     @property
-    def share(self) -> float:
-        """The fraction of distances that are accepted in the long run, 0 to 1."""
-        return self._percentile / 100
-
-    @property
     def is_warm(self) -> bool:
         return self.num_observed >= self._warmup
 

@@ -276,7 +276,7 @@ class World:
             meter=meter,
             eviction=eviction,
             process=self.engine,
-            use=lambda: 1.0,
+            room=lambda: 0,
             path_loaded=cached_at.record_path,
             interval=interval,
             documents_off="the test chooses",

@@ -28,6 +28,7 @@ from sglang.srt.runtime_context import get_context
 import sglang_reasoncache
 from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy, View
 from sglang_reasoncache.filter.matcher import AcrossPair
@@ -368,7 +369,7 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
         load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
         report = failed(load, faults)
         assert report["disabled"].startswith(f"{faults.error.__name__}: at Site("), site
-        assert load.controller.forecast.credit == 0
+        assert load.controller.promise() is NOTHING_PROMISED
 
 
 @pytest.mark.usefixtures("published_config")

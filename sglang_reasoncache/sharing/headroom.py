@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learns for how many tokens of each request's future output admission should reserve slots.
+
+SGLang reserves up to 4,096 tokens of each request's output, of which a fraction counts that it lowers in steps.
+A server that is short of slots then runs few requests while slots are free. Without a reserve it admits too
+many, retracts them, and computes their KV again."""
+
+import math
+
+#: How many tokens may be lost to retractions, per token of output, while requests wait for slots. Computing a
+#: token of KV again in a prefill costs about 2% of a decode step. At this cost, a loss of 0.3 to 0.5 is within
+#: a few percent of the best fixed reserve (tests/unit/test_headroom.py simulates SGLang's scheduler).
+ACCEPTED_LOSS = 0.4
+#: The least and the largest number of tokens. SGLang never reserves more than the latter by default.
+LEAST, MOST = 2.0, 4096.0
+_START = 64.0
+
+
+class Headroom:
+    """For how many tokens of each request's future output admission reserves slots: :attr:`ahead`.
+
+    Grows with each retraction, and shrinks with each decoded token while requests wait for slots, in such a way
+    that both balance at ``ACCEPTED_LOSS``. Losing as many tokens as the KV pool has slots makes it e times as
+    large. It depends on counts alone, not on time, so it is the same on all ranks.
+
+    Args:
+        slots: Number of slots of the KV pool.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._slots = max(slots, 1)
+        self.ahead = _START
+
+    def decoded(self, tokens: int) -> None:
+        """Count ``tokens`` of output, decoded while a request waited for slots."""
+        self._scale(-ACCEPTED_LOSS * tokens)
+
+    def lost(self, tokens: int) -> None:
+        """Count a retraction of a request with ``tokens`` of KV."""
+        self._scale(tokens)
+
+    def _scale(self, tokens: float) -> None:
+        # One retraction at most doubles the reserve, even if the request held most of a small pool.
+        change = min(tokens / self._slots, math.log(2))
+        self.ahead = min(max(self.ahead * math.exp(change), LEAST), MOST)
