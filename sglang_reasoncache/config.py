@@ -142,6 +142,12 @@ class ReasonCacheConfig:
         "It learns how much to reserve from retractions. 0: reserve as SGLang does.",
         bounds=(0, 1),
     )
+    host_swap_gb: float | None = _setting(
+        None,
+        "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, which is then not "
+        "computed again. 0: none. By default a fifth of the free memory, divided by the ranks.",
+        bounds=(0, 1_000_000),
+    )
     documents_repair: str = _setting(
         "none",
         "Which tokens of documents at new positions are computed again unless the request chooses: none; "

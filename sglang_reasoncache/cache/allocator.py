@@ -20,6 +20,7 @@ from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
 from sglang_reasoncache.cache.references import Change, PageReferences
 from sglang_reasoncache.cache.repair import Repairs
+from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.types import PrefixTree
 from sglang_reasoncache.device.upload import upload
 
@@ -39,6 +40,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     repairs: Repairs
     #: Whom this allocator, the prefix tree over it and its prefill budgets ask (:meth:`attach`).
     owner: SlotOwner = NO_OWNER
+    #: Keeps the KV of retracted requests in host memory. None: it is computed again.
+    swap: HostSwap | None = None
     budget: type = SharingBudget
     has_window_pool = False
     _release_unreferenced: Callable[[torch.Tensor], None]
@@ -48,16 +51,19 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         self.freed = FreedEntries(self.has_window_pool)
         super().__init__(*arguments, **named)
 
-    def attach(self, owner: SlotOwner) -> None:
-        """Let ``owner`` answer from now on. Called once, before requests arrive."""
+    def attach(self, owner: SlotOwner, swap: HostSwap | None = None) -> None:
+        """Let ``owner`` answer from now on, and keep KV of retracted requests in ``swap``. Called once, before
+        requests arrive."""
         assert self.owner is NO_OWNER, "an allocator has one owner"
-        self.owner = owner
+        self.owner, self.swap = owner, swap
 
     def clear(self) -> None:
         super().clear()
         self.references = PageReferences()
         self.rows = {}
         self.repairs = Repairs()
+        if self.swap is not None:
+            self.swap.forget()
         self.has_shifted_slots = False
         self.has_evicted = False
         self._held: list[torch.Tensor] = []

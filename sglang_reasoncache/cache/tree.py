@@ -23,6 +23,8 @@ from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
 from sglang_reasoncache.cache.repair import RepairedRow, missed
+from sglang_reasoncache.cache.swap import Restored, swapped_of
+from sglang_reasoncache.compat.carriers import SWAPPED
 from sglang_reasoncache.compat.types import Request
 
 
@@ -30,6 +32,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     """``UnifiedRadixCache`` over one of our allocators."""
 
     token_to_kv_pool_allocator: Shared
+    #: Whether the slots that were loaded last belong to a request.
+    _loads_own = False
 
     @property
     def owner(self) -> SlotOwner:
@@ -72,6 +76,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             if not self.enable_mamba_extra_buffer:
                 # Without the extra buffer SGLang has no copy of the state at an earlier position.
                 end = 0
+        if isinstance(req.last_node, Restored) and running:
+            self._note_restored(req)
         if isinstance(req.last_node, Composition):
             # KV behind a document used at a new position is not exact, and the tree holds exact KV only.
             end = 0
@@ -80,6 +86,13 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if self.is_swa_enabled and not self.disable and running and end < up_to:
             # Admission expects the slots of passed windows to be free. The call above stopped at ``end``.
             self.evict_sliding_windows(req, up_to - 1)
+
+    def _note_restored(self, req: Request) -> None:
+        """Record in a restored row which keys are rotated when they are read. Nothing but the prompt is
+        published while a request runs, so the tree holds none of them."""
+        shifted = req.last_node.first_shifted
+        if shifted is not None:
+            self.token_to_kv_pool_allocator.row_of(req.kv.req_pool_idx).first_shared = shifted
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
         """The position up to which the row may be published."""
@@ -119,7 +132,41 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
         super().on_release(req, checkpointed=checkpointed)
         row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, NOTHING_SHARED)
+        if not req.finished():
+            self._swap_out(req, row)
         self.owner.released(req, row)
+
+    def _swap_out(self, req: Request, row: HostRow) -> None:
+        """Keep the KV of a request that is retracted. Its slots are free already, but only a later forward
+        rewrites them."""
+        swap = self.token_to_kv_pool_allocator.swap
+        if swap is None or isinstance(req.last_node, Composition):
+            return
+        swapped = None
+        with self.owner.contained():
+            swapped = swap.out(self, req, row)
+        # All ranks admit the same requests with the same numbers of tokens.
+        kept = self.owner.ranks.least(int(swapped is not None))
+        setattr(req, SWAPPED, swapped if kept else None)
+
+    def init_load_back(self, params: Any) -> Any:
+        """Load what a match found on the host: the KV of a retracted request, or a cached prefix."""
+        req = params.req
+        swapped = swapped_of(req)
+        self._loads_own = swapped is not None and req.host_hit_length == swapped.length - req.prefix_len
+        if not self._loads_own:
+            return super().init_load_back(params)
+        swap = self.token_to_kv_pool_allocator.swap
+        assert swap is not None and swapped is not None
+        restored = swap.back(self, swapped, req.prefix_len)
+        if restored is None:
+            return 0, req.last_node
+        setattr(req, SWAPPED, None)
+        return len(restored.slots), restored._replace(node=req.last_node)
+
+    def load_back_is_cache_owned(self) -> bool:
+        """Whether the tree owns the slots that :meth:`init_load_back` loaded last."""
+        return not self._loads_own and super().load_back_is_cache_owned()
 
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
         """Load evicted nodes of a path from the host. Records each slot's position in the path as its cached
@@ -138,6 +185,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         slot at a position other than the one for which the slot's key was rotated."""
         return any(
             isinstance(req.last_node, Composition)
+            or (isinstance(req.last_node, Restored) and req.last_node.first_shifted is not None)
             or self._host_row(req.kv).first_shared is not None
             for req in reqs
         )
@@ -148,6 +196,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def match_prefix(self, params: Any) -> Any:
         found = super().match_prefix(params)
+        swapped = swapped_of(params.req)
+        if swapped is not None and found.device_prefix_len < swapped.length <= len(params.key):
+            return found._replace(host_hit_length=swapped.length - found.device_prefix_len)
         documents = marked(params.req) if self.owner.composes else None
         if documents is not None:
             with self.owner.contained_alone():
@@ -169,6 +220,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def prefix_device_indices(self, req: Request) -> torch.Tensor:
         prefix = req.last_node
+        if isinstance(prefix, Restored):
+            root = self.root_node_handle(req.extra_key)
+            path = self.tree_core.collect_full_device_indices(prefix.node, root)
+            slots = torch.cat((path[: req.prefix_len - len(prefix.slots)], prefix.slots))
+            assert len(slots) == req.prefix_len, (len(slots), req.prefix_len)
+            return slots
         if not isinstance(prefix, Composition):
             return super().prefix_device_indices(req)
         root = self.root_node_handle(req.extra_key)
@@ -186,6 +243,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def lock(self, *where: Any, **named: Any) -> Any:
         """Lock the path of a node, or all paths of a composition."""
+        if where and isinstance(where[0], Restored):
+            where = where[0].node, *where[1:]
         if where and isinstance(where[0], Composition):
             return CompositionLock(map(super().lock, where[0].nodes))
         return super().lock(*where, **named)

@@ -5,7 +5,9 @@
 - ``Req``, attribute :data:`RECORD`: our record of the request (``sharing/request.py``).
 - ``Req``, attribute :data:`DOCUMENTS`: the documents that the client marked, and what is known of them
   (``cache/composition.py``).
-- ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
+- ``Req``, attribute :data:`SWAPPED`: the KV of a retracted request on the host (``cache/swap.py``).
+- ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``), or in
+  ``Req.last_node`` a ``Restored`` (``cache/swap.py``).
 - ``ForwardBatch.rids``: a ``MarkedRids`` in place of a list; says whether a forward needs our kernels.
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.
 - ``GetInternalStateReq.rid``: the HTTP path that says what is asked of a scheduler (``plugin/hooks.py``).
@@ -24,6 +26,8 @@ CONFIG = "_reasoncache"
 RECORD = "_reasoncache_record"
 #: Attribute of ``Req``: its ``CachedDocuments``, or None. Missing until the request is looked up.
 DOCUMENTS = "_reasoncache_documents"
+#: Attribute of ``Req``: a ``Swapped``, or None. Missing until the request is retracted.
+SWAPPED = "_reasoncache_swapped"
 #: Attribute of the tokenizer manager: bool. Missing until all schedulers have answered.
 COMPOSES = "_reasoncache_composes"
 #: Attribute of the tokenizer manager: a list of ``WaitingRequest``. Missing until a request waits.

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_reasoncache.cache.allocator import Shared
+from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.types import PrefixTree, ReqToTokenPool
 from sglang_reasoncache.config import ResolvedConfig
 from sglang_reasoncache.device.ranks import Ranks
@@ -38,6 +39,7 @@ def assemble(
     process: FilterProcess | None,
     room: Callable[[], int],
     path_loaded: Callable[[torch.Tensor], None],
+    swap: HostSwap | None = None,
     markers: ReasoningMarkers | None = None,
     metrics: SharingMetrics | None = None,
     documents_off: str | None = None,
@@ -52,6 +54,7 @@ def assemble(
         process: The filter. None if sharing is off.
         room: Returns how many slots of the pool are free or evictable.
         path_loaded: See ``SlotOwner``.
+        swap: Keeps the KV of retracted requests on the host. None if it is computed again.
         markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
@@ -102,7 +105,7 @@ def assemble(
         room=room,
         interval=interval,
     )
-    allocator.attach(controller)
+    allocator.attach(controller, swap)
     return controller
 
 

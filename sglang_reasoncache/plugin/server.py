@@ -8,10 +8,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config, flag_of
@@ -30,6 +33,9 @@ from sglang_reasoncache.sharing.meter import BlockMeter
 from sglang_reasoncache.sharing.stats import SharingStats
 
 logger = logging.getLogger(__name__)
+
+#: The fraction of the free host memory that keeps the KV of retracted requests, unless the operator says.
+_SHARE_OF_HOST = 0.2
 
 
 class ServerParts:
@@ -120,6 +126,19 @@ class ServerParts:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
+    def _swap(self, tree: SharedRadixCache, corrects: bool) -> HostSwap | None:
+        """Host memory for retracted requests; None if the operator wants none, or the pool cannot be copied."""
+        asked = self._config.host_swap_gb
+        if asked is None:
+            free = psutil.virtual_memory().available * _SHARE_OF_HOST
+            asked = free / 2**30 / compat.get_parallel().tp_size
+        # States and windows are not kept, and SGLang copies pools by slot only in this layout.
+        if not asked or tree.is_swa_enabled or tree.is_mamba_enabled:
+            return None
+        if getattr(self.allocator.get_kvcache(), "use_hnd", False):
+            return None
+        return HostSwap(int(asked * 2**30), self._cached if corrects else None)
+
     def _controller(
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig
     ) -> Controller:
@@ -166,6 +185,7 @@ class ServerParts:
             process=_filter(context, resolved, meter, markers) if config.shares else None,
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
+            swap=self._swap(tree, corrects),
             markers=markers,
             metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,
             documents_off=self._documents_off(tree, config),

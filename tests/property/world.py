@@ -28,6 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
 from sglang_reasoncache.custom_params import OPT_OUT_KEY
@@ -227,10 +228,12 @@ class World:
         self, setup: Setup, meter_type: type[BlockMeter] = BlockMeter, ranks: Ranks | None = None,
         interval: int = 1, evictors: Sequence[NamedPolicy] = (), no_tree: bool = False,
         engine: Any = None, min_age: int = 0, queries: Any = None, max_rows: int = MAX_ROWS,
+        swap_bytes: int = 0,
     ) -> None:  # fmt: skip
         """``evictors``: policies that replace the scripted one. ``no_tree``: no prefix cache
         (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
-        ``engine``: replaces the scripted engine; requests with the same prompt then may share."""
+        ``engine``: replaces the scripted engine; requests with the same prompt then may share.
+        ``swap_bytes``: host memory for KV of retracted requests."""
         self.setup, self.page, self.max_rows = setup, setup.page, max_rows
         #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots
@@ -278,6 +281,7 @@ class World:
             process=self.engine,
             room=lambda: 0,
             path_loaded=cached_at.record_path,
+            swap=HostSwap(swap_bytes, cached_at) if swap_bytes else None,
             interval=interval,
             documents_off="the test chooses",
         )

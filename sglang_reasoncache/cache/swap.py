@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the KV of retracted requests in host memory, so that it need not be computed again.
+
+SGLang retracts a running request when slots run out, and later computes all its KV again. Instead, the KV is
+copied to the host before the request's slots are reused. When SGLang admits the request again, the copy counts
+as a host hit of the prefix cache: SGLang's admission reserves its slots and asks the tree to load it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.compat.carriers import SWAPPED
+from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.device.upload import upload
+
+if TYPE_CHECKING:
+    from sglang_reasoncache.cache.tree import SharedRadixCache
+
+
+class Swapped:
+    """The KV of a retracted request on the host. SGLang's request carries it.
+
+    Attributes:
+        length: Number of positions.
+        tensors: SGLang's copy of their KV.
+        cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory.
+        num_bytes: Size of ``tensors``.
+        is_valid: Whether the KV may be used.
+    """
+
+    def __init__(self, length: int, tensors: Any, cached_at: torch.Tensor) -> None:
+        self.length, self.tensors, self.cached_at = length, tensors, cached_at
+        self.is_valid = True
+        self.num_bytes = _bytes_of(tensors)
+
+
+def swapped_of(req: Request | None) -> Swapped | None:
+    """The KV of ``req`` that is on the host. None if there is none, or if the cache was flushed since."""
+    swapped: Swapped | None = getattr(req, SWAPPED, None)
+    return swapped if swapped is not None and swapped.is_valid else None
+
+
+class Restored(NamedTuple):
+    """Takes the place of a node of the tree in ``Request.last_node``: the path of ``node``, then the ``slots``
+    into which the request's own KV was loaded, int64 ``[loaded]`` on the device.
+
+    ``first_shifted``: the lowest position whose key was rotated for another position; None if there is none.
+    """
+
+    node: Any
+    slots: torch.Tensor
+    first_shifted: int | None
+
+
+class HostSwap:
+    """Copies KV of retracted requests to the host and back. All ranks call its methods together.
+
+    Args:
+        limit: Most bytes on the host, of this rank.
+    """
+
+    def __init__(self, limit: int, cached_at: CachedPositions | None) -> None:
+        self._limit, self._cached_at = limit, cached_at
+        self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of host memory in use."""
+        return sum(one.num_bytes for one in self._there)
+
+    def forget(self) -> None:
+        """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
+        for one in self._there:
+            one.is_valid, one.tensors = False, None
+            one.num_bytes = 0
+
+    def out(self, tree: SharedRadixCache, req: Request, row: HostRow) -> Swapped | None:
+        """Copy the KV of a request that is being retracted. None if its KV cannot be kept: positions were
+        evicted, a part comes from documents at new positions, or the copy would exceed the limit."""
+        length = len(req.origin_input_ids) + len(req.output_ids) - 1
+        length -= length % tree.page_size
+        allocator = tree.token_to_kv_pool_allocator
+        if row.evicted or length <= 0 or not req.output_ids or length > req.kv.kv_allocated_len:
+            return None
+        slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
+        one = Swapped(1, allocator.get_cpu_copy(slots[:1]), torch.zeros(0))
+        if self.num_bytes + one.num_bytes * length > self._limit:
+            return None
+        if self._cached_at is None:
+            cached_at = torch.arange(length, dtype=torch.int32)
+        else:
+            cached_at = self._cached_at.positions[slots].cpu()
+        swapped = Swapped(length, allocator.get_cpu_copy(slots), cached_at)
+        self._there.add(swapped)
+        return swapped
+
+    def back(self, tree: SharedRadixCache, swapped: Swapped, held: int) -> Restored | None:
+        """Load the positions from ``held`` on into new slots. None if slots are missing.
+
+        ``held``: number of positions that the tree holds."""
+        allocator = tree.token_to_kv_pool_allocator
+        count = swapped.length - held
+        if allocator.available_size() < count:
+            allocator.evict_to_free_tokens(tree, count)
+        slots = allocator.alloc(count)
+        if slots is None:
+            return None
+        # Slot 0 is SGLang's padding slot: nobody reads what is loaded for the positions that the tree holds.
+        allocator.load_cpu_copy(swapped.tensors, torch.cat((slots.new_zeros(held), slots)))
+        cached_at = swapped.cached_at[held:]
+        if self._cached_at is not None:
+            self._cached_at.record(slots, upload(cached_at.tolist(), slots.device))
+        shifted = (cached_at != torch.arange(held, swapped.length)).nonzero()
+        return Restored(None, slots, held + int(shifted[0]) if len(shifted) else None)
+
+
+def _bytes_of(tensors: Any) -> int:
+    if isinstance(tensors, torch.Tensor):
+        return tensors.nbytes
+    if isinstance(tensors, list | tuple):
+        return sum(map(_bytes_of, tensors))
+    return 0

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that the KV of a retracted request comes back from host memory as it was: with SGLang's own pools, tree
+and ``PrefillAdder``."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.common import checkpoint_kv_cache
+
+from sglang_reasoncache.cache.swap import swapped_of
+from sglang_reasoncache.sharing.request import record_of
+from tests.property.adder import adder_of
+from tests.property.world import Pair, Setup, World, in_host
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+CHUNK = 1 << 12
+SETUPS = [
+    Setup(page=page, block=4, slots=160, when=when, core=core)
+    for page in (1, 4)
+    for when in ("always", "short")
+    for core in ("python", "rust")
+]
+
+
+def started(setup: Setup, swap_bytes: int = 1 << 20, *pairs: Pair) -> tuple[World, Req]:
+    """A request whose blocks share as ``pairs`` say, with a different content in each slot of its output."""
+    world = World(setup, swap_bytes=swap_bytes)
+    req = world.start()
+    if pairs:
+        world.propose(req, *pairs)
+    for _ in range(3):
+        world.controller.after_decode([req])
+    if setup.when == "short":
+        world.controller.reclaim(10**6, False)
+    # A forward would have recorded these.
+    slots = torch.from_numpy(world.row(req).copy())
+    cached_positions(world).record(slots, torch.from_numpy(world.written_at[slots]))
+    return world, req
+
+
+def cached_positions(world: World) -> Any:
+    swap: Any = world.allocator.swap
+    return swap._cached_at
+
+
+def what_is_read(world: World, req: Req) -> tuple[np.ndarray, np.ndarray]:
+    """The content of each position's slot, and the position that its key was rotated for."""
+    row = world.row(req)[: len(req.origin_input_ids) + len(req.output_ids) - 1]
+    return world.contents()[row], in_host(cached_positions(world).positions).numpy()[row]
+
+
+def overwrite(world: World) -> None:
+    """Another request takes all free slots, and ends."""
+    count = world.allocator.available_size() + world.tree.evictable_size()
+    other = world.request("other", range(5000, 5000 + count - world.page))
+    world.prefill(other)
+    other.output_ids.append(1)
+    world.abort(other)
+
+
+def admitted(world: World, req: Req) -> int:
+    """Have SGLang admit ``req`` and prefill it. Returns how many tokens are computed."""
+    req.init_next_round_input(world.tree)
+    adder = adder_of(world, [], CHUNK)
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    assert adder.can_run_list == [req]
+    slots = world.extend(req)
+    world.write(slots, [1] * len(slots))
+    checkpoint_kv_cache(req, world.tree)
+    return len(slots)
+
+
+@pytest.mark.parametrize("others", [False, True], ids=["prefix-cached", "prefix-evicted"])
+@pytest.mark.parametrize("shares", [False, True], ids=["plain", "shared"])
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_all_but_the_last_page_comes_back(setup: Setup, shares: bool, others: bool) -> None:
+    world, req = started(setup, 1 << 20, *[Pair(8, 24), Pair(12, 20)] * shares)
+    assert (world.controller.pipeline.saved > 0) == shares
+    contents, cached_at = what_is_read(world, req)
+    world.retract(req)
+    swapped = swapped_of(req)
+    assert swapped is not None and world.controller.pipeline.saved == 0
+    if others:
+        overwrite(world)
+    computed = admitted(world, req)
+    assert computed <= setup.page and swapped_of(req) is None
+    kept = swapped.length
+    again, cached_again = what_is_read(world, req)
+    assert (again[:kept] == contents[:kept]).all()
+    assert (cached_again[:kept] == cached_at[:kept]).all()
+    assert world.tree.reads_shifted([req]) == shares == (cached_again != np.arange(len(again))).any()
+    # It goes on as before: it shares again, and gives all its slots back.
+    world.step(req)
+    for _ in range(4):
+        world.controller.after_decode([req])
+    record = record_of(req)
+    assert record is not None and record.row is not None
+    world.finish(req)
+    world.assert_empty()
+
+
+def test_a_copy_beyond_the_limit_is_not_made() -> None:
+    world, req = started(SETUPS[0], 64)
+    world.retract(req)
+    assert swapped_of(req) is None
+    assert admitted(world, req) > 1
+
+
+def test_what_the_host_has_is_bounded_and_given_back() -> None:
+    world, req = started(SETUPS[0])
+    swap: Any = world.allocator.swap
+    world.retract(req)
+    assert 0 < swap.num_bytes <= 1 << 20
+    admitted(world, req)
+    assert swap.num_bytes == 0
+    world.step(req)
+    world.retract(req)
+    assert swap.num_bytes > 0
+    world.assert_empty()
+    assert swapped_of(req) is None and swap.num_bytes == 0, "a flush may change the weights"
+
+
+def test_what_finds_no_slots_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, req = started(SETUPS[0])
+    world.retract(req)
+    monkeypatch.setattr(world.allocator, "alloc", lambda count: None, raising=True)
+    req.init_next_round_input(world.tree)
+    adder = adder_of(world, [], CHUNK)
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    monkeypatch.undo()
+    assert adder.can_run_list == [req]
+    slots = world.extend(req)
+    assert len(slots) > 1
+    world.abort(req)
+    world.assert_empty()
