@@ -142,10 +142,10 @@ class ReasonCacheConfig:
         "It learns how much to reserve from retractions. 0: reserve as SGLang does.",
         bounds=(0, 1),
     )
-    host_swap_gb: float | None = _setting(
-        None,
-        "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, which is then not "
-        "computed again. 0: none. By default a fifth of the free memory, divided by the ranks.",
+    host_swap_gb: float = _setting(
+        0.0,
+        "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
+        "computed again. Not for models with states or a window pool.",
         bounds=(0, 1_000_000),
     )
     documents_repair: str = _setting(

@@ -110,13 +110,17 @@ class HostSwap:
         slots = allocator.alloc(count)
         if slots is None:
             return None
-        # Slot 0 is SGLang's padding slot: nobody reads what is loaded for the positions that the tree holds.
-        allocator.load_cpu_copy(swapped.tensors, torch.cat((slots.new_zeros(held), slots)))
-        cached_at = swapped.cached_at[held:]
-        if self._cached_at is not None:
-            self._cached_at.record(slots, upload(cached_at.tolist(), slots.device))
-        shifted = (cached_at != torch.arange(held, swapped.length)).nonzero()
-        return Restored(None, slots, held + int(shifted[0]) if len(shifted) else None)
+        try:
+            # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
+            allocator.load_cpu_copy(swapped.tensors, torch.cat((slots.new_zeros(held), slots)))
+            cached_at = swapped.cached_at[held:]
+            if self._cached_at is not None:
+                self._cached_at.record(slots, upload(cached_at.tolist(), slots.device))
+            shifted = (cached_at != torch.arange(held, swapped.length)).nonzero()
+            return Restored(None, slots, held + int(shifted[0]) if len(shifted) else None)
+        except BaseException:
+            allocator.free(slots)
+            raise
 
 
 def _bytes_of(tensors: Any) -> int:

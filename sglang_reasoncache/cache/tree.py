@@ -146,22 +146,28 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         with self.owner.contained():
             swapped = swap.out(self, req, row)
         # All ranks admit the same requests with the same numbers of tokens.
-        kept = self.owner.ranks.least(int(swapped is not None))
+        ranks = self.owner.ranks
+        kept = ranks.least(int(swapped is not None))
         setattr(req, SWAPPED, swapped if kept else None)
 
     def init_load_back(self, params: Any) -> Any:
         """Load what a match found on the host: the KV of a retracted request, or a cached prefix."""
         req = params.req
         swapped = swapped_of(req)
-        self._loads_own = swapped is not None and req.host_hit_length == swapped.length - req.prefix_len
+        self._loads_own = (
+            swapped is not None and req.host_hit_length == swapped.length - req.prefix_len
+        )
         if not self._loads_own:
             return super().init_load_back(params)
         swap = self.token_to_kv_pool_allocator.swap
         assert swap is not None and swapped is not None
-        restored = swap.back(self, swapped, req.prefix_len)
+        restored = None
+        with self.owner.contained_alone():
+            restored = swap.back(self, swapped, req.prefix_len)
+        # If nothing was loaded, the KV is computed again.
+        setattr(req, SWAPPED, None)
         if restored is None:
             return 0, req.last_node
-        setattr(req, SWAPPED, None)
         return len(restored.slots), restored._replace(node=req.last_node)
 
     def load_back_is_cache_owned(self) -> bool:

@@ -6,8 +6,8 @@
 - ``Req``, attribute :data:`DOCUMENTS`: the documents that the client marked, and what is known of them
   (``cache/composition.py``).
 - ``Req``, attribute :data:`SWAPPED`: the KV of a retracted request on the host (``cache/swap.py``).
-- ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``), or in
-  ``Req.last_node`` a ``Restored`` (``cache/swap.py``).
+- ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
+- ``Req.last_node``: a ``Restored`` in place of a node id (``cache/swap.py``).
 - ``ForwardBatch.rids``: a ``MarkedRids`` in place of a list; says whether a forward needs our kernels.
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.
 - ``GetInternalStateReq.rid``: the HTTP path that says what is asked of a scheduler (``plugin/hooks.py``).

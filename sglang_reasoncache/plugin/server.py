@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import psutil
-
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
@@ -33,9 +31,6 @@ from sglang_reasoncache.sharing.meter import BlockMeter
 from sglang_reasoncache.sharing.stats import SharingStats
 
 logger = logging.getLogger(__name__)
-
-#: The fraction of the free host memory that keeps the KV of retracted requests, unless the operator says.
-_SHARE_OF_HOST = 0.2
 
 
 class ServerParts:
@@ -128,16 +123,12 @@ class ServerParts:
 
     def _swap(self, tree: SharedRadixCache, corrects: bool) -> HostSwap | None:
         """Host memory for retracted requests; None if the operator wants none, or the pool cannot be copied."""
-        asked = self._config.host_swap_gb
-        if asked is None:
-            free = psutil.virtual_memory().available * _SHARE_OF_HOST
-            asked = free / 2**30 / compat.get_parallel().tp_size
-        # States and windows are not kept, and SGLang copies pools by slot only in this layout.
-        if not asked or tree.is_swa_enabled or tree.is_mamba_enabled:
+        size = int(self._config.host_swap_gb * 2**30)
+        # States and windows are not kept, and SGLang copies pools by slot only in the layout NHD.
+        heads_first = getattr(self.allocator.get_kvcache(), "use_hnd", False)
+        if not size or tree.is_swa_enabled or tree.is_mamba_enabled or heads_first:
             return None
-        if getattr(self.allocator.get_kvcache(), "use_hnd", False):
-            return None
-        return HostSwap(int(asked * 2**30), self._cached if corrects else None)
+        return HostSwap(size, self._cached if corrects else None)
 
     def _controller(
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig

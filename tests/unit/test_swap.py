@@ -92,7 +92,9 @@ def test_all_but_the_last_page_comes_back(setup: Setup, shares: bool, others: bo
     again, cached_again = what_is_read(world, req)
     assert (again[:kept] == contents[:kept]).all()
     assert (cached_again[:kept] == cached_at[:kept]).all()
-    assert world.tree.reads_shifted([req]) == shares == (cached_again != np.arange(len(again))).any()
+    assert (
+        world.tree.reads_shifted([req]) == shares == (cached_again != np.arange(len(again))).any()
+    )
     # It goes on as before: it shares again, and gives all its slots back.
     world.step(req)
     for _ in range(4):
@@ -136,4 +138,20 @@ def test_what_finds_no_slots_is_computed_again(monkeypatch: pytest.MonkeyPatch) 
     slots = world.extend(req)
     assert len(slots) > 1
     world.abort(req)
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("site", ["get_cpu_copy", "load_cpu_copy"])
+def test_a_copy_that_fails_is_contained(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is disabled, the request's KV is computed again, and no slot is lost."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no host memory")
+
+    world, req = started(SETUPS[0])
+    monkeypatch.setattr(world.allocator, site, fail)
+    world.retract(req)
+    assert admitted(world, req) > 1 and swapped_of(req) is None
+    assert world.controller.report.disabled == "RuntimeError: no host memory"
+    world.finish(req)
     world.assert_empty()
