@@ -57,7 +57,7 @@ def work(run: Path, peer: Peer, *methods: str, fault: str = "") -> tuple[bool, i
     and how often the session closed its servers. ``fault``: the method on whose server ``settle`` fails."""
     closed: list[None] = []
 
-    def get(name: str, flags: list[str]) -> PeerServer:
+    def get(name: str, flags: list[str], env: dict[str, str]) -> PeerServer:
         server = PeerServer(peer, *flags)
         server.totals = dict(SAVING) if "--enable-reasoncache" in flags else {}
         server.settling = RunError("/flush_cache was refused") if name == fault else None

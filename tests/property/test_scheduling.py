@@ -58,6 +58,8 @@ class SchedulingMachine(GroupMachine):
     def __init__(self, setup: Setup, engine: FilterProcess) -> None:
         super().__init__(setup, engine)
         self.chunked: Req | None = None
+        # While a request waits, all polls let blocks share ahead of need.
+        self.world.controller.room = lambda: 0
 
     # -- arrivals -------------------------------------------------------------------
 

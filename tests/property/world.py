@@ -285,6 +285,8 @@ class World:
             interval=interval,
             documents_off="the test chooses",
         )
+        # The pool counts as full, so that blocks are measured, but no block shares ahead of need.
+        self.controller.room = lambda: setup.slots
         # NumPy views (on a GPU copies) of pool and rows, because NumPy reads small pieces faster than PyTorch.
         self._sides = [
             (in_host(buffer).numpy(), sign, layer)

@@ -148,6 +148,7 @@ def test_shifted_slots_outlive_their_references(either: Allocator) -> None:
 def test_without_an_owner_a_prefill_budget_counts_as_sglangs() -> None:
     allocator = allocator_of(1, SLOTS)
     tree: Any = SimpleNamespace(evictable_size=lambda: 2, supports_mamba=lambda: False)
+    tree.req_to_token_pool = SimpleNamespace(size=4, available_size=lambda: 4)
     ours = allocator.create_prefill_budget(tree, num_mixed_decode_tokens=3)
     stock = PrefillBudget(allocator, tree, num_mixed_decode_tokens=3)
     for each in (ours, stock):

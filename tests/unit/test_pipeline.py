@@ -297,7 +297,6 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     world = World(SETUPS[0])
     pipeline, use = world.controller.pipeline, [0.4]
     pipeline._use = lambda: use[0]
-    world.controller.room = lambda: world.setup.slots  # so that no block shares ahead of need
     req = world.start()
     find(world, req, Pair(8, 24))
     stats, state = world.controller.stats, record_of(req)
