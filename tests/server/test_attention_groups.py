@@ -50,7 +50,7 @@ def _check(
 
 
 @specs.FEW_CORES
-@pytest.mark.parametrize("spec", [specs.GROUPS, specs.GROUPS_OF_TWO])
+@pytest.mark.parametrize("spec", [specs.GROUPS.for_long_runs(), specs.GROUPS_OF_TWO])
 def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """First each group has four requests that share and a request that opted out. Then one group works while
     the other group is idle."""
