@@ -16,7 +16,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo         compare stock SGLang with reasoncache on the embedded model (no GPU); see it in a browser"
+	@echo "make demo         compare stock SGLang, plain and tuned, with reasoncache on the embedded model (no GPU); see it in a browser"
 	@echo "make test         quick test suite, real servers included (no GPU)"
 	@echo "make test-all     the same with every kind of server"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
