@@ -145,7 +145,8 @@ class ReasonCacheConfig:
     host_swap_gb: float = _setting(
         0.0,
         "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
-        "computed again. Not for models with states or a window pool.",
+        "computed again. Has no effect, and the log says why, with states, a window pool, a host tier or a "
+        "policy that evicts.",
         bounds=(0, 1_000_000),
     )
     documents_repair: str = _setting(

@@ -16,7 +16,6 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.carriers import SWAPPED
 from sglang_reasoncache.compat.types import Request
-from sglang_reasoncache.device.upload import upload
 
 if TYPE_CHECKING:
     from sglang_reasoncache.cache.tree import SharedRadixCache
@@ -28,13 +27,23 @@ class Swapped:
     Attributes:
         length: Number of positions.
         tensors: SGLang's copy of their KV.
-        cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory.
+        cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory. None if keys
+            are read as cached.
+        first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
+            all is exact.
         num_bytes: Size of ``tensors``.
         is_valid: Whether the KV may be used.
     """
 
-    def __init__(self, length: int, tensors: Any, cached_at: torch.Tensor) -> None:
+    def __init__(
+        self,
+        length: int,
+        tensors: Any,
+        cached_at: torch.Tensor | None,
+        first_shared: int | None,
+    ) -> None:
         self.length, self.tensors, self.cached_at = length, tensors, cached_at
+        self.first_shared = first_shared
         self.is_valid = True
         self.num_bytes = _bytes_of(tensors)
 
@@ -49,12 +58,12 @@ class Restored(NamedTuple):
     """Takes the place of a node of the tree in ``Request.last_node``: the path of ``node``, then the ``slots``
     into which the request's own KV was loaded, int64 ``[loaded]`` on the device.
 
-    ``first_shifted``: the lowest position whose key was rotated for another position; None if there is none.
+    ``first_shared``: see :class:`Swapped`. Known here until the row has a copy on the host that knows it.
     """
 
     node: Any
     slots: torch.Tensor
-    first_shifted: int | None
+    first_shared: int | None
 
 
 class HostSwap:
@@ -62,11 +71,14 @@ class HostSwap:
 
     Args:
         limit: Most bytes on the host, of this rank.
+        cached_at: None if keys are read as cached.
     """
 
     def __init__(self, limit: int, cached_at: CachedPositions | None) -> None:
         self._limit, self._cached_at = limit, cached_at
         self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
+        # Bytes of one slot's copy, once a copy was made.
+        self._slot_bytes: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -79,23 +91,23 @@ class HostSwap:
             one.is_valid, one.tensors = False, None
             one.num_bytes = 0
 
-    def out(self, tree: SharedRadixCache, req: Request, row: HostRow) -> Swapped | None:
-        """Copy the KV of a request that is being retracted. None if its KV cannot be kept: positions were
-        evicted, a part comes from documents at new positions, or the copy would exceed the limit."""
+    def out(
+        self, tree: SharedRadixCache, req: Request, row: HostRow, first_shared: int | None
+    ) -> Swapped | None:
+        """Copy the KV of a request that is being retracted. None if positions were evicted, if some KV is not
+        computed, or if the copy would exceed the limit. ``first_shared``: see :class:`Swapped`."""
         length = len(req.origin_input_ids) + len(req.output_ids) - 1
         length -= length % tree.page_size
         allocator = tree.token_to_kv_pool_allocator
         if row.evicted or length <= 0 or not req.output_ids or length > req.kv.kv_allocated_len:
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
-        one = Swapped(1, allocator.get_cpu_copy(slots[:1]), torch.zeros(0))
-        if self.num_bytes + one.num_bytes * length > self._limit:
+        if self._slot_bytes is None:
+            self._slot_bytes = _bytes_of(allocator.get_cpu_copy(slots[:1]))
+        if self.num_bytes + self._slot_bytes * length > self._limit:
             return None
-        if self._cached_at is None:
-            cached_at = torch.arange(length, dtype=torch.int32)
-        else:
-            cached_at = self._cached_at.positions[slots].cpu()
-        swapped = Swapped(length, allocator.get_cpu_copy(slots), cached_at)
+        cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
+        swapped = Swapped(length, allocator.get_cpu_copy(slots), cached_at, first_shared)
         self._there.add(swapped)
         return swapped
 
@@ -113,11 +125,9 @@ class HostSwap:
         try:
             # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
             allocator.load_cpu_copy(swapped.tensors, torch.cat((slots.new_zeros(held), slots)))
-            cached_at = swapped.cached_at[held:]
-            if self._cached_at is not None:
-                self._cached_at.record(slots, upload(cached_at.tolist(), slots.device))
-            shifted = (cached_at != torch.arange(held, swapped.length)).nonzero()
-            return Restored(None, slots, held + int(shifted[0]) if len(shifted) else None)
+            if self._cached_at is not None and swapped.cached_at is not None:
+                self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
+            return Restored(None, slots, swapped.first_shared)
         except BaseException:
             allocator.free(slots)
             raise

@@ -88,11 +88,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             self.evict_sliding_windows(req, up_to - 1)
 
     def _note_restored(self, req: Request) -> None:
-        """Record in a restored row which keys are rotated when they are read. Nothing but the prompt is
-        published while a request runs, so the tree holds none of them."""
-        shifted = req.last_node.first_shifted
-        if shifted is not None:
-            self.token_to_kv_pool_allocator.row_of(req.kv.req_pool_idx).first_shared = shifted
+        """Record in the host's copy of a restored row what is approximate, before publishing puts a node in
+        the place of ``Restored``."""
+        index = req.kv.req_pool_idx
+        first = _first_shared(req, self._host_row(req.kv))
+        if first is not None:
+            self.token_to_kv_pool_allocator.row_of(index).first_shared = first
 
     def _publishable(self, req: Request, up_to: int, running: bool) -> int:
         """The position up to which the row may be published."""
@@ -106,7 +107,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         up_to = row.first_in_other_rows(up_to)
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
-            up_to = min(up_to, row.first_shared)
+        first = _first_shared(req, row)
+        if first is not None:
+            up_to = min(up_to, first)
         return max(up_to, req.kv.cache_protected_len)
 
     def insert(self, params: Any) -> Any:
@@ -144,7 +147,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return
         swapped = None
         with self.owner.contained():
-            swapped = swap.out(self, req, row)
+            swapped = swap.out(self, req, row, _first_shared(req, row))
         # All ranks admit the same requests with the same numbers of tokens.
         ranks = self.owner.ranks
         kept = ranks.least(int(swapped is not None))
@@ -191,8 +194,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         slot at a position other than the one for which the slot's key was rotated."""
         return any(
             isinstance(req.last_node, Composition)
-            or (isinstance(req.last_node, Restored) and req.last_node.first_shifted is not None)
-            or self._host_row(req.kv).first_shared is not None
+            or _first_shared(req, self._host_row(req.kv)) is not None
             for req in reqs
         )
 
@@ -258,3 +260,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def unlock(self, lock: Any) -> None:
         for each in lock if isinstance(lock, CompositionLock) else [lock]:
             super().unlock(each)
+
+
+def _first_shared(req: Request, row: HostRow) -> int | None:
+    """The lowest position of a request that was ever redirected, in ``row`` or before the request was swapped
+    out. From there on its KV is approximate. None if all is exact."""
+    found = [row.first_shared]
+    if isinstance(req.last_node, Restored):
+        found.append(req.last_node.first_shared)
+    return min((first for first in found if first is not None), default=None)

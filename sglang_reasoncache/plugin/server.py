@@ -122,11 +122,23 @@ class ServerParts:
         return next((reason for reason, holds in reasons.items() if holds), None)
 
     def _swap(self, tree: SharedRadixCache, corrects: bool) -> HostSwap | None:
-        """Host memory for retracted requests; None if the operator wants none, or the pool cannot be copied."""
+        """Host memory for the KV of retracted requests. None if the operator wants none, or, with a warning, if
+        the KV cannot be kept."""
         size = int(self._config.host_swap_gb * 2**30)
-        # States and windows are not kept, and SGLang copies pools by slot only in the layout NHD.
-        heads_first = getattr(self.allocator.get_kvcache(), "use_hnd", False)
-        if not size or tree.is_swa_enabled or tree.is_mamba_enabled or heads_first:
+        if not size:
+            return None
+        reasons = {
+            "state layers have states": tree.is_mamba_enabled,
+            "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
+            "the KV pool has the layout HND": getattr(
+                self.allocator.get_kvcache(), "use_hnd", False
+            ),
+            "a host tier is in use": tree.cache_controller is not None,
+            "a policy evicts positions": bool(self._config.policies.evictors),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            logger.warning("reasoncache: host_swap_gb has no effect: %s", reason)
             return None
         return HostSwap(size, self._cached if corrects else None)
 
