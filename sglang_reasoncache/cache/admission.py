@@ -104,9 +104,17 @@ class SharingBudget(compat.PrefillBudget):
         needed = self.ceil_paged_tokens(full_tokens - max_new_tokens + later)
         return self._reclaim(needed) or self._refuse()[0]
 
-    def reserve(self, extend_input_len: int, max_new_tokens: int, **others: Any) -> None:
+    def reserve(
+        self,
+        extend_input_len: int,
+        max_new_tokens: int,
+        *,
+        is_chunked_continuation: bool = False,
+        **others: Any,
+    ) -> None:
         """Account for an admitted prompt, or for a chunk of one."""
-        self._requests += not others.get("is_chunked_continuation", False)
+        self._requests += not is_chunked_continuation
+        others |= dict(is_chunked_continuation=is_chunked_continuation)
         super().reserve(extend_input_len, max_new_tokens, **others)
 
     def _refuse(self) -> tuple[bool, None]:

@@ -7,7 +7,6 @@ and in an SGLang without the plugin, :data:`NO_OWNER` answers: nothing shares, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -27,7 +26,7 @@ class Promise(NamedTuple):
     Attributes:
         shareable: Number of slots that running requests can free by sharing.
         ahead: For how many tokens of each request's future output to reserve slots, at most as many as SGLang
-            would. Infinite: as many as SGLang would.
+            would.
         kept: The least fraction of SGLang's reservation to keep, 0 to 1.
     """
 
@@ -37,7 +36,7 @@ class Promise(NamedTuple):
 
 
 #: SGLang's own reservation, and nothing to share.
-NOTHING_PROMISED = Promise(shareable=0, ahead=math.inf, kept=1.0)
+NOTHING_PROMISED = Promise(shareable=0, ahead=0.0, kept=1.0)
 
 
 class SlotOwner(Protocol):

@@ -108,7 +108,7 @@ class Controller:
 
     def promise(self) -> Promise:
         """The slots that the blocks of the ledger can free on every rank, and the learned reserve. All ranks
-        call this together. If the plugin is disabled, admission is SGLang's own."""
+        call this together. If the plugin is disabled or idle, admission is SGLang's own."""
         least = 0
 
         def ask() -> None:
@@ -117,7 +117,7 @@ class Controller:
 
         if self._is_active and self.report.disabled is None:
             self.containment.together(ask)
-        if self.report.disabled is not None:
+        if not self._is_active or self.report.disabled is not None:
             return NOTHING_PROMISED
         kept = 1.0 - self.config.admission_credit
         return Promise(shareable=least, ahead=self.headroom.ahead, kept=kept)
@@ -247,8 +247,10 @@ class Controller:
     def _make_room(self, running: int) -> None:
         """While slots are short, let blocks share ahead of need, so that the next decode steps find slots. Then
         no step is delayed, and none is short while blocks are left."""
+        if not self._is_short:
+            return
         missing = 2 * self.interval * running - self.room()
-        if self._is_short and missing > 0:
+        if missing > 0:
             self.pipeline.reclaim(missing)
 
     def _poll(self, reqs: Sequence[Request]) -> None:

@@ -10,6 +10,7 @@ import torch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.adder import adder_of
@@ -129,7 +130,7 @@ def test_what_the_host_has_is_bounded_and_given_back() -> None:
 def test_what_finds_no_slots_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     world, req = started(SETUPS[0])
     world.retract(req)
-    monkeypatch.setattr(world.allocator, "alloc", lambda count: None, raising=True)
+    monkeypatch.setattr(world.allocator, "alloc", lambda count: None)
     req.init_next_round_input(world.tree)
     adder = adder_of(world, [], CHUNK)
     adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
@@ -155,3 +156,36 @@ def test_a_copy_that_fails_is_contained(site: str, monkeypatch: pytest.MonkeyPat
     assert world.controller.report.disabled == "RuntimeError: no host memory"
     world.finish(req)
     world.assert_empty()
+
+
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "as-cached"])
+@pytest.mark.parametrize("in_tree", [True, False], ids=["prompt-cached", "prompt-not-cached"])
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_was_approximate_is_not_published(
+    setup: Setup, in_tree: bool, corrected: bool
+) -> None:
+    """A request that shared, was swapped out and came back publishes no more than if it had stayed, although no
+    two of its positions share a slot now."""
+    world, req = started(setup, 1 << 20, Pair(8, 24), Pair(12, 20))
+    if not corrected:
+        swap: Any = world.allocator.swap
+        swap._cached_at = None
+    for _ in range(2):
+        req.skip_radix_cache_insert = not in_tree
+        world.retract(req)
+        assert admitted(world, req) <= setup.page
+        assert world.tree.reads_shifted([req])
+        req.skip_radix_cache_insert = False
+        world.step(req)
+    tokens = [*req.origin_input_ids, *req.output_ids]
+    world.finish(req)
+    again = world.request("again", tokens)
+    again.init_next_round_input(world.tree)
+    assert again.prefix_len <= 8, "position 8 was redirected"
+    world.assert_empty()
+
+
+def test_an_idle_plugin_leaves_admission_to_sglang() -> None:
+    world, _ = started(SETUPS[0])
+    world.controller._is_active = False
+    assert world.controller.promise() is NOTHING_PROMISED
