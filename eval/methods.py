@@ -24,7 +24,7 @@ class Method:
     Attributes:
         name: The specification as given; folders of results have this name.
         values: Plugin settings; {} for stock SGLang.
-        stock: Settings of stock SGLang by the names of ``_STOCK``.
+        stock: Settings of stock SGLang: ``clip`` and the names of ``_FLAGS``.
         more: Further arguments for the server's command line.
     """
 
@@ -46,14 +46,18 @@ class Method:
     def flags(self) -> list[str]:
         """The flags that this method adds to the flags that all servers of a run get."""
         words = ["--enable-reasoncache", *arguments_of(self.values)] if self.shares else []
-        for name, value in self.stock.items():
-            words += [_STOCK[name], value] if name != "clip" else []
-        return [*words, *self.more]
+        stock = [
+            word
+            for name in _FLAGS
+            if name in self.stock
+            for word in (_FLAGS[name], self.stock[name])
+        ]
+        return [*words, *stock, *self.more]
 
     @property
     def env(self) -> dict[str, str]:
         """The environment variables that this method sets."""
-        return {_STOCK["clip"]: self.stock["clip"]} if "clip" in self.stock else {}
+        return {_CLIP: self.stock["clip"]} if "clip" in self.stock else {}
 
     @property
     def slot_bytes(self) -> float:
@@ -62,13 +66,11 @@ class Method:
 
 
 DENSE, TUNED = "dense", "tuned"
-#: Options of ``dense``: flags of stock SGLang, and the variable that limits how many tokens of a request's
-#: future output SGLang reserves slots for.
-_STOCK = {
-    "clip": "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
-    "conservativeness": "--schedule-conservativeness",
-    "kv": "--kv-cache-dtype",
-}
+#: The option ``clip`` of ``dense``: this variable limits for how many tokens of a request's future output
+#: SGLang reserves slots.
+_CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+#: The other options of ``dense``.
+_FLAGS = {"conservativeness": "--schedule-conservativeness", "kv": "--kv-cache-dtype"}
 #: What ``tuned`` tries: operators set these two when memory is short.
 CANDIDATES = tuple(
     f"{DENSE}:clip={clip}:conservativeness={conservativeness}"
@@ -104,7 +106,7 @@ def find_method(spec: str, defaults: Mapping[str, Any] | None = None) -> Method:
 
 def _stock_settings(name: str, text: str) -> dict[str, str]:
     """The settings in ``key=value:key=value``. Raises ValueError if one is unknown, bad or given twice."""
-    known = ("kv",) if name == TUNED else tuple(_STOCK)
+    known = ("kv",) if name == TUNED else ("clip", *_FLAGS)
     found: dict[str, str] = {}
     for part in filter(None, re.split("[:,]", text)):
         key, _, value = part.partition("=")

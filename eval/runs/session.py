@@ -46,9 +46,9 @@ def run(
     plan, opens = Plan(options, request_body(options)), opens_thinking(model)
     config = make_config(plan, methods, opens)
     folder = out or default_folder(config)
-    methods = [tuned(one, options, folder, run) if one.is_tuned else one for one in methods]
     with locked(folder):
         settle_config(folder, config)
+        methods = [tuned(one, options, folder, run) if one.is_tuned else one for one in methods]
         with Servers(folder, model, options.device, options.keep_servers) as servers:
             whole = Session(folder, plan, methods, servers, opens).work()
     say(f"{folder}: python -m eval.report {folder}")
