@@ -574,7 +574,8 @@ def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
         # few examples, because examples of one seed resemble each other.
         # Python collects a dropped request some time later, and the filter forgets it only then. So an example
         # that begins like an earlier one may go on otherwise, which Hypothesis reports as if it were a failure.
-        with contextlib.suppress(FlakyStrategyDefinition):
+        doubts = (FlakyStrategyDefinition,) if requested else ()
+        with contextlib.suppress(*doubts):
             stateful.run_state_machine_as_test(
                 machine if requested else seed(done)(machine),
                 settings=settings(
