@@ -27,7 +27,7 @@ help:
 	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
 	@echo "make bench-policies  cache policies at equal saving: accuracy (an hour)"
 	@echo "make bench-siblings  1, 4 and 16 samples of each prompt: stock, sharing within responses and across (hours)"
-	@echo "make bench-short  stock, sharing at once and when short, from ample memory to two requests (two hours)"
+	@echo "make bench-short  stock, tuned stock, sharing at once and when short, from ample memory to two requests (two hours)"
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
 	@echo "make bench-documents  prompts made of cached documents: answers of SmolLM2, time to the first token (hours)"
