@@ -17,14 +17,14 @@ _DECODE = re.compile(r"Decode batch.*?#running-req: (\d+).*?#(?:full )?token: (\
 _SAVED = re.compile(r"#(?:shared|evicted) token: (\d+)")
 _SPEED = re.compile(r"gen throughput \(token/s\): (\d+(?:\.\d+)?)")
 _QUEUED = re.compile(r"#queue-req: (\d+)")
-_RETRACT = re.compile(r"#retracted_reqs: (\d+)")
-# Every scheduler logs this line; of tensor-parallel schedulers, only the line of rank 0 is counted.
+# Every scheduler logs these lines; of tensor-parallel schedulers, only the lines of rank 0 are counted.
+_RETRACT = re.compile(r"^(.*)#retracted_reqs: (\d+)", re.M)
 _CUT = re.compile(r"^(.*)Request length is longer than the KV cache pool size .*Truncated", re.M)
 _OTHER_RANK = re.compile(r"\bTP[1-9]\d*\b")
 
 
 def retractions(log: str) -> int:
-    return sum(int(n) for n in _RETRACT.findall(log))
+    return sum(int(n) for prefix, n in _RETRACT.findall(log) if not _OTHER_RANK.search(prefix))
 
 
 def cut_prompts(log: str) -> int:

@@ -144,6 +144,8 @@ def test_retractions_add_up_and_cut_prompts_count_once_with_several_ranks() -> N
     ranks = ("", " TP0", " TP1", " DP1 TP0", " DP1 TP12")
     assert cut_prompts("".join(CUT.format(rank=rank) for rank in ranks)) == 3
     assert (retractions(log), retractions(STOCK), cut_prompts(STOCK)) == (5, 0, 0)
+    both = "\n".join(f"[07:50 TP{n}] KV cache pool is full. #retracted_reqs: 2" for n in (0, 1))
+    assert retractions(both) == 2
 
 
 def test_schedulers_weigh_by_what_they_counted() -> None:
