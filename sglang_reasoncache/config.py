@@ -142,10 +142,11 @@ class ReasonCacheConfig:
         "It learns how much to reserve from retractions. 0: reserve as SGLang does.",
         bounds=(0, 1),
     )
-    host_swap_gb: float = _setting(
-        0.0,
+    host_swap_gb: float | None = _setting(
+        None,
         "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
-        "computed again. Has no effect, and the log says why, with states, a window pool, a host tier or a "
+        "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
+        "the ranks. Has no effect, and the log says why, with states, a window pool, a host tier or a "
         "policy that evicts.",
         bounds=(0, 1_000_000),
     )

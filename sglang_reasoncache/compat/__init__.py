@@ -55,6 +55,7 @@ _MODULES: dict[str, list[str]] = {
         "GetInternalStateReq",
         "GetInternalStateReqOutput",
     ],
+    "utils.common": ["get_free_cpu_memory"],
     "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],

@@ -102,6 +102,10 @@ class ServerArgs(Protocol):
     page_size: int | None
     enable_mixed_chunk: bool
     moe_a2a_backend: str
+    tp_size: int
+    pp_size: int
+    dp_size: int
+    nnodes: int
 
 
 class ModelConfig(Protocol):

@@ -13,6 +13,7 @@ import torch
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED, Promise
+from sglang_reasoncache.cache.swap import swapped_of
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.custom_params import takes_part
@@ -151,7 +152,9 @@ class Controller:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
             if not req.finished():
-                self.headroom.lost(len(req.origin_input_ids) + len(req.output_ids))
+                swapped = swapped_of(req)
+                copied = 0 if swapped is None else swapped.length
+                self.headroom.lost(len(req.origin_input_ids) + len(req.output_ids), copied)
                 self.records.retracted(req, row)
             else:
                 try:

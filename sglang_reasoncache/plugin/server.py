@@ -14,7 +14,12 @@ from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.cache.tree import SharedRadixCache
-from sglang_reasoncache.compat.types import ModelRunner, SlotAllocator, TreeCacheBuildContext
+from sglang_reasoncache.compat.types import (
+    ModelRunner,
+    ServerArgs,
+    SlotAllocator,
+    TreeCacheBuildContext,
+)
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config, flag_of
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
@@ -31,6 +36,9 @@ from sglang_reasoncache.sharing.meter import BlockMeter
 from sglang_reasoncache.sharing.stats import SharingStats
 
 logger = logging.getLogger(__name__)
+
+#: The part of the free host memory that may keep the KV of retracted requests by default.
+_DEFAULT_SWAP = 0.1
 
 
 class ServerParts:
@@ -121,26 +129,34 @@ class ServerParts:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _swap(self, tree: SharedRadixCache, corrects: bool) -> HostSwap | None:
-        """Host memory for the KV of retracted requests. None if the operator wants none, or, with a warning, if
-        the KV cannot be kept."""
-        size = int(self._config.host_swap_gb * 2**30)
-        if not size:
+    def _swap(
+        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+    ) -> HostSwap | None:
+        """Host memory for the KV of retracted requests. None if the operator wants none or the plugin is idle,
+        and, with a line in the log, where the KV alone is not all that a request needs."""
+        asked = config.host_swap_gb
+        if asked == 0 or not config.is_active:
             return None
         reasons = {
             "state layers have states": tree.is_mamba_enabled,
             "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
-            "the KV pool has the layout HND": getattr(
-                self.allocator.get_kvcache(), "use_hnd", False
-            ),
             "a host tier is in use": tree.cache_controller is not None,
-            "a policy evicts positions": bool(self._config.policies.evictors),
+            "a policy evicts positions": bool(config.policies.evictors),
         }
         reason = next((reason for reason, holds in reasons.items() if holds), None)
         if reason is not None:
-            logger.warning("reasoncache: host_swap_gb has no effect: %s", reason)
+            level = logging.INFO if asked is None else logging.WARNING
+            logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)
             return None
-        return HostSwap(size, self._cached if corrects else None)
+        if asked is None:
+            schedulers = max(args.tp_size * args.pp_size * args.dp_size // args.nnodes, 1)
+            size = int(_DEFAULT_SWAP * compat.get_free_cpu_memory()) // schedulers
+        else:
+            size = int(asked * 2**30)
+        logger.info(
+            "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
+        )
+        return HostSwap(size, self._cached if config.positions == "corrected" else None)
 
     def _controller(
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig
@@ -188,7 +204,7 @@ class ServerParts:
             process=_filter(context, resolved, meter, markers) if config.shares else None,
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
-            swap=self._swap(tree, corrects),
+            swap=self._swap(tree, config, context.server_args),
             markers=markers,
             metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,
             documents_off=self._documents_off(tree, config),

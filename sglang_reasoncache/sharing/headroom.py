@@ -11,6 +11,8 @@ import math
 #: token of KV again in a prefill costs about 2% of a decode step. At this cost, a loss of 0.3 to 0.5 is within
 #: a few percent of the best fixed reserve (tests/unit/test_headroom.py simulates SGLang's scheduler).
 ACCEPTED_LOSS = 0.4
+#: What a token costs whose KV is copied to the host and back, as a part of what computing it again costs.
+COPYING = 0.25
 #: The least and the largest number of tokens. SGLang never reserves more than the latter by default.
 LEAST, MOST = 2.0, 4096.0
 _START = 64.0
@@ -35,9 +37,9 @@ class Headroom:
         """Count ``tokens`` of output, decoded while a request waited for slots."""
         self._scale(-ACCEPTED_LOSS * tokens)
 
-    def lost(self, tokens: int) -> None:
-        """Count a retraction of a request with ``tokens`` of KV."""
-        self._scale(tokens)
+    def lost(self, tokens: int, copied: int = 0) -> None:
+        """Count a retraction of a request with ``tokens`` of KV, ``copied`` of which the host keeps."""
+        self._scale(tokens - (1 - COPYING) * copied)
 
     def _scale(self, tokens: float) -> None:
         # One retraction at most doubles the reserve, even if the request held most of a small pool.

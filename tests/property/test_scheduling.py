@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
+from sglang_reasoncache.cache.swap import Restored
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from tests.filter.words import Words
@@ -38,6 +39,8 @@ SETUPS = [
     Setup(page=1, block=2, slots=150, when="short", core="rust"),
     Setup(page=4, block=4, slots=200, need_sort=True, when="short"),
     Setup(page=1, block=3, slots=170, when="always"),
+    Setup(page=1, block=3, slots=150, when="short", swap=1 << 15),
+    Setup(page=4, block=4, slots=200, when="always", core="rust", swap=1 << 13),
 ]
 QUICK_OPERATIONS = 2400
 #: Requests that run at once, at most. The world's ``ReqToTokenPool`` has a row more, for a preempting request.
@@ -53,7 +56,7 @@ class SchedulingMachine(GroupMachine):
     computed in part; SGLang computes one such prompt at a time."""
 
     rows = MOST_RUNNING + 1
-    passes = chunks = put_off = on_promise = preempted = failed = 0
+    passes = chunks = put_off = on_promise = preempted = failed = restored = 0
 
     def __init__(self, setup: Setup, engine: FilterProcess) -> None:
         super().__init__(setup, engine)
@@ -175,6 +178,7 @@ class SchedulingMachine(GroupMachine):
         assert self.chunked is None or self.chunked in admitted, "counted as computed, but put off"
         self.chunked = adder.new_chunked_req or self.chunked
         for req in admitted:
+            type(self).restored += isinstance(req.last_node, Restored)
             self._compute(req, world.extend(req))
         for req in admitted:
             if req is not self.chunked:
@@ -272,9 +276,13 @@ def test_what_was_admitted_finds_its_slots(
         for process in processes:
             process.shut_down()
     record_property("operations", Machine.operations)
-    names = ("operations", "passes", "chunks", "put_off", "on_promise", "preempted", "failed")
+    names = (
+        *("operations", "passes", "chunks", "put_off", "on_promise", "preempted", "failed"),
+        "restored",
+    )
     print(setup, {name: getattr(Machine, name) for name in names}, Machine.across)
     # The run would prove little if hardly any prompt had been computed in chunks, or admitted on the promise.
     assert Machine.chunks > Machine.operations // 100 and Machine.preempted > 0
+    assert (Machine.restored > 0) == (setup.swap > 0)
     if setup.when == "short":
         assert Machine.on_promise > 0 and Machine.failed > 0

@@ -61,7 +61,8 @@ ENDS = ("finish", "abort", "retract")
 class Setup:
     """A configuration of the memory. ``page`` and ``block`` are in tokens. ``need_sort``: freed pages wait
     unsorted until an allocation runs short. ``prompts``: policies may evict positions of prompts. ``when``:
-    ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust"."""
+    ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust". ``swap``: bytes of
+    host memory for KV of retracted requests."""
 
     page: int
     block: int
@@ -70,9 +71,12 @@ class Setup:
     prompts: bool = False
     when: str = "always"
     core: str = "python"
+    swap: int = 0
 
     def __str__(self) -> str:
-        flags = ["sorted"] * self.need_sort + ["prompts"] * self.prompts
+        flags = (
+            ["sorted"] * self.need_sort + ["prompts"] * self.prompts + ["swap"] * (self.swap > 0)
+        )
         return "-".join([f"page{self.page}", f"block{self.block}", *flags, self.when, self.core])
 
 
@@ -228,12 +232,10 @@ class World:
         self, setup: Setup, meter_type: type[BlockMeter] = BlockMeter, ranks: Ranks | None = None,
         interval: int = 1, evictors: Sequence[NamedPolicy] = (), no_tree: bool = False,
         engine: Any = None, min_age: int = 0, queries: Any = None, max_rows: int = MAX_ROWS,
-        swap_bytes: int = 0,
     ) -> None:  # fmt: skip
         """``evictors``: policies that replace the scripted one. ``no_tree``: no prefix cache
         (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
-        ``engine``: replaces the scripted engine; requests with the same prompt then may share.
-        ``swap_bytes``: host memory for KV of retracted requests."""
+        ``engine``: replaces the scripted engine; requests with the same prompt then may share."""
         self.setup, self.page, self.max_rows = setup, setup.page, max_rows
         #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots
@@ -281,7 +283,7 @@ class World:
             process=self.engine,
             room=lambda: 0,
             path_loaded=cached_at.record_path,
-            swap=HostSwap(swap_bytes, cached_at) if swap_bytes else None,
+            swap=HostSwap(setup.swap, cached_at) if setup.swap else None,
             interval=interval,
             documents_off="the test chooses",
         )

@@ -112,6 +112,14 @@ def test_it_stays_within_its_bounds(slots: int, seen: list[tuple[bool, int]]) ->
         assert (reserve.ahead >= before) if was_lost else (reserve.ahead <= before)
 
 
+def test_what_the_host_keeps_is_a_smaller_loss() -> None:
+    copied, computed, none = Headroom(10_000), Headroom(10_000), Headroom(10_000)
+    copied.lost(400, 400)
+    computed.lost(400)
+    none.lost(0)
+    assert none.ahead < copied.ahead < computed.ahead
+
+
 def test_loss_and_output_balance() -> None:
     reserve = Headroom(10_000)
     start = reserve.ahead

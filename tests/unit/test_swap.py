@@ -2,6 +2,7 @@
 """Tests that the KV of a retracted request comes back from host memory as it was: with SGLang's own pools, tree
 and ``PrefillAdder``."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ SETUPS = [
 
 def started(setup: Setup, swap_bytes: int = 1 << 20, *pairs: Pair) -> tuple[World, Req]:
     """A request whose blocks share as ``pairs`` say, with a different content in each slot of its output."""
-    world = World(setup, swap_bytes=swap_bytes)
+    world = World(replace(setup, swap=swap_bytes))
     req = world.start()
     if pairs:
         world.propose(req, *pairs)
