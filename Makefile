@@ -12,7 +12,7 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents real-model soak docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -95,6 +95,9 @@ bench-answers: real-model
 
 bench-fidelity: with-traces real-model
 	$(PYTHON_ENV) -m eval.fidelity build/models/smollm2 $(TRACES) --limit 20 $(BENCH_ARGS)
+
+bench-agents: setup
+	$(PYTHON_ENV) -m eval.bench.agents $(BENCH_ARGS)
 
 bench-documents: real-model
 	$(PYTHON_ENV) -m eval.bench.documents $(BENCH_ARGS)

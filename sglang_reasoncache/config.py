@@ -150,6 +150,12 @@ class ReasonCacheConfig:
         "policy that evicts.",
         bounds=(0, 1_000_000),
     )
+    aliased_nodes: bool = _setting(
+        True,
+        "Keep what a finished response shared in the prefix cache, for prompts that go on with it. false: only "
+        "up to its first shared token. Has no effect, and the log says why, with states, a window pool, a host "
+        "tier or a policy that evicts.",
+    )
     documents_repair: str = _setting(
         "none",
         "Which tokens of documents at new positions are computed again unless the request chooses: none; "

@@ -15,6 +15,7 @@ import torch
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
+from sglang_reasoncache.cache.continuations import Continuations
 from sglang_reasoncache.cache.freed import FreedEntries
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
@@ -38,6 +39,10 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     rows: dict[int, HostRow]
     #: Has some tokens computed again in prompts that reuse cached documents at new positions.
     repairs: Repairs
+    #: The part of the prefix cache whose nodes alias.
+    continuations: Continuations
+    #: Whether finished requests become continuations.
+    continues = False
     #: Whom this allocator, the prefix tree over it and its prefill budgets ask (:meth:`attach`).
     owner: SlotOwner = NO_OWNER
     #: Keeps the KV of retracted requests in host memory. None: it is computed again.
@@ -51,17 +56,24 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         self.freed = FreedEntries(self.has_window_pool)
         super().__init__(*arguments, **named)
 
-    def attach(self, owner: SlotOwner, swap: HostSwap | None = None) -> None:
-        """Let ``owner`` answer from now on, and keep KV of retracted requests in ``swap``. Called once, before
-        requests arrive."""
+    def attach(
+        self, owner: SlotOwner, swap: HostSwap | None = None, continues: bool = False
+    ) -> None:
+        """Let ``owner`` answer from now on. Called once, before requests arrive.
+
+        ``swap``: keeps KV of retracted requests. ``continues``: whether what finished requests shared stays
+        cached."""
         assert self.owner is NO_OWNER, "an allocator has one owner"
-        self.owner, self.swap = owner, swap
+        self.owner = owner
+        self.swap = swap
+        self.continues = continues
 
     def clear(self) -> None:
         super().clear()
         self.references = PageReferences()
         self.rows = {}
         self.repairs = Repairs()
+        self.continuations = Continuations(self.page_size)
         if self.swap is not None:
             self.swap.forget()
         self.has_shifted_slots = False
@@ -70,8 +82,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     @property
     def saved(self) -> int:
-        """Number of slots that sharing saves now, within requests and across requests."""
-        return self.references.extra * self.page_size
+        """Number of slots that sharing saves running requests now, within requests and across requests."""
+        return self.references.extra * self.page_size - self.continuations.aliased
 
     def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
         """Prepare a change that adds a reference to every page in ``gained``, then takes a reference from

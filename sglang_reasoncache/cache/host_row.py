@@ -108,6 +108,13 @@ class HostRow:
             default=end,
         )
 
+    def first_named_twice(self) -> int | None:
+        """The lowest position whose slot another position of this row names. None if there is none."""
+        return min(
+            (min(positions) for positions in self._readers.values() if len(positions) > 1),
+            default=None,
+        )
+
     def read(self, dst: int, src: int, length: int, lender: HostRow, moves: list[Moved]) -> None:
         """Redirect positions ``[dst, dst + length)`` to the slots of positions ``[src, src + length)`` of
         ``lender``, which is this row or another request's. If other positions of this row name the slot of a

@@ -95,6 +95,9 @@ class SlotOwner(Protocol):
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         """A prompt was composed of ``documents`` cached documents; see ``SharingStats.composed``."""
 
+    def continued(self, tokens: int) -> None:
+        """A prompt reads ``tokens`` positions that an earlier request shared; see ``continuations.py``."""
+
     def path_loaded(self, slots: torch.Tensor) -> None:
         """Keys in ``slots``, int64 ``[tokens]`` on the device, are those of positions 0, 1, 2, ...: the slots
         of a path of the tree that was loaded from the host."""
@@ -142,6 +145,9 @@ class NoOwner:
         pass
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
+        pass
+
+    def continued(self, tokens: int) -> None:
         pass
 
     def path_loaded(self, slots: torch.Tensor) -> None:

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's unified prefix cache (radix tree), extended to rows (requests' block tables) that share slots.
 
-A row is published (entered into the tree) up to the first position that was redirected to another slot, was
-evicted, or has a slot that another row names or named. So no node names a slot twice, the tree's KV is exact
-(as without this plugin), and the slots of an unlocked node are named nowhere else. SGLang's tree cores (Rust,
-Python) therefore count evictable slots correctly."""
+A row is published (entered into the tree core) up to the first position that was redirected to another slot,
+was evicted, or has a slot that another row names or named. So no node names a slot twice, the core's KV is
+exact (as without this plugin), and the slots of an unlocked node are named nowhere else. SGLang's tree cores
+(Rust, Python) therefore count evictable slots correctly. What a finished request shared becomes a continuation
+of its path (``continuations.py``), which this class counts, matches, locks and evicts beside the core."""
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_reasoncache import compat
@@ -19,6 +22,7 @@ from sglang_reasoncache.cache.composition import (
     CompositionLock,
     marked,
 )
+from sglang_reasoncache.cache.continuations import Continuations, Continued, ContinuedLock
 from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
@@ -26,6 +30,7 @@ from sglang_reasoncache.cache.repair import RepairedRow, missed
 from sglang_reasoncache.cache.swap import Restored, swapped_of
 from sglang_reasoncache.compat.carriers import SWAPPED
 from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.custom_params import takes_part
 
 
 class SharedRadixCache(compat.UnifiedRadixCache):
@@ -41,11 +46,18 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self.token_to_kv_pool_allocator.owner
 
     @property
+    def _continuations(self) -> Continuations:
+        return self.token_to_kv_pool_allocator.continuations
+
+    @property
     def _freed(self) -> FreedEntries:
         return self.token_to_kv_pool_allocator.freed
 
     def reset(self) -> None:
         self.owner.flushed()
+        # SGLang clears the allocator next.
+        allocator = self.token_to_kv_pool_allocator
+        allocator.continuations = Continuations(allocator.page_size)
         super().reset()
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
@@ -78,11 +90,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 end = 0
         if isinstance(req.last_node, Restored) and running:
             self._note_restored(req)
-        if isinstance(req.last_node, Composition):
-            # KV behind a document used at a new position is not exact, and the tree holds exact KV only.
+        if isinstance(req.last_node, Composition | Continued):
+            # KV behind a document used at a new position is not exact, and the core holds exact KV only. Nor
+            # does the core have the path that a continuation belongs to.
             end = 0
         with self._freed.of(self._host_row(req.kv)):
             super().checkpoint_into_tree(req, up_to=end, **kwargs)
+        if not running and self.token_to_kv_pool_allocator.continues:
+            with self.owner.contained_alone():
+                self._continue(req, up_to)
         if self.is_swa_enabled and not self.disable and running and end < up_to:
             # Admission expects the slots of passed windows to be free. The call above stopped at ``end``.
             self.evict_sliding_windows(req, up_to - 1)
@@ -107,10 +123,41 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         up_to = row.first_in_other_rows(up_to)
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
-        first = _first_shared(req, row)
-        if first is not None:
-            up_to = min(up_to, first)
+        bounds = [_first_shared(req, row)]
+        if not running:
+            # A slot that a continuation names belongs to the continuation.
+            bounds.append(row.first_named_twice())
+        up_to = min([up_to, *(bound for bound in bounds if bound is not None)])
         return max(up_to, req.kv.cache_protected_len)
+
+    def _continue(self, req: Request, up_to: int) -> None:
+        """Keep what a finished request computed behind the part that it published, if that is approximate or
+        goes on with a continuation."""
+        row, start = self._host_row(req.kv), req.kv.cache_protected_len
+        prefix = req.last_node if isinstance(req.last_node, Continued) else None
+        first, twice = _first_shared(req, row), row.first_named_twice()
+        if isinstance(req.last_node, Composition) or (prefix is None and first is None):
+            return
+        end = min([row.first_in_other_rows(up_to), *row.evicted_from(0)[:1].tolist()])
+        end -= end % self.page_size
+        if end <= start or (twice is not None and twice < start):
+            return
+        slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end].long()
+        key = compat.RadixKey(
+            req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt
+        )
+        exact = end if first is None else first
+        if self._continuations.add(
+            key,
+            prefix,
+            node=req.last_node,
+            start=start,
+            slots=slots,
+            known=row.between(start, end),
+            exact=max(exact - start, 0),
+        ):
+            # SGLang frees only what is behind.
+            req.kv.cache_protected_len = end
 
     def insert(self, params: Any) -> Any:
         with self._freed.inserting(params.value):
@@ -124,6 +171,52 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             row.repaired = None
         with self._freed.of(row):
             super().free_kv_row(kv, ranges)
+
+    def evictable_size(self) -> int:
+        return int(super().evictable_size()) + self._continuations.evictable
+
+    def full_evictable_size(self) -> int:
+        return int(super().full_evictable_size()) + self._continuations.evictable
+
+    def protected_size(self) -> int:
+        return int(super().protected_size()) + self._continuations.protected
+
+    def full_protected_size(self) -> int:
+        return int(super().full_protected_size()) + self._continuations.protected
+
+    def evict(self, params: Any) -> Any:
+        return self._evict_both(super().evict, params)
+
+    def evict_for_alloc(self, params: Any, **named: Any) -> Any:
+        return self._evict_both(super().evict_for_alloc, params, **named)
+
+    def _evict_both(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
+        """Evict nodes of the core, the least recently used first, each with the continuations of its path: the
+        path was used whenever they were. Then evict continuations whose path is locked."""
+        mine, wanted = self._continuations, params.num_tokens
+        if wanted <= 0 or not mine.evictable:
+            return evict(params, **named)
+        freed = 0
+        while True:
+            # Half of what is missing at a time, because continuations may give the rest.
+            left = wanted - freed
+            left = max(left // 2, 1) if mine.evictable else left
+            result = evict(dataclasses.replace(params, num_tokens=left), **named)
+            freed += result.num_tokens_evicted + mine.drop(self._is_cached, self._free_continued)
+            if freed >= wanted or not result.num_tokens_evicted:
+                break
+        freed += mine.evict(wanted - freed, self._free_continued)
+        return dataclasses.replace(result, num_tokens_evicted=freed)
+
+    def _is_cached(self, node: Any) -> bool:
+        try:
+            return not self.tree_core.is_full_device_evicted(int(node))
+        except KeyError:  # The tree has no node with this id any more.
+            return False
+
+    def _free_continued(self, slots: torch.Tensor, known: np.ndarray) -> int:
+        allocator = self.token_to_kv_pool_allocator
+        return allocator.commit(self.owner.once_more(allocator.prepare_known, slots, known))
 
     def _apply_eviction_result(self, result: Any) -> None:
         with self._freed.of_nodes():
@@ -211,7 +304,21 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if documents is not None:
             with self.owner.contained_alone():
                 return self._composed(documents, params, found)
+            return found
+        if swapped is None and params.req is not None and len(self._continuations):
+            with self.owner.contained_alone():
+                return self._continued(params, found)
         return found
+
+    def _continued(self, params: Any, found: Any) -> Any:
+        """``found``, which the core matched, or a continued prefix if that is longer."""
+        exact = not _may_read_approximate(params.req)
+        parts = self._continuations.match(params.key, found.device_prefix_len, exact)
+        if not parts:
+            return found
+        prefix = Continued(found.last_device_node, parts)
+        nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
+        return found._replace(device_prefix_len=prefix.length, **nodes)
 
     def _composed(self, documents: CachedDocuments, params: Any, found: Any) -> Any:
         """``found``, which the tree matched, or a composed prefix if that is longer."""
@@ -234,6 +341,11 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             slots = torch.cat((path[: req.prefix_len - len(prefix.slots)], prefix.slots))
             assert len(slots) == req.prefix_len, (len(slots), req.prefix_len)
             return slots
+        if isinstance(prefix, Continued):
+            root = self.root_node_handle(req.extra_key)
+            path = self.tree_core.collect_full_device_indices(int(prefix), root)
+            self.owner.continued(req.prefix_len - prefix.first_approximate)
+            return prefix.slots(path)[: req.prefix_len]
         if not isinstance(prefix, Composition):
             return super().prefix_device_indices(req)
         root = self.root_node_handle(req.extra_key)
@@ -250,22 +362,40 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return slots[: req.prefix_len]
 
     def lock(self, *where: Any, **named: Any) -> Any:
-        """Lock the path of a node, or all paths of a composition."""
+        """Lock the path of a node, all paths of a composition, or a path and its continuations."""
         if where and isinstance(where[0], Restored):
             where = where[0].node, *where[1:]
         if where and isinstance(where[0], Composition):
             return CompositionLock(map(super().lock, where[0].nodes))
+        if where and isinstance(where[0], Continued):
+            prefix = where[0]
+            lock = super().lock(int(prefix), *where[1:], **named)
+            self._continuations.pin(prefix.parts)
+            return ContinuedLock(lock, prefix.parts)
         return super().lock(*where, **named)
 
     def unlock(self, lock: Any) -> None:
+        if isinstance(lock, ContinuedLock):
+            self._continuations.unpin(lock.parts)
+            lock = lock.lock
         for each in lock if isinstance(lock, CompositionLock) else [lock]:
             super().unlock(each)
 
 
 def _first_shared(req: Request, row: HostRow) -> int | None:
-    """The lowest position of a request that was ever redirected, in ``row`` or before the request was swapped
-    out. From there on its KV is approximate. None if all is exact."""
+    """The lowest position of a request that was ever redirected, in ``row``, before the request was swapped out
+    or in a continuation. From there on its KV is approximate. None if all is exact."""
     found = [row.first_shared]
     if isinstance(req.last_node, Restored):
         found.append(req.last_node.first_shared)
+    if isinstance(req.last_node, Continued):
+        first = req.last_node.first_approximate
+        found.append(first if first < req.last_node.length else None)
     return min((first for first in found if first is not None), default=None)
+
+
+def _may_read_approximate(req: Request) -> bool:
+    """Whether a request may read what other requests shared. Its log-probabilities of prompt tokens and its
+    scores must be exact."""
+    asks_prompt = req.return_logprob and 0 <= req.logprob_start_len < len(req.origin_input_ids)
+    return takes_part(req) and not req.is_prefill_only and not asks_prompt

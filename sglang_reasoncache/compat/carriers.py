@@ -7,11 +7,13 @@
   (``cache/composition.py``).
 - ``Req``, attribute :data:`SWAPPED`: the KV of a retracted request on the host (``cache/swap.py``).
 - ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
+- ``Req.last_node`` and prefix matches: a ``Continued`` in place of a node id (``cache/continuations.py``).
 - ``Req.last_node``: a ``Restored`` in place of a node id (``cache/swap.py``).
 - ``ForwardBatch.rids``: a ``MarkedRids`` in place of a list; says whether a forward needs our kernels.
 - ``can_run_decode_cuda_graph`` of batches: a ``GraphVote`` in place of a bool.
 - ``GetInternalStateReq.rid``: the HTTP path that says what is asked of a scheduler (``plugin/hooks.py``).
-- ``Req.lock``: a ``CompositionLock`` with a lock for each path of a composition (``cache/composition.py``).
+- ``Req.lock``: a ``CompositionLock`` with a lock for each path of a composition (``cache/composition.py``);
+  a ``ContinuedLock`` with the continuations that the request reads (``cache/continuations.py``).
 - The wrapper of a hybrid model's backends: the method ``can_run_prefill_cuda_graph`` of our backend
   (``plugin/hooks.py``).
 - ``TokenizerManager``, attribute :data:`COMPOSES`: whether schedulers compose prompts

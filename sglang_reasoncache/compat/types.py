@@ -36,7 +36,11 @@ class Request(Protocol):
     cache_salt: str | None
     lora_id: str | None
     skip_radix_cache_insert: bool
-    #: The id of a node of the prefix tree, or our ``Composition``, which holds one node for each document.
+    #: Whether log-probabilities are returned, and the first position of the prompt for which; -1: none.
+    return_logprob: bool
+    logprob_start_len: int
+    is_prefill_only: bool
+    #: The id of a node of the prefix tree, or what takes its place (``compat/carriers.py``).
     last_node: Any
     #: How many positions of the request a prefill need not compute.
     prefix_len: int

@@ -40,6 +40,7 @@ def assemble(
     room: Callable[[], int],
     path_loaded: Callable[[torch.Tensor], None],
     swap: HostSwap | None = None,
+    continues: bool = False,
     markers: ReasoningMarkers | None = None,
     metrics: SharingMetrics | None = None,
     documents_off: str | None = None,
@@ -55,6 +56,7 @@ def assemble(
         room: Returns how many slots of the pool are free or evictable.
         path_loaded: See ``SlotOwner``.
         swap: Keeps the KV of retracted requests on the host. None if it is computed again.
+        continues: Whether what finished requests shared stays in the prefix cache.
         markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
@@ -86,6 +88,7 @@ def assemble(
         records=records,
         pipeline=pipeline,
         eviction=eviction,
+        continuations=lambda: allocator.continuations,
         metrics=metrics,
         uncorrected=resolved.uncorrected,
         documents_off=documents_off,
@@ -105,7 +108,7 @@ def assemble(
         room=room,
         interval=interval,
     )
-    allocator.attach(controller, swap)
+    allocator.attach(controller, swap, continues)
     return controller
 
 

@@ -137,6 +137,10 @@ class Controller:
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         self.stats.composed(documents, tokens, repaired, missed)
 
+    def continued(self, tokens: int) -> None:
+        self.stats.prompts_continued += tokens > 0
+        self.stats.tokens_continued += max(tokens, 0)
+
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a request keeps its prompt out of the prefix tree while it runs. Only then can a policy
         evict positions of the prompt: slots of a prompt that is in the tree belong to the tree."""

@@ -3,10 +3,11 @@
 
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sglang_reasoncache.cache.continuations import Continuations
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -98,6 +99,7 @@ class Report:
     """Reports of a scheduler.
 
     Attributes:
+        continuations: Returns the part of the prefix cache whose nodes alias.
         metrics: Prometheus series. None without ``--enable-metrics``.
         uncorrected: Why keys cannot be rotated to positions that read them, so nothing is shared. Else None.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
@@ -112,6 +114,7 @@ class Report:
     records: Records
     pipeline: BlockPipeline
     eviction: EvictionController
+    continuations: Callable[[], Continuations]
     metrics: SharingMetrics | None = None
     uncorrected: str | None = None
     documents_off: str | None = None
@@ -211,6 +214,8 @@ class Report:
             "config": self.config.to_dict(),
             "block": self.pipeline.block,
             **self._now,
+            "aliased_nodes_now": len(self.continuations()),
+            "slots_saved_in_cache_now": self.continuations().aliased,
             "groups": self._groups(_GROUPS),
             "evictors": self.eviction.described,
             "reserved_per_request": ahead,

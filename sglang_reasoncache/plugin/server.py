@@ -137,13 +137,7 @@ class ServerParts:
         asked = config.host_swap_gb
         if asked == 0 or not config.is_active:
             return None
-        reasons = {
-            "state layers have states": tree.is_mamba_enabled,
-            "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
-            "a host tier is in use": tree.cache_controller is not None,
-            "a policy evicts positions": bool(config.policies.evictors),
-        }
-        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        reason = _needs_more_than_kv(tree, config)
         if reason is not None:
             level = logging.INFO if asked is None else logging.WARNING
             logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)
@@ -157,6 +151,18 @@ class ServerParts:
             "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
         )
         return HostSwap(size, self._cached if config.positions == "corrected" else None)
+
+    def _continues(self, tree: SharedRadixCache, config: ReasonCacheConfig) -> bool:
+        """Whether what finished requests shared stays in the prefix cache. If it cannot, a line in the log says
+        why."""
+        if not config.aliased_nodes or not config.shares or tree.disable:
+            return False
+        reason = _needs_more_than_kv(tree, config)
+        if reason is None and compat.latent_rank(self.allocator.get_kvcache()):
+            reason = "latent attention reads prefixes as cached"
+        if reason is not None:
+            logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
+        return reason is None
 
     def _controller(
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig
@@ -205,6 +211,7 @@ class ServerParts:
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
             swap=self._swap(tree, config, context.server_args),
+            continues=self._continues(tree, config),
             markers=markers,
             metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,
             documents_off=self._documents_off(tree, config),
@@ -244,6 +251,17 @@ def _filter(
         None if markers is None else markers[:2],
         resolved.config.max_pending,
     )
+
+
+def _needs_more_than_kv(tree: SharedRadixCache, config: ReasonCacheConfig) -> str | None:
+    """Why the KV in the pool that is shared is not all that a request needs to go on. None if it is."""
+    reasons = {
+        "state layers have states": tree.is_mamba_enabled,
+        "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
+        "a host tier is in use": tree.cache_controller is not None,
+        "a policy evicts positions": bool(config.policies.evictors),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def check_alike(ranks: Ranks, corrects: bool) -> None:

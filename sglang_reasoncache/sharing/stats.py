@@ -48,6 +48,8 @@ class SharingStats:
     finished_redirected: int = 0
     finished_evicted: int = 0
     blocks_reapplied: int = 0
+    prompts_continued: int = counter("Prompts that read what earlier responses shared.")
+    tokens_continued: int = counter("Tokens of these prompts whose KV is approximate.")
     prompts_composed: int = counter("Prompts composed of documents; a retraction counts one again.")
     documents_composed: int = counter("Cached documents in composed prompts.")
     tokens_composed: int = counter("Tokens of composed prompts read from cache, base included.")

@@ -19,6 +19,7 @@ from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_priv
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
+from sglang_reasoncache.cache.continuations import Continued
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.sharing.meter import Measurement
@@ -33,6 +34,8 @@ SETUPS = [
     Setup(page=1, block=2, slots=170, need_sort=True),
     Setup(page=4, block=4, slots=240, need_sort=True),
     Setup(page=1, block=3, slots=170, when="short", core="rust"),
+    Setup(page=1, block=3, slots=220, continues=True),
+    Setup(page=4, block=4, slots=260, core="rust", continues=True),
 ]
 QUICK_RULES = 2400
 MIN_AGE = 6
@@ -58,7 +61,7 @@ class RandomMeter(SlowMeter):
 class GroupMachine(RuleBasedStateMachine):
     """Random operations of one scheduler that serves siblings."""
 
-    operations = across = reapplied = 0
+    operations = across = reapplied = continued = aliased = 0
     refusals: ClassVar[Counter[str]]
     #: Rows of the world's ``ReqToTokenPool``.
     rows = MAX_ROWS
@@ -69,6 +72,8 @@ class GroupMachine(RuleBasedStateMachine):
         self.running: list[Req] = []
         self.waiting: list[Req] = []
         self.names = 0
+        #: Tokens and salt of requests that finished, the latest last.
+        self.said: list[tuple[list[int], str | None]] = []
 
     def _compute(self, req: Req, slots: np.ndarray) -> None:
         """Write what a forward would write into the last slots of a row."""
@@ -89,6 +94,7 @@ class GroupMachine(RuleBasedStateMachine):
             world.tree.unlock(req.lock)
             req.lock = None
             return False
+        type(self).continued += isinstance(req.last_node, Continued)
         self._compute(req, world.extend(req))
         checkpoint_kv_cache(req, world.tree)
         req.output_ids.append(PHRASES[0][0])
@@ -103,6 +109,38 @@ class GroupMachine(RuleBasedStateMachine):
         for _ in range(min(count, MAX_ROWS - len(self.running)) if opts_out else 1):
             self.names += 1
             self._prefill(self.world.request(str(self.names), prompt, opts_out == 0, salt))
+
+    @precondition(lambda self: self.said and len(self.running) < MAX_ROWS)
+    @rule(pick=PICK, keep=st.integers(0, 12), tail=st.integers(1, 6), opts_out=st.integers(0, 7))
+    def follow_up(self, pick: int, keep: int, tail: int, opts_out: int) -> None:
+        """A prompt arrives that goes on with a finished response, or with most of it, as an agent's does."""
+        self._begin(self._next_turn(pick, keep, tail, opts_out == 0))
+
+    def _begin(self, req: Req) -> bool:
+        """Admit a new request if memory allows."""
+        return self._prefill(req)
+
+    @precondition(lambda self: self.world.setup.continues and len(self.running) < MAX_ROWS)
+    @rule(phrase=PICK, steps=st.integers(16, 40), turns=st.integers(1, 3), keep=st.integers(0, 12))
+    def converse(self, phrase: int, steps: int, turns: int, keep: int) -> None:
+        """A request alone, whose response repeats itself, and turns that go on with it."""
+        self.names += 1
+        req = self.world.request(str(self.names), [*PROMPTS[0], 100 + self.names])
+        for turn in range(turns):
+            if turn:
+                req = self._next_turn(0, keep, 2, False)
+            if len(req.origin_input_ids) > MAX_CONTEXT - 60 or not self._begin(req):
+                return
+            self._decode([phrase] * MAX_ROWS, steps)
+            if req not in self.running:
+                return
+            self._finish([req])
+
+    def _next_turn(self, pick: int, keep: int, tail: int, opts_out: bool) -> Req:
+        tokens, salt = self.said[-1 - pick % min(4, len(self.said))]
+        self.names += 1
+        tokens = [*tokens[: len(tokens) - keep * (keep % 3)], *[100 + self.names] * tail]
+        return self.world.request(str(self.names), tokens[: MAX_CONTEXT - 40], opts_out, salt)
 
     @precondition(lambda self: len(self.running) > 0)
     @rule(phrases=st.lists(PICK, min_size=MAX_ROWS, max_size=MAX_ROWS), steps=st.integers(8, 24))
@@ -168,9 +206,13 @@ class GroupMachine(RuleBasedStateMachine):
             return self._retract(req)
         if how == "abort":
             return self._abort(req)
+        self._finish(list(self.running) if how == "together" else [req])
+
+    def _finish(self, reqs: list[Req]) -> None:
         self.world.allocator.free_group_begin()
-        for each in list(self.running) if how == "together" else [req]:
+        for each in reqs:
             each.finished_len = len(each.output_ids)
+            self.said.append(([*each.origin_input_ids, *each.output_ids], each.cache_salt))
             self.running.remove(each)
             self.world.finish(each)
         self.world.allocator.free_group_end()
@@ -202,7 +244,7 @@ class GroupMachine(RuleBasedStateMachine):
         self.nothing_failed()
         world, page = self.world, self.world.page
         stored = world.contents()
-        in_tree = self._check_tree(stored)
+        in_tree = [*self._check_tree(stored), *self._check_continuations(stored)]
         uses, readers = Counter(in_tree), Counter[int]()
         private = 0
         for req in self.holding():
@@ -253,6 +295,29 @@ class GroupMachine(RuleBasedStateMachine):
             slots = data.value.numpy()
             assert stored[slots].tolist() == contents(node.key.token_ids, node.key.cache_salt)
             found += (slots[:: self.world.page] // self.world.page).tolist()
+        return found
+
+    def _check_continuations(self, stored: np.ndarray) -> list[int]:
+        """The ids of the pages in all continuations, with repetitions. Checks contents and counts."""
+        world, there = self.world, self.world.allocator.continuations
+        found: list[int] = []
+        free = pinned = aliased = 0
+        older: set[Any] = set()
+        for node in there:
+            slots = node.slots.numpy()
+            salt = SALTS[int(stored[slots[0]] >= 1000)]
+            assert stored[slots].tolist() == contents(node.tokens, salt)
+            assert set(node.children) <= older, "used later than what goes on with it"
+            assert node.parent is None or node.pins <= node.parent.pins
+            older.add(node)
+            mine = (slots[:: world.page] // world.page).tolist()
+            found += mine
+            assert node.owned == world.page * len(set(mine))
+            free += node.owned * (not node.pins)
+            pinned += node.owned * bool(node.pins)
+            aliased += node.aliased
+        assert (there.evictable, there.protected, there.aliased) == (free, pinned, aliased)
+        type(self).aliased = max(type(self).aliased, aliased)
         return found
 
     def _count(self) -> None:
@@ -306,6 +371,8 @@ def test_siblings_share_and_lose_nothing(
     finally:
         engine.shut_down()
     record_property("operations", Machine.operations)
-    print(setup, Machine.operations, Machine.across, Machine.reapplied, Machine.refusals)
+    print(setup, Machine.operations, Machine.across, Machine.reapplied, Machine.continued)
     # The run would prove little if hardly anything had been shared.
     assert Machine.across > Machine.operations // 30 and Machine.reapplied > 0
+    if setup.continues:
+        assert Machine.continued > 0 and Machine.aliased > 0

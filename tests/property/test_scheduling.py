@@ -17,6 +17,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
+from sglang_reasoncache.cache.continuations import Continued
 from sglang_reasoncache.cache.swap import Restored
 from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -41,6 +42,7 @@ SETUPS = [
     Setup(page=1, block=3, slots=170, when="always"),
     Setup(page=1, block=3, slots=150, when="short", swap=1 << 15),
     Setup(page=4, block=4, slots=200, when="always", core="rust", swap=1 << 13),
+    Setup(page=1, block=3, slots=170, when="short", swap=1 << 14, continues=True),
 ]
 QUICK_OPERATIONS = 2400
 #: Requests that run at once, at most. The world's ``ReqToTokenPool`` has a row more, for a preempting request.
@@ -91,6 +93,15 @@ class SchedulingMachine(GroupMachine):
             req.priority = priority
             self.waiting.append(req)
         self.schedule(chunk, 0.1, False, kind, passes)
+
+    def _begin(self, req: Req) -> bool:
+        """The request arrives, and the scheduler admits it first if it can."""
+        req.priority = 3
+        req.sampling_params.max_new_tokens = 20
+        self.waiting.insert(0, req)
+        for _ in range(6):
+            self._pass(16, 0.1, False)
+        return req in self.running
 
     @precondition(lambda self: self.promise > 0 and self.chunked is None)
     @rule(part=st.sampled_from((0.3, 0.6, 0.9)), chunk=CHUNKS, ends=st.booleans(), pick=PICK)
@@ -179,6 +190,7 @@ class SchedulingMachine(GroupMachine):
         self.chunked = adder.new_chunked_req or self.chunked
         for req in admitted:
             type(self).restored += isinstance(req.last_node, Restored)
+            type(self).continued += isinstance(req.last_node, Continued)
             self._compute(req, world.extend(req))
         for req in admitted:
             if req is not self.chunked:
@@ -278,11 +290,12 @@ def test_what_was_admitted_finds_its_slots(
     record_property("operations", Machine.operations)
     names = (
         *("operations", "passes", "chunks", "put_off", "on_promise", "preempted", "failed"),
-        "restored",
+        *("restored", "continued"),
     )
     print(setup, {name: getattr(Machine, name) for name in names}, Machine.across)
     # The run would prove little if hardly any prompt had been computed in chunks, or admitted on the promise.
     assert Machine.chunks > Machine.operations // 100 and Machine.preempted > 0
     assert (Machine.restored > 0) == (setup.swap > 0)
+    assert (Machine.continued > 0) == setup.continues
     if setup.when == "short":
         assert Machine.on_promise > 0 and Machine.failed > 0

@@ -62,7 +62,8 @@ class Setup:
     """A configuration of the memory. ``page`` and ``block`` are in tokens. ``need_sort``: freed pages wait
     unsorted until an allocation runs short. ``prompts``: policies may evict positions of prompts. ``when``:
     ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust". ``swap``: bytes of
-    host memory for KV of retracted requests."""
+    host memory for KV of retracted requests. ``continues``: whether what finished requests shared stays
+    cached."""
 
     page: int
     block: int
@@ -72,11 +73,11 @@ class Setup:
     when: str = "always"
     core: str = "python"
     swap: int = 0
+    continues: bool = False
 
     def __str__(self) -> str:
-        flags = (
-            ["sorted"] * self.need_sort + ["prompts"] * self.prompts + ["swap"] * (self.swap > 0)
-        )
+        flags = ["sorted"] * self.need_sort + ["prompts"] * self.prompts
+        flags += ["swap"] * (self.swap > 0) + ["continues"] * self.continues
         return "-".join([f"page{self.page}", f"block{self.block}", *flags, self.when, self.core])
 
 
@@ -284,6 +285,7 @@ class World:
             room=lambda: 0,
             path_loaded=cached_at.record_path,
             swap=HostSwap(setup.swap, cached_at) if setup.swap else None,
+            continues=setup.continues,
             interval=interval,
             documents_off="the test chooses",
         )

@@ -18,8 +18,8 @@ def test_shared_pages_give_what_a_loop_computes(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
     """Log-probabilities and tokens are those of a loop in which the same pages share, and those of no
-    other. The prefix cache then holds each response up to its first shared page, and gives exact KV to a
-    follow-up."""
+    other. The prefix cache then holds each response, and gives what was shared to a follow-up, but only exact
+    KV to one that opts out."""
     server = servers.get(spec)
     loop = Loop(servers.model(spec.model), spec.model)
     page = server.get("/server_info").json()["page_size"]
@@ -30,15 +30,31 @@ def test_shared_pages_give_what_a_loop_computes(
     assert page == (64 if spec is specs.PAGES_OF_64 else 16)
     beside = Beside(loop, server)
     again: list[Compared] = []
+    continued: list[Compared] = []
+    corrected = None if spec is specs.PAGES_AS_CACHED else loop.rotation()
     for text, found in zip(todo, responses, strict=True):
         beside.add(text, found)
         whole = loop.tokenizer(text)["input_ids"] + found["tokens"]
+        if spec is not specs.LATENT_PAGES:
+            follow = follow_up(server, whole, opts_out=False)
+            assert follow["cached"] == (len(whole) - 1) // page * page
+            # Positions behind the cached ones are computed again, and read all that was shared since.
+            blocks = [
+                (min(at + beside.late, follow["cached"]), *where) for at, *where in found["blocks"]
+            ]
+            continued.append(
+                loop.compare(whole, follow, blocks=blocks, length=page, rotation=corrected)
+            )
         follow = follow_up(server, whole)
         first = min((dst for _, dst, _ in found["blocks"]), default=len(whole) - 1)
         assert follow["cached"] == first // page * page
         again.append(loop.compare(whole, follow))
-    blocks = sum(len(found["blocks"]) for found in responses)
-    assert blocks == seen["totals"]["blocks_shared"] >= 6 * 128 // page
+    shared = sum(len(found["blocks"]) for found in responses)
+    assert shared == seen["totals"]["blocks_shared"] >= 6 * 128 // page
     beside.check("nothing shared", "keys rotated otherwise")
     assert joined(again).off.max() < ROUNDING
+    if continued:
+        assert joined(continued).off.max() < ROUNDING
+        totals = report(server)["totals"]
+        assert totals["prompts_continued"] > 0 and totals["tokens_continued"] > 0
     assert_whole(server)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make bench-agents`` compares servers on conversations whose history keeps the reasoning, as agents do.
+
+Some agents run at once, with the embedded reasoner. Each turn gives a new problem (or tool result) and goes on
+with everything said before: the prompt of a turn repeats the prompt and the whole response of the turn before.
+The KV pool is too small for all conversations. Servers take turns on the same conversations. Writes
+``agents.json``."""
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pandas as pd
+
+from eval import command
+from eval.bench.turns import spread, take_turns
+from eval.command import option
+from eval.methods import TUNED, find_method
+from eval.runs.folder import write_json
+from eval.runs.servers import Server, Servers
+from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
+from eval.tiny_reasoner.task import Problem, make_problem
+from eval.tokenizers import load_tokenizer
+
+STOCK = "dense"
+METHODS = (STOCK, "dense:clip=64", "newest", "newest:aliased_nodes=false")
+
+
+@dataclass(frozen=True)
+class Options:
+    methods: tuple[str, ...] = option(METHODS, "servers to compare; the first is the reference")
+    agents: int = option(24, "conversations at once", least=1)
+    turns: int = option(4, "turns of a conversation", least=2)
+    slots: int = option(6000, "KV slots", least=2500)
+    most: int = option(400, "most tokens of a response", least=16)
+    rounds: int = option(3, "rounds, after one to warm up", least=1)
+    server_flags: tuple[str, ...] = option(
+        ("--schedule-conservativeness", "0.3"), "flags of all servers", read=command.flags_of
+    )
+    out: Path = option(Path("build/bench/agents"), "folder of results")
+
+
+class Agents:
+    """Conversations with one server."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._tokenizer = load_tokenizer(str(CHECKPOINT))
+
+    def side(
+        self, server: Server, totals: list[dict[str, Any]]
+    ) -> Callable[[], list[dict[str, float]]]:
+        """A side for :func:`take_turns`. Each call has new conversations, the same as the other sides'. Appends
+        the plugin's totals of each call to ``totals``."""
+        number = 0
+
+        def converse() -> list[dict[str, float]]:
+            nonlocal number
+            number += 1
+            server.clear()
+            begun = time.perf_counter()
+            seeds = [number * 10_000 + agent for agent in range(self._options.agents)]
+            with ThreadPoolExecutor(len(seeds)) as pool:
+                turns = [
+                    one for some in pool.map(lambda s: self._talk(server, s), seeds) for one in some
+                ]
+            wall = time.perf_counter() - begun
+            server.settle()
+            totals.extend(report["totals"] for report in server.reports())
+            made = sum(one["tokens"] for one in turns)
+            return [{**one, "tokens_per_s": made / wall} for one in turns]
+
+        return converse
+
+    def _talk(self, server: Server, seed: int) -> list[dict[str, float]]:
+        drawn = random.Random(seed)
+        history: list[int] = []
+        turns = []
+        for turn in range(self._options.turns):
+            problem = make_problem(drawn)
+            history += self._asked(problem)
+            told = ask(server, history, self._options.most)
+            output = told.pop("output")
+            text = self._tokenizer.decode(output)
+            right = f"\\boxed{{ {problem.answer} }}" in text
+            turns.append({"turn": turn, "prompt": len(history), "right": right, **told})
+            history = [*history, *output]
+        return turns
+
+    def _asked(self, problem: Problem) -> list[int]:
+        message = [{"role": "user", "content": problem.prompt}]
+        text = self._tokenizer.apply_chat_template(
+            message, tokenize=False, add_generation_prompt=True
+        )
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def ask(server: Server, prompt: Sequence[int], most: int) -> dict[str, Any]:
+    """Stream a response. Returns its tokens (``output``), how many (``tokens``), seconds to the first one
+    (``ttft``), seconds between tokens after it (``tpot``) and how many tokens of the prompt were cached."""
+    sampling = {"temperature": 0, "max_new_tokens": most}
+    body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+    begun, first, last = time.perf_counter(), None, {}
+    with httpx.stream(
+        "POST", f"{server.url}/generate", json=body, timeout=900, trust_env=False
+    ) as lines:
+        for line in lines.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            last = json.loads(line.removeprefix("data: "))
+            if "error" in last:
+                raise ValueError(f"{server.url}/generate says {line:.500}")
+            first = first or time.perf_counter()
+    if first is None:
+        raise ValueError(f"{server.url}/generate gave no token")
+    count = last["meta_info"]["completion_tokens"]
+    return {
+        "output": last["output_ids"],
+        "tokens": count,
+        "ttft": first - begun,
+        "tpot": (time.perf_counter() - first) / max(count - 1, 1),
+        "cached": last["meta_info"]["cached_tokens"],
+    }
+
+
+def row(
+    found: pd.DataFrame, side: str, stock: str, totals: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Figures of a side, also relative to the reference, round by round."""
+
+    def by_round(name: str, of: Callable[[pd.DataFrame], float]) -> pd.Series:
+        mine = found[found["side"] == name]
+        return mine.groupby("round").apply(of, include_groups=False)
+
+    figures: dict[str, Callable[[pd.DataFrame], float]] = {
+        "tokens_per_s": lambda one: float(one["tokens_per_s"].iloc[0]),
+        "cached": lambda one: float(_later(one)["cached"].sum() / _later(one)["prompt"].sum()),
+        "ttft_s": lambda one: float(_later(one)["ttft"].median()),
+        "ttft_p99_s": lambda one: float(_later(one)["ttft"].quantile(0.99)),
+        "tpot_p99_s": lambda one: float(one["tpot"].quantile(0.99)),
+        "right": lambda one: float(one["right"].mean()),
+    }
+    told: dict[str, Any] = {"method": side}
+    for name, of in figures.items():
+        mine, theirs = by_round(side, of), by_round(stock, of)
+        told[name] = spread(mine)
+        told[f"{name}_of_reference"] = spread(mine / theirs)
+    for name in ("blocks_shared", "prompts_continued", "tokens_continued"):
+        told[name] = sum(one[name] for one in totals)
+    return told
+
+
+def _later(turns: pd.DataFrame) -> pd.DataFrame:
+    """The turns that continue a conversation."""
+    return turns[turns["turn"] > 0]
+
+
+def work(options: Options) -> None:
+    agents = Agents(options)
+    totals: dict[str, list[dict[str, Any]]] = {name: [] for name in options.methods}
+    shared = ("--max-total-tokens", str(options.slots), *options.server_flags)
+    with Servers(options.out, CHECKPOINT, "cpu", keep=len(options.methods)) as servers:
+        sides = {}
+        for name in options.methods:
+            method = find_method(name, EMBEDDED_SETTINGS)
+            if method.is_tuned:
+                raise ValueError(f"--methods: {TUNED} needs a run of eval.run; name its settings")
+            server = servers.get(name, (*shared, *method.flags), method.env)
+            sides[name] = agents.side(server, totals[name])
+        found = take_turns(sides, options.rounds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    found.to_csv(options.out / "turns.csv", index=False)
+    rows = [row(found, name, options.methods[0], totals[name]) for name in options.methods]
+    write_json(options.out / "agents.json", {"rows": rows})
+    print(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    command.run(Options, work)

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps what finished requests shared in the prefix cache, as nodes that alias: their positions may name a slot
+twice, and their KV is approximate.
+
+SGLang's tree cores hold exact KV only and count every position as one slot. So a finished response enters the
+core up to its first shared position, and the rest becomes a :class:`Continuation` here. A later prompt that
+goes on with the same tokens reads both: an agent that keeps its reasoning does not compute it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from sglang_reasoncache.cache.host_row import UNKNOWN
+
+#: At least one token in so many of a continuation is evicted at once.
+_LEAST_EVICTED = 8
+
+#: ``extra_key`` and ``cache_salt`` of SGLang's keys: requests that differ in these share no prefix.
+Namespace = tuple[str | None, str | None]
+
+
+class Path(NamedTuple):
+    """A path of the tree that a continuation goes on with.
+
+    Attributes:
+        start: Number of its tokens.
+        head: The continuation's first token.
+        digest: Of the path's tokens.
+        node: SGLang's id of the node where it ends.
+    """
+
+    namespace: Namespace
+    start: int
+    head: int
+    digest: bytes
+    node: Any
+
+
+class Continuation:
+    """KV of consecutive positions behind a path of the tree, or behind a part of another continuation.
+
+    Its pages are named by its positions only: a page may be named several times here, and by no row or node
+    elsewhere but rows of requests that pin the continuation.
+
+    Attributes:
+        parent: The continuation that this one goes on with. None if it goes on with a path of the tree.
+        start: Position of the first token.
+        tokens: int64 ``[n]`` in host memory.
+        slots: int64 ``[n]`` on the device.
+        known: For each position the slot if several positions may name it, else 0. int64 ``[n]`` in host
+            memory.
+        exact: Number of leading positions whose KV is exact and read where it was computed.
+        aliased: Number of positions that name a slot which an earlier position names.
+        pins: Number of running requests that read it or a continuation behind it.
+        children: The continuations that go on with a part of this one.
+    """
+
+    def __init__(
+        self,
+        parent: Continuation | None,
+        start: int,
+        tokens: np.ndarray,
+        slots: torch.Tensor,
+        known: np.ndarray,
+        exact: int,
+        page: int,
+    ) -> None:
+        self.parent = parent
+        self.start = start
+        self.tokens = tokens
+        self.slots = slots
+        self.known = known
+        self.exact = exact
+        self.pins = 0
+        self.children: list[Continuation] = []
+        self.keep(len(tokens), page)
+
+    def keep(self, length: int, page: int) -> None:
+        """Keep only the first ``length`` tokens."""
+        self.tokens = self.tokens[:length]
+        self.slots = self.slots[:length]
+        self.known = self.known[:length]
+        self.exact = min(self.exact, length)
+        named = self.known[::page]
+        named = named[named != UNKNOWN]
+        self.aliased = page * (len(named) - len(np.unique(named)))
+
+    @property
+    def owned(self) -> int:
+        """Number of slots."""
+        return len(self.tokens) - self.aliased
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    def common(self, tokens: np.ndarray, page: int) -> int:
+        """Number of leading tokens, in whole pages, that equal those of ``tokens``, a whole prompt."""
+        there = tokens[self.start : self.end]
+        differs = np.flatnonzero(self.tokens[: len(there)] != there)
+        equal = int(differs[0]) if len(differs) else len(there)
+        return equal // page * page
+
+
+class Part(NamedTuple):
+    """The first ``length`` positions of ``node``."""
+
+    node: Continuation
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.node.start + self.length
+
+
+class Continued(int):
+    """A prefix that ends in a continuation, used where SGLang expects the id of a tree node. As an integer it
+    is the id of the node where the path of the tree ends.
+
+    Attributes:
+        parts: What follows on the path of the tree, in order. The last part is not empty.
+        length: Number of tokens of the whole prefix.
+        first_approximate: The first position whose KV is approximate; :attr:`length` if all is exact.
+    """
+
+    parts: tuple[Part, ...]
+
+    def __new__(cls, node: int, parts: Sequence[Part]) -> Continued:
+        made = super().__new__(cls, node)
+        made.parts = tuple(parts)
+        return made
+
+    @property
+    def start(self) -> int:
+        """Number of tokens that the path of the tree holds."""
+        return self.parts[0].node.start
+
+    @property
+    def length(self) -> int:
+        return self.parts[-1].end
+
+    @property
+    def first_approximate(self) -> int:
+        for node, length in self.parts:
+            if node.exact < length:
+                return node.start + node.exact
+        return self.length
+
+    def slots(self, path: torch.Tensor) -> torch.Tensor:
+        """The slots of the whole prefix, int64 ``[length]``. ``path``: those of the path of the tree."""
+        return torch.cat([path[: self.start], *(node.slots[:n] for node, n in self.parts)])
+
+
+class ContinuedLock(NamedTuple):
+    """SGLang's lock of the path in the tree, and the continuations that are pinned beside it."""
+
+    lock: Any
+    parts: tuple[Part, ...]
+
+
+class Continuations:
+    """The continuations of a scheduler's prefix cache: a radix tree in host memory. All ranks make the same
+    calls.
+
+    Attributes:
+        evictable: Number of slots that :meth:`evict` can free.
+        protected: Number of slots of pinned continuations.
+        aliased: Number of positions that name a slot which an earlier position of their continuation names: as
+            many slots does the cache save.
+
+    Args:
+        page: Tokens per page.
+    """
+
+    def __init__(self, page: int) -> None:
+        self._page = page
+        self.evictable = self.protected = self.aliased = 0
+        # All continuations, the least recently used first. Each comes after all that go on with it.
+        self._used: OrderedDict[Continuation, Path | None] = OrderedDict()
+        self._roots: dict[Namespace, dict[int, dict[int, dict[bytes, list[Continuation]]]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._used)
+
+    def __iter__(self) -> Iterator[Continuation]:
+        return iter(self._used)
+
+    # -- look up ---------------------------------------------------------------------
+
+    def match(self, key: Any, held: int, exact: bool) -> tuple[Part, ...]:
+        """What goes on with a path of the tree and makes the cached prefix of a prompt longer than ``held``.
+
+        Args:
+            key: SGLang's key of the prompt.
+            held: Number of tokens that the tree has of the prompt.
+            exact: Whether only exact KV may be read.
+        """
+        starts = self._roots.get(_namespace(key))
+        if not starts:
+            return ()
+        tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
+        best: tuple[Part, ...] = ()
+        longest = held
+        for start, heads in starts.items():
+            if start > held or start >= len(tokens):
+                continue
+            by_digest = heads.get(int(tokens[start]))
+            roots = by_digest.get(_digest(tokens[:start]), ()) if by_digest else ()
+            parts = self._along(roots, tokens, exact)
+            if parts and parts[-1].end > longest:
+                best, longest = parts, parts[-1].end
+        for node, _ in reversed(best):
+            self._used.move_to_end(node)
+        return best
+
+    def _along(
+        self, candidates: Sequence[Continuation], tokens: np.ndarray, exact: bool
+    ) -> tuple[Part, ...]:
+        """The match that begins with one of ``candidates`` and always takes the longest."""
+        parts: list[Part] = []
+        while candidates:
+            next_parts = [Part(each, self._usable(each, tokens, exact)) for each in candidates]
+            longest = max(next_parts, key=lambda part: part.end)
+            if not longest.length or (parts and longest.end <= parts[-1].end):
+                break
+            if parts:
+                parts[-1] = Part(parts[-1].node, longest.node.start - parts[-1].node.start)
+            parts.append(longest)
+            candidates = [each for each in longest.node.children if each.start <= longest.end]
+        return tuple(parts)
+
+    def _usable(self, node: Continuation, tokens: np.ndarray, exact: bool) -> int:
+        length = node.common(tokens, self._page)
+        return min(length, node.exact // self._page * self._page) if exact else length
+
+    # -- change ----------------------------------------------------------------------
+
+    def add(
+        self,
+        key: Any,
+        prefix: Continued | None,
+        node: Any,
+        start: int,
+        slots: torch.Tensor,
+        known: np.ndarray,
+        exact: int,
+    ) -> bool:
+        """Keep the last positions of a finished request. Returns False, and keeps nothing, if they are there.
+
+        Args:
+            key: SGLang's key of all tokens up to the last one to keep, which ends a page.
+            prefix: The request's cached prefix, if it ended in a continuation, which is pinned.
+            node: SGLang's id of the node where the request's path in the tree ends.
+            start: Position of the first token to keep, which begins a page.
+            slots, known, exact: See :class:`Continuation`.
+        """
+        tokens = np.array(key.token_ids, dtype=np.int64)
+        parts = () if prefix is None else prefix.parts
+        parent = next((node for node, _ in reversed(parts) if node.start < start), None)
+        path = Path(_namespace(key), start, int(tokens[start]), _digest(tokens[:start]), node)
+        others = self._there(path) if parent is None else parent.children
+        if any(each.start + each.common(tokens, self._page) >= len(tokens) for each in others):
+            return False
+        made = Continuation(parent, start, tokens[start:].copy(), slots, known, exact, self._page)
+        if parent is None:
+            by_digest = self._roots.setdefault(path.namespace, {}).setdefault(start, {})
+            by_digest.setdefault(path.head, {}).setdefault(path.digest, []).append(made)
+        else:
+            parent.children.append(made)
+        self._used[made] = path if parent is None else None
+        for each in _and_parents(parent):
+            self._used.move_to_end(each)
+        self.aliased += made.aliased
+        self.evictable += made.owned
+        return True
+
+    def pin(self, parts: Sequence[Part]) -> None:
+        """Keep ``parts`` from being evicted, for a request that reads them."""
+        for node, length in parts:
+            assert node in self._used and length <= len(node), "a continuation was evicted"
+            if not node.pins:
+                self.evictable -= node.owned
+                self.protected += node.owned
+            node.pins += 1
+
+    def unpin(self, parts: Sequence[Part]) -> None:
+        for node, _ in parts:
+            node.pins -= 1
+            if not node.pins:
+                self.evictable += node.owned
+                self.protected -= node.owned
+
+    def evict(self, wanted: int, free: Callable[[torch.Tensor, np.ndarray], int]) -> int:
+        """Free at least ``wanted`` slots, or all that are evictable. Returns how many. The last tokens of the
+        least recently used continuation go first.
+
+        ``free``: takes away one reference for each of the given ``slots``, of which ``known`` is known. Returns
+        how many slots became free.
+        """
+        freed = 0
+        while freed < wanted and self.evictable:
+            node = next(each for each in self._used if not each.pins)
+            freed += self._shorten(node, wanted - freed, free)
+        return freed
+
+    def drop(
+        self, is_there: Callable[[Any], bool], free: Callable[[torch.Tensor, np.ndarray], int]
+    ) -> int:
+        """Free the continuations whose path the tree evicted. Returns how many slots became free.
+
+        ``is_there``: whether the tree has the path that ends in a node. ``free``: see :meth:`evict`.
+        """
+        gone = [
+            node
+            for node, path in self._used.items()
+            if path is not None and not node.pins and not is_there(path.node)
+        ]
+        freed = 0
+        for root in gone:
+            for node in reversed(_and_children(root)):
+                freed += self._shorten(node, len(node), free)
+        return freed
+
+    def _shorten(
+        self, node: Continuation, wanted: int, free: Callable[[torch.Tensor, np.ndarray], int]
+    ) -> int:
+        length = max(wanted, len(node) // _LEAST_EVICTED, self._page)
+        kept = max(len(node) - length, 0) // self._page * self._page
+        before = node.owned, node.aliased
+        free(node.slots[kept:], node.known[kept:])
+        node.keep(kept, self._page)
+        self.evictable -= before[0] - node.owned
+        self.aliased -= before[1] - node.aliased
+        if not kept:
+            self._remove(node)
+        return before[0] - node.owned
+
+    def _remove(self, node: Continuation) -> None:
+        assert not node.children, "a continuation is evicted after those that go on with it"
+        path = self._used.pop(node)
+        if node.parent is not None:
+            node.parent.children.remove(node)
+        elif path is not None:
+            self._there(path).remove(node)
+            starts = self._roots[path.namespace]
+            heads = starts[path.start]
+            by_digest = heads[path.head]
+            if not by_digest[path.digest]:
+                del by_digest[path.digest]
+            if not by_digest:
+                del heads[path.head]
+            if not heads:
+                del starts[path.start]
+            if not starts:
+                del self._roots[path.namespace]
+
+    def _there(self, path: Path) -> list[Continuation]:
+        """The continuations of a path of the tree."""
+        heads = self._roots.get(path.namespace, {}).get(path.start, {})
+        return heads.get(path.head, {}).get(path.digest, [])
+
+
+def _namespace(key: Any) -> Namespace:
+    return key.extra_key, key.cache_salt
+
+
+def _digest(tokens: np.ndarray) -> bytes:
+    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+
+
+def _and_children(node: Continuation) -> list[Continuation]:
+    """A continuation, then all that go on with it, each after the one that it goes on with."""
+    found = [node]
+    for each in found:
+        found += each.children
+    return found
+
+
+def _and_parents(node: Continuation | None) -> Iterator[Continuation]:
+    while node is not None:
+        yield node
+        node = node.parent

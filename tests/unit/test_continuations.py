@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests that what a finished response shared stays in the prefix cache, for prompts that may read it."""
+
+from typing import Any
+
+import pytest
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from sglang_reasoncache.cache.continuations import Continued
+from tests.property.world import Pair, Setup, World
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+SETUPS = [
+    Setup(page=page, block=4, slots=160, core=core, continues=True)
+    for page in (1, 4)
+    for core in ("python", "rust")
+]
+#: The first position that shares.
+FIRST = 8
+PAIRS = Pair(FIRST, 24), Pair(12, 20)
+
+
+def finished(world: World, name: str = "r") -> list[int]:
+    """The tokens of a request that shared, and finished."""
+    req = world.start(name)
+    world.propose(req, *PAIRS)
+    for _ in range(3):
+        world.controller.after_decode([req])
+    assert world.controller.pipeline.saved == 8
+    world.finish(req)
+    return [*req.origin_input_ids, *req.output_ids]
+
+
+def asked(world: World, tokens: list[int], **options: Any) -> Req:
+    """A prompt that goes on with ``tokens``, looked up in the cache."""
+    attributes = {
+        name: options.pop(name)
+        for name in ("return_logprob", "logprob_start_len")
+        if name in options
+    }
+    req = world.request("next", [*tokens, 900, 901], **options)
+    for name, value in attributes.items():
+        setattr(req, name, value)
+    req.init_next_round_input(world.tree)
+    return req
+
+
+def run(world: World, req: Req) -> None:
+    world.prefill(req)
+    req.output_ids.append(7)
+    for _ in range(8):
+        world.step(req)
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_a_prompt_that_goes_on_reads_all_of_it(setup: Setup) -> None:
+    world = World(setup)
+    tokens = finished(world)
+    there = world.allocator.continuations
+    written = (len(tokens) - 1) // setup.page * setup.page
+    assert len(there) == 1 and there.aliased == 8
+    assert world.controller.pipeline.saved == 0, "running requests save nothing"
+    assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    req = asked(world, tokens)
+    assert req.prefix_len == written and isinstance(req.last_node, Continued)
+    run(world, req)
+    assert world.tree.reads_shifted([req])
+    totals = world.controller.stats
+    assert (totals.prompts_continued, totals.tokens_continued) == (1, written - FIRST)
+    # The next turn goes on with what this one computed.
+    longer = [*req.origin_input_ids, *req.output_ids]
+    world.finish(req)
+    assert len(there) == 2
+    again = asked(world, longer)
+    assert again.prefix_len == (len(longer) - 1) // setup.page * setup.page
+    world.assert_empty()
+    assert len(world.allocator.continuations) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ({"opted_out": True}, FIRST),
+        ({"salt": "salt"}, 0),
+        ({"return_logprob": True, "logprob_start_len": 20}, FIRST),
+    ],
+    ids=["opted-out", "salt", "log-probabilities"],
+)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_others_read_what_is_exact(setup: Setup, options: dict[str, Any], most: int) -> None:
+    world = World(setup)
+    req = asked(world, finished(world), **options)
+    assert req.prefix_len == most
+    assert not world.tree.reads_shifted([req])
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_eviction_gives_what_is_promised(setup: Setup) -> None:
+    """The least recently used loses its last tokens first. What a request reads is not evicted."""
+    world = World(setup)
+    tokens = finished(world)
+    there, allocator = world.allocator.continuations, world.allocator
+    # The request that locks the path of the first response keeps the core from evicting it.
+    reader = asked(world, tokens, opted_out=True)
+    reader.lock = world.tree.lock(reader.last_node)
+    before, evictable = allocator.available_size(), world.tree.evictable_size()
+    world.tree.evict(EvictParams(num_tokens=4))
+    freed = allocator.available_size() - before
+    assert freed == evictable - world.tree.evictable_size() and 4 <= freed < 8
+    req = asked(world, tokens)
+    world.tree.unlock(reader.lock)
+    held = req.prefix_len
+    assert FIRST < held < len(tokens) - 1
+    world.prefill(req)
+    req.output_ids.append(7)
+    world.tree.evict(EvictParams(num_tokens=10**6))
+    assert len(there) == 1 and world.tree.evictable_size() == 0
+    assert world.written_at[world.row(req)][FIRST] == 24
+    world.abort(req)
+    world.tree.evict(EvictParams(num_tokens=10**6))
+    assert len(there) == there.aliased == there.evictable == there.protected == 0
+    assert allocator.available_size() == world.total and not allocator.references
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_lost_its_path_is_evicted(setup: Setup) -> None:
+    world = World(setup)
+    finished(world)
+    # The last node of the path goes first, and all that goes on with it.
+    world.tree.evict(EvictParams(num_tokens=1))
+    assert len(world.allocator.continuations) == 0
+    assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_the_same_response_is_kept_once(setup: Setup) -> None:
+    world = World(setup)
+    assert finished(world, "a") == finished(world, "b")
+    assert len(world.allocator.continuations) == 1
+    assert world.allocator.available_size() + world.tree.evictable_size() == world.total
+    world.assert_empty()
+
+
+@pytest.mark.parametrize("site", ["add", "match"])
+def test_a_failure_is_contained(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plugin is disabled, no slot is lost, and the prompt is computed."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("a failure of the plugin")
+
+    world = World(SETUPS[0])
+    monkeypatch.setattr(type(world.allocator.continuations), site, fail)
+    tokens = finished(world)
+    req = asked(world, tokens)
+    assert req.prefix_len == FIRST
+    assert world.controller.report.disabled == "RuntimeError: a failure of the plugin"
+    run(world, req)
+    world.finish(req)
+    world.assert_empty()
