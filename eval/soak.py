@@ -3,7 +3,7 @@
 
 Clients ask problems of the embedded reasoner, several samples of one prompt, long prompts that are computed in
 chunks, and requests that opt out. They abort requests by id, and leave streams in the middle. A round has a
-calm part, a crowd, samples, long prompts, aborts, and all of these at once. Then the server must be idle, with
+calm part, a crowd, samples, long prompts, aborts, conversations, and all of these at once. Then the server must be idle, with
 every slot free or evictable and no traceback in its log. Ends with status 1 if a round finds anything wrong, a
 request is answered by an error, or a client gets no answer."""
 
@@ -25,11 +25,17 @@ from eval.command import flags_of, option, parse
 from eval.serving import STRICT_CHECKS, ServerProcess, log_errors, wait_until_idle
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import make_problem
+from eval.tokenizers import load_tokenizer
 
 _FLAGS = (
     "--enable-reasoncache --max-total-tokens 4000 --schedule-conservativeness 0.1 "
     "--chunked-prefill-size 128 --enable-mixed-chunk --reasoncache-scope prompt "
     "--reasoncache-set min_age=32"
+)
+
+_TOTALS = (
+    *("blocks_shared", "blocks_shared_across", "shortages", "blocks_missed"),
+    *("prompts_continued", "tokens_continued"),
 )
 
 
@@ -91,16 +97,17 @@ class Load:
         with self._lock:
             self.outcomes[outcome] += 1
 
-    def ask(self, chance: random.Random, body: dict[str, Any]) -> None:
-        """Send a request and count its outcome."""
+    def ask(self, chance: random.Random, body: dict[str, Any]) -> Any:
+        """Send a request and count its outcome. Returns the answer; None if there is none."""
         answer = self.server.post("/generate", body)
         if answer.status_code != 200:
             self.note(f"status {answer.status_code}")
             self.wrong.append(answer.text[:300])
-            return
+            return None
         found = answer.json()
         for each in found if isinstance(found, list) else [found]:
             self.note(each["meta_info"]["finish_reason"]["type"])
+        return found
 
     def leave(self, body: dict[str, Any], after_s: float) -> None:
         """Send a request, and close the connection in the middle of its stream."""
@@ -155,8 +162,22 @@ def _aborted(load: Load, chance: random.Random) -> None:
     timer.join()
 
 
+def _turns(load: Load, chance: random.Random) -> None:
+    """A conversation: each turn goes on with all that was said before."""
+    said: list[int] = []
+    encode = load_tokenizer(str(CHECKPOINT)).encode
+    for _ in range(chance.randint(2, 3)):
+        said += encode(_problem(chance), add_special_tokens=False)
+        body = _body(load, chance, "", max_new_tokens=560)
+        del body["text"]
+        found = load.ask(chance, body | {"input_ids": said})
+        if found is None:
+            return
+        said = [*said, *found["output_ids"]]
+
+
 def _mixed(load: Load, chance: random.Random) -> None:
-    chance.choice((_ask, _samples, _long_prompt, _aborted))(load, chance)
+    chance.choice((_ask, _samples, _long_prompt, _aborted, _turns))(load, chance)
 
 
 def soak(options: Options) -> int:
@@ -174,14 +195,14 @@ def soak(options: Options) -> int:
                 (_samples, crowd // 4 or 1),
                 (_long_prompt, crowd // 2 or 1),
             ]
-            parts += [(_aborted, crowd), (_mixed, crowd)]
+            parts += [(_aborted, crowd), (_turns, crowd), (_mixed, crowd)]
             for kind, clients in parts:
                 load.part(kind, clients, options.part_s)
             if not load.wrong:
                 wait_until_idle(server)
             (ours,) = server.get("/reasoncache").json()["schedulers"]
             rounds += 1
-            for name in ("blocks_shared", "blocks_shared_across", "shortages", "blocks_missed"):
+            for name in _TOTALS:
                 totals[name] += ours["totals"][name]
             print(f"round {rounds}: {dict(load.outcomes)}, {dict(totals)}", flush=True)
             wrong = [*load.wrong, log_errors(server.log_text())]

@@ -166,6 +166,7 @@ PAGES = replace(SHARED, name="qwen3", model="qwen3").having(
     *(PAGE16, CHUNKED, *EAGER_CIRCLES),
     **WAITING,
 )
+TOKENS = PAGES.having("page1", "--page-size 1")
 PAGES_OF_64 = PAGES.having("64", "--page-size 64").for_long_runs()
 #: Reads shared keys as they were cached.
 PAGES_AS_CACHED = PAGES.having("as-cached", "--reasoncache-positions as-cached").for_long_runs()
