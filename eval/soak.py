@@ -3,9 +3,9 @@
 
 Clients ask problems of the embedded reasoner, several samples of one prompt, long prompts that are computed in
 chunks, and requests that opt out. They abort requests by id, and leave streams in the middle. A round has a
-calm part, a crowd, samples, long prompts, aborts, conversations, and all of these at once. Then the server must be idle, with
-every slot free or evictable and no traceback in its log. Ends with status 1 if a round finds anything wrong, a
-request is answered by an error, or a client gets no answer."""
+calm part, a crowd, samples, long prompts, aborts, conversations, and all of these at once. Then the server must
+be idle, with every slot free or evictable and no traceback in its log. Ends with status 1 if a round finds
+anything wrong, a request is answered by an error, or a client gets no answer."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ class Options:
 
 @dataclass
 class Load:
-    """The clients of one server. ``outcomes``: how many requests ended in which way."""
+    """The clients of one server. ``encode``: the tokens of a text. ``outcomes``: how many requests ended in which way."""
 
     server: ServerProcess
     chance: random.Random
+    encode: Callable[..., list[int]]
     outcomes: Counter[str] = field(default_factory=Counter)
     #: What went wrong for clients.
     wrong: list[str] = field(default_factory=list)
@@ -165,9 +166,8 @@ def _aborted(load: Load, chance: random.Random) -> None:
 def _turns(load: Load, chance: random.Random) -> None:
     """A conversation: each turn goes on with all that was said before."""
     said: list[int] = []
-    encode = load_tokenizer(str(CHECKPOINT)).encode
     for _ in range(chance.randint(2, 3)):
-        said += encode(_problem(chance), add_special_tokens=False)
+        said += load.encode(_problem(chance), add_special_tokens=False)
         body = _body(load, chance, "", max_new_tokens=560)
         del body["text"]
         found = load.ask(chance, body | {"input_ids": said})
@@ -184,7 +184,8 @@ def soak(options: Options) -> int:
     """Runs the load. Returns the status to exit with."""
     end = time.monotonic() + 60 * options.minutes
     with ServerProcess(CHECKPOINT, flags=options.server_flags, env=STRICT_CHECKS) as server:
-        load = Load(server, random.Random(options.seed))
+        encode = load_tokenizer(str(CHECKPOINT)).encode
+        load = Load(server, random.Random(options.seed), encode)
         rounds = 0
         totals: Counter[str] = Counter()
         while time.monotonic() < end:
