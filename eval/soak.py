@@ -52,7 +52,8 @@ class Options:
 
 @dataclass
 class Load:
-    """The clients of one server. ``encode``: the tokens of a text. ``outcomes``: how many requests ended in which way."""
+    """The clients of one server. ``encode``: the tokens of a text. ``outcomes``: how many requests ended in
+    which way."""
 
     server: ServerProcess
     chance: random.Random
