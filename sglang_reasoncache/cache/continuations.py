@@ -210,12 +210,15 @@ class Continuations:
         tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
         best: tuple[Part, ...] = ()
         longest = held
-        for start, heads in starts.items():
-            if start > held or start >= len(tokens):
+        hashed, digest = 0, _new_digest()
+        for start in sorted(start for start in starts if start <= held and start < len(tokens)):
+            by_digest = starts[start].get(int(tokens[start]))
+            if by_digest is None:
                 continue
-            by_digest = heads.get(int(tokens[start]))
-            roots = by_digest.get(_digest(tokens[:start]), ()) if by_digest else ()
-            parts = self._along(roots, tokens, exact)
+            # Each token is hashed once, however many starts a hostile client made.
+            digest.update(tokens[hashed:start].tobytes())
+            hashed = start
+            parts = self._along(by_digest.get(digest.digest(), ()), tokens, exact)
             if parts and parts[-1].end > longest:
                 best, longest = parts, parts[-1].end
         for node, _ in reversed(best):
@@ -373,8 +376,15 @@ def _namespace(key: Any) -> Namespace:
     return key.extra_key, key.cache_salt
 
 
+def _new_digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
 def _digest(tokens: np.ndarray) -> bytes:
-    return hashlib.blake2b(tokens.tobytes(), digest_size=16).digest()
+    digest = _new_digest()
+    digest.update(tokens.tobytes())
+    found: bytes = digest.digest()
+    return found
 
 
 def _and_children(node: Continuation) -> list[Continuation]:

@@ -158,7 +158,8 @@ class GroupMachine(RuleBasedStateMachine):
         self._decode([phrase] * MAX_ROWS, steps)
 
     def _restart(self, req: Req) -> None:
-        if len(req.output_ids) < MAX_CONTEXT - 20 and not self._prefill(req):
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        if length < MAX_CONTEXT - 2 and not self._prefill(req):
             self.waiting.append(req)
 
     def _decode(self, phrases: list[int], steps: int) -> None:
