@@ -197,7 +197,7 @@ def soak(options: Options) -> int:
                 (_samples, crowd // 4 or 1),
                 (_long_prompt, crowd // 2 or 1),
             ]
-            parts += [(_aborted, crowd), (_turns, crowd), (_mixed, crowd)]
+            parts += [(_aborted, crowd), (_turns, crowd // 4 or 1), (_mixed, crowd)]
             for kind, clients in parts:
                 load.part(kind, clients, options.part_s)
             if not load.wrong:

@@ -146,8 +146,8 @@ class ReasonCacheConfig:
         None,
         "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
         "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
-        "the ranks. Has no effect, and the log says why, with states, a window pool, a host tier or a "
-        "policy that evicts.",
+        "the ranks. Has no effect, and the log says why, with states, a window pool, latent attention "
+        "whose keys are corrected, a host tier or a policy that evicts.",
         bounds=(0, 1_000_000),
     )
     aliased_nodes: bool = _setting(

@@ -20,6 +20,13 @@ from sglang_reasoncache.cache.host_row import UNKNOWN
 
 #: At least one token in so many of a continuation is evicted at once.
 _LEAST_EVICTED = 8
+#: The fewest tokens of a continuation, and the most continuations that begin at one place with one token. A
+#: hostile client must not make look-ups slow.
+LEAST_TOKENS = 16
+MOST_ALIKE = 16
+
+#: Start, and first token -> continuations.
+_ByStart = dict[int, dict[int, list["Continuation"]]]
 
 #: ``extra_key`` and ``cache_salt`` of SGLang's keys: requests that differ in these share no prefix.
 Namespace = tuple[str | None, str | None]
@@ -56,6 +63,7 @@ class Continuation:
         known: For each position the slot if several positions may name it, else 0. int64 ``[n]`` in host
             memory.
         exact: Number of leading positions whose KV is exact and read where it was computed.
+        head: The first token.
         aliased: Number of positions that name a slot which an earlier position names.
         pins: Number of running requests that read it or a continuation behind it.
         children: The continuations that go on with a part of this one.
@@ -77,8 +85,9 @@ class Continuation:
         self.slots = slots
         self.known = known
         self.exact = exact
+        self.head = int(tokens[0])
         self.pins = 0
-        self.children: list[Continuation] = []
+        self.children: _ByStart = {}
         self.keep(len(tokens), page)
 
     def keep(self, length: int, page: int) -> None:
@@ -90,6 +99,15 @@ class Continuation:
         named = self.known[::page]
         named = named[named != UNKNOWN]
         self.aliased = page * (len(named) - len(np.unique(named)))
+
+    def extend(self, tail: Continuation, page: int) -> None:
+        """Append a continuation that goes on with all of this one. No other request reads this one."""
+        if self.exact == len(self.tokens):
+            self.exact += tail.exact
+        self.tokens = np.concatenate((self.tokens, tail.tokens))
+        self.slots = torch.cat((self.slots, tail.slots))
+        self.known = np.concatenate((self.known, tail.known))
+        self.keep(len(self.tokens), page)
 
     @property
     def owned(self) -> int:
@@ -238,7 +256,12 @@ class Continuations:
             if parts:
                 parts[-1] = Part(parts[-1].node, longest.node.start - parts[-1].node.start)
             parts.append(longest)
-            candidates = [each for each in longest.node.children if each.start <= longest.end]
+            candidates = [
+                each
+                for start, heads in longest.node.children.items()
+                if start <= longest.end and start < len(tokens)
+                for each in heads.get(int(tokens[start]), ())
+            ]
         return tuple(parts)
 
     def _usable(self, node: Continuation, tokens: np.ndarray, exact: bool) -> int:
@@ -257,7 +280,8 @@ class Continuations:
         known: np.ndarray,
         exact: int,
     ) -> bool:
-        """Keep the last positions of a finished request. Returns False, and keeps nothing, if they are there.
+        """Keep the last positions of a finished request. Returns False, and keeps nothing, if they are there,
+        if there are too few of them, or too many like them.
 
         Args:
             key: SGLang's key of all tokens up to the last one to keep, which ends a page.
@@ -270,21 +294,39 @@ class Continuations:
         parts = () if prefix is None else prefix.parts
         parent = next((node for node, _ in reversed(parts) if node.start < start), None)
         path = Path(_namespace(key), start, int(tokens[start]), _digest(tokens[:start]), node)
-        others = self._there(path) if parent is None else parent.children
-        if any(each.start + each.common(tokens, self._page) >= len(tokens) for each in others):
+        others = (
+            self._there(path)
+            if parent is None
+            else parent.children.get(start, {}).get(path.head, [])
+        )
+        if (
+            len(tokens) - start < LEAST_TOKENS
+            or len(others) >= MOST_ALIKE
+            or any(each.start + each.common(tokens, self._page) >= len(tokens) for each in others)
+        ):
             return False
         made = Continuation(parent, start, tokens[start:].copy(), slots, known, exact, self._page)
-        if parent is None:
-            by_digest = self._roots.setdefault(path.namespace, {}).setdefault(start, {})
-            by_digest.setdefault(path.head, {}).setdefault(path.digest, []).append(made)
+        if parent is not None and parent.end == start and parent.pins == 1 and not parent.children:
+            # Only this request reads the parent.
+            parent.extend(made, self._page)
+            self.protected += made.owned
         else:
-            parent.children.append(made)
-        self._used[made] = path if parent is None else None
+            self._insert(made, path)
+            self.evictable += made.owned
+        self.aliased += made.aliased
         for each in _and_parents(parent):
             self._used.move_to_end(each)
-        self.aliased += made.aliased
-        self.evictable += made.owned
         return True
+
+    def _insert(self, made: Continuation, path: Path) -> None:
+        if made.parent is None:
+            by_digest = self._roots.setdefault(path.namespace, {}).setdefault(path.start, {})
+            by_digest.setdefault(path.head, {}).setdefault(path.digest, []).append(made)
+            self._used[made] = path
+        else:
+            there = made.parent.children.setdefault(path.start, {})
+            there.setdefault(path.head, []).append(made)
+            self._used[made] = None
 
     def pin(self, parts: Sequence[Part]) -> None:
         """Keep ``parts`` from being evicted, for a request that reads them."""
@@ -329,7 +371,7 @@ class Continuations:
         ]
         freed = 0
         for root in gone:
-            for node in reversed(_and_children(root)):
+            for node in reversed(and_children(root)):
                 freed += self._shorten(node, len(node), free)
         return freed
 
@@ -351,7 +393,13 @@ class Continuations:
         assert not node.children, "a continuation is evicted after those that go on with it"
         path = self._used.pop(node)
         if node.parent is not None:
-            node.parent.children.remove(node)
+            children = node.parent.children
+            at_start = children[node.start]
+            at_start[node.head].remove(node)
+            if not at_start[node.head]:
+                del at_start[node.head]
+            if not at_start:
+                del children[node.start]
         elif path is not None:
             self._there(path).remove(node)
             starts = self._roots[path.namespace]
@@ -387,11 +435,13 @@ def _digest(tokens: np.ndarray) -> bytes:
     return found
 
 
-def _and_children(node: Continuation) -> list[Continuation]:
+def and_children(node: Continuation) -> list[Continuation]:
     """A continuation, then all that go on with it, each after the one that it goes on with."""
     found = [node]
     for each in found:
-        found += each.children
+        for heads in each.children.values():
+            for alike in heads.values():
+                found += alike
     return found
 
 

@@ -70,6 +70,10 @@ class SlotOwner(Protocol):
         end the scheduler: after a failure one rank's tree would differ from the others', and the ranks would
         admit different requests."""
 
+    def on_all(self, work: Callable[[], _Result | None]) -> _Result | None:
+        """The result of ``work`` if no rank has None, else None. Exceptions are contained. All ranks call this
+        together; ``work`` must leave nothing to undo if it raises."""
+
     def promise(self) -> Promise:
         """What the next prefill budget may count on. All ranks call this together."""
 
@@ -125,6 +129,9 @@ class NoOwner:
 
     def contained_alone(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+    def on_all(self, work: Callable[[], _Result | None]) -> _Result | None:
+        return work()
 
     def promise(self) -> Promise:
         return NOTHING_PROMISED

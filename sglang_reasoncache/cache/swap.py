@@ -8,6 +8,7 @@ as a host hit of the prefix cache: SGLang's admission reserves its slots and ask
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,31 +22,41 @@ if TYPE_CHECKING:
     from sglang_reasoncache.cache.tree import SharedRadixCache
 
 
+class Part(NamedTuple):
+    """SGLang's copy (``tensors``) of the KV of positions ``[start, end)``."""
+
+    start: int
+    end: int
+    tensors: Any
+
+
 class Swapped:
     """The KV of a retracted request on the host. SGLang's request carries it.
 
     Attributes:
         length: Number of positions.
-        tensors: SGLang's copy of their KV.
+        parts: SGLang's copies of their KV.
         cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory. None if keys
             are read as cached.
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
             all is exact.
-        num_bytes: Size of ``tensors``.
+        num_bytes: Size of the copies.
         is_valid: Whether the KV may be used.
     """
 
     def __init__(
         self,
         length: int,
-        tensors: Any,
+        parts: Sequence[Part],
         cached_at: torch.Tensor | None,
         first_shared: int | None,
     ) -> None:
-        self.length, self.tensors, self.cached_at = length, tensors, cached_at
+        self.length = length
+        self.parts = parts
+        self.cached_at = cached_at
         self.first_shared = first_shared
         self.is_valid = True
-        self.num_bytes = _bytes_of(tensors)
+        self.num_bytes = sum(_bytes_of(part.tensors) for part in parts)
 
 
 def swapped_of(req: Request | None) -> Swapped | None:
@@ -88,7 +99,7 @@ class HostSwap:
     def forget(self) -> None:
         """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
         for one in self._there:
-            one.is_valid, one.tensors = False, None
+            one.is_valid, one.parts = False, ()
             one.num_bytes = 0
 
     def out(
@@ -107,7 +118,14 @@ class HostSwap:
         if self.num_bytes + self._slot_bytes * length > self._limit:
             return None
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
-        swapped = Swapped(length, allocator.get_cpu_copy(slots), cached_at, first_shared)
+        # Two copies: the tree may still have the first part when the request returns.
+        kept = min(req.kv.cache_protected_len, length)
+        parts = [
+            Part(start, end, allocator.get_cpu_copy(slots[start:end]))
+            for start, end in ((0, kept), (kept, length))
+            if end > start
+        ]
+        swapped = Swapped(length, parts, cached_at, first_shared)
         self._there.add(swapped)
         return swapped
 
@@ -124,7 +142,10 @@ class HostSwap:
             return None
         try:
             # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
-            allocator.load_cpu_copy(swapped.tensors, torch.cat((slots.new_zeros(held), slots)))
+            whole = torch.cat((slots.new_zeros(held), slots))
+            for part in swapped.parts:
+                if part.end > held:
+                    allocator.load_cpu_copy(part.tensors, whole[part.start : part.end])
             if self._cached_at is not None and swapped.cached_at is not None:
                 self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
             return Restored(None, slots, swapped.first_shared)

@@ -136,7 +136,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row, start = self._host_row(req.kv), req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
         first, twice = _first_shared(req, row), row.first_named_twice()
-        if isinstance(req.last_node, Composition) or (prefix is None and first is None):
+        if isinstance(req.last_node, Composition | Restored) or (prefix is None and first is None):
             return
         end = min([row.first_in_other_rows(up_to), *row.evicted_from(0)[:1].tolist()])
         end -= end % self.page_size
@@ -238,13 +238,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         swap = self.token_to_kv_pool_allocator.swap
         if swap is None or isinstance(req.last_node, Composition):
             return
-        swapped = None
-        with self.owner.contained():
-            swapped = swap.out(self, req, row, _first_shared(req, row))
         # All ranks admit the same requests with the same numbers of tokens.
-        ranks = self.owner.ranks
-        kept = ranks.least(int(swapped is not None))
-        setattr(req, SWAPPED, swapped if kept else None)
+        swapped = self.owner.on_all(lambda: swap.out(self, req, row, _first_shared(req, row)))
+        setattr(req, SWAPPED, swapped)
 
     def init_load_back(self, params: Any) -> Any:
         """Load what a match found on the host: the KV of a retracted request, or a cached prefix."""
@@ -257,13 +253,20 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return super().init_load_back(params)
         swap = self.token_to_kv_pool_allocator.swap
         assert swap is not None and swapped is not None
-        restored = None
-        with self.owner.contained_alone():
-            restored = swap.back(self, swapped, req.prefix_len)
-        # If nothing was loaded, the KV is computed again.
+        # If nothing is loaded, the KV is computed again.
         setattr(req, SWAPPED, None)
-        if restored is None:
+        restored = None
+
+        def back() -> Restored | None:
+            nonlocal restored
+            restored = swap.back(self, swapped, req.prefix_len)
+            return restored
+
+        if self.owner.on_all(back) is None:
+            if restored is not None:
+                self.token_to_kv_pool_allocator.free(restored.slots)
             return 0, req.last_node
+        assert restored is not None
         return len(restored.slots), restored._replace(node=req.last_node)
 
     def load_back_is_cache_owned(self) -> bool:
@@ -335,6 +338,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def prefix_device_indices(self, req: Request) -> torch.Tensor:
         prefix = req.last_node
+        # The request is about to be computed: a copy that was not loaded is of no use.
+        setattr(req, SWAPPED, None)
         if isinstance(prefix, Restored):
             root = self.root_node_handle(req.extra_key)
             path = self.tree_core.collect_full_device_indices(prefix.node, root)

@@ -99,6 +99,7 @@ HOOK_TARGETS: dict[str, str] = {
     "count_uncached": _COMPONENTS
     + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
     "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
+    "retract_all": "sglang.srt.managers.scheduler.retract_all",
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",
     "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",

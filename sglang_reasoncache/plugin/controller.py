@@ -100,6 +100,18 @@ class Controller:
     def contained_alone(self) -> AbstractContextManager[Any]:
         return self.containment if self.ranks.alone else nullcontext()
 
+    def on_all(self, work: Callable[[], Any]) -> Any:
+        found = None
+
+        def ask() -> None:
+            nonlocal found
+            made = work()
+            found = made if self.ranks.least(int(made is not None)) else None
+
+        if self.report.disabled is None:
+            self.containment.together(ask)
+        return found
+
     @property
     def evicts_prompts(self) -> bool:
         return self.eviction.evicts_prompts

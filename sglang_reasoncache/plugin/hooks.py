@@ -30,6 +30,7 @@ def install() -> None:
         "count_uncached": _after_count_uncached,
         "decode_log_parts": _after_decode_log_parts,
         "prefill_ready": _after_prefill_ready,
+        "retract_all": _after_retract_all,
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
@@ -149,6 +150,14 @@ def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleB
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.begin(batch):
         controller.containment.together(repairs.prepare, batch, controller.ranks)
+
+
+def _after_retract_all(
+    _controller: Controller, _result: None, *, token_to_kv_pool_allocator: Any, **_: Any
+) -> None:
+    """SGLang retracts all requests for a pause, in which the weights may change: their KV is computed again."""
+    if token_to_kv_pool_allocator.swap is not None:
+        token_to_kv_pool_allocator.swap.forget()
 
 
 def _after_decode(

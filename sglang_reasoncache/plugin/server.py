@@ -138,6 +138,10 @@ class ServerParts:
         if asked == 0 or not config.is_active:
             return None
         reason = _needs_more_than_kv(tree, config)
+        latent = compat.latent_rank(self.allocator.get_kvcache())
+        if reason is None and latent and config.positions == "corrected":
+            # SGLang's kernels compute its prefills on a GPU, and rotate nothing.
+            reason = "latent attention reads prefixes as cached"
         if reason is not None:
             level = logging.INFO if asked is None else logging.WARNING
             logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)

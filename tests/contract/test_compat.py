@@ -48,6 +48,7 @@ HOOKS = {
     "internal_state": "self recv_req", "hybrid_backend": "runner full_attn_backend",
     "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
+    "retract_all": "reqs req_to_token_pool token_to_kv_pool_allocator ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",
 }  # fmt: skip

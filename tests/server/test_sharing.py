@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -296,3 +297,19 @@ def test_only_a_server_that_is_short_shares(server: ServerProcess) -> None:
     assert right >= 0.97 * asked
     print(f"{wave} waves, {asked} responses, {right} right, {shared} blocks shared")
     assert_whole(server)
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_a_pause_keeps_no_kv_of_what_it_retracts(server: ServerProcess) -> None:
+    """While SGLang is paused the weights may change, so what it retracted is computed again, not loaded."""
+    [text] = prompts(1, seed=61)
+    start = server.log_size()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(generate, server, text, 600)
+        time.sleep(1.0)
+        server.post("/pause_generation", json={"mode": "retract"}).raise_for_status()
+        server.post("/continue_generation", json={}).raise_for_status()
+        found = asked.result()
+    assert found["text"] == generate(server, text, 600)["text"]
+    computed = [int(n) for n in re.findall(r"#new-token: (\d+)", server.log_text(start))]
+    assert max(computed) > 48, "more than the prompt was computed again"

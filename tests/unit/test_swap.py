@@ -13,6 +13,7 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED
 from sglang_reasoncache.cache.swap import swapped_of
+from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.adder import adder_of
 from tests.property.world import Pair, Setup, World, in_host
@@ -190,3 +191,45 @@ def test_an_idle_plugin_leaves_admission_to_sglang() -> None:
     world, _ = started(SETUPS[0])
     world.controller._is_active = False
     assert world.controller.promise() is NOTHING_PROMISED
+
+
+class TwoRanks(Ranks):
+    """This rank, and another one that agrees with it."""
+
+    def __init__(self) -> None:
+        super().__init__(group=object())
+
+
+@pytest.mark.parametrize("fails", ["before", "copying", "loading"])
+def test_ranks_go_on_together_after_a_failure(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retraction does not end the schedulers of several ranks once sharing has ended, or when it ends now."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no host memory")
+
+    world = World(replace(SETUPS[0], swap=1 << 20), ranks=TwoRanks())
+    req = world.start()
+    if fails == "before":
+        world.controller.containment.together(fail)
+    else:
+        site = {"copying": "get_cpu_copy", "loading": "load_cpu_copy"}[fails]
+        monkeypatch.setattr(world.allocator, site, fail)
+    world.retract(req)
+    assert (swapped_of(req) is not None) == (fails == "loading")
+    assert admitted(world, req) > 1
+    assert world.controller.report.disabled == "RuntimeError: no host memory"
+    world.finish(req)
+    world.assert_empty()
+
+
+def test_a_copy_that_was_not_loaded_is_dropped() -> None:
+    """Otherwise it would take host memory until the request is gone."""
+    world, req = started(SETUPS[0])
+    swap: Any = world.allocator.swap
+    world.retract(req)
+    assert swap.num_bytes > 0
+    world.prefill(req)
+    assert swapped_of(req) is None and swap.num_bytes == 0
+    world.abort(req)
+    world.assert_empty()
