@@ -23,22 +23,25 @@ from eval.bench.turns import spread, take_turns
 from eval.command import option
 from eval.methods import TUNED, find_method
 from eval.runs.folder import write_json
+from eval.runs.options import specs
 from eval.runs.servers import Server, Servers
 from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import Problem, make_problem
 from eval.tokenizers import load_tokenizer
 
 STOCK = "dense"
-METHODS = (STOCK, "dense:clip=64", "newest", "newest:aliased_nodes=false")
+METHODS = ("dense:clip=64", STOCK, "newest", "newest:aliased_nodes=false")
 
 
 @dataclass(frozen=True)
 class Options:
-    methods: tuple[str, ...] = option(METHODS, "servers to compare; the first is the reference")
-    agents: int = option(24, "conversations at once", least=1)
-    turns: int = option(4, "turns of a conversation", least=2)
-    slots: int = option(6000, "KV slots", least=2500)
-    most: int = option(400, "most tokens of a response", least=16)
+    methods: tuple[str, ...] = option(
+        METHODS, "servers to compare; the first is the reference", read=specs, metavar="x,y"
+    )
+    agents: int = option(16, "conversations at once", least=1)
+    turns: int = option(3, "turns of a conversation", least=2)
+    slots: int = option(9000, "KV slots", least=2500)
+    most: int = option(600, "most tokens of a response", least=16)
     rounds: int = option(3, "rounds, after one to warm up", least=1)
     server_flags: tuple[str, ...] = option(
         ("--schedule-conservativeness", "0.3"), "flags of all servers", read=command.flags_of

@@ -17,7 +17,7 @@ EMBEDDED = "tiny_reasoner"  # the value of --model for the model in eval/tiny_re
 SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
-def _specs(text: str) -> tuple[str, ...]:
+def specs(text: str) -> tuple[str, ...]:
     """Split only at the commas between methods: ``a:x=1,y=2,b`` gives ``a:x=1,y=2`` and ``b``."""
     specs: list[str] = []
     for part in text.split(","):
@@ -43,7 +43,7 @@ class RunOptions:
     model: str = option(EMBEDDED, "folder or hub name; the default is embedded", metavar="M")
     tasks: tuple[str, ...] = option((), "names of tasks", metavar="a,b")
     methods: tuple[str, ...] = option(
-        ("dense", "newest"), "methods with their options", read=_specs, metavar="x,y"
+        ("dense", "newest"), "methods with their options", read=specs, metavar="x,y"
     )
     seeds: tuple[int, ...] = option((0,), "numbers", metavar="0,1")
     limit: int | None = option(None, "the first N problems of each task", least=1, metavar="N")
