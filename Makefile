@@ -31,6 +31,7 @@ help:
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
 	@echo "make bench-fidelity TRACES=FOLDER  what sharing costs a real language model on recorded responses (hours)"
 	@echo "make bench-documents  prompts made of cached documents: answers of SmolLM2, time to the first token (hours)"
+	@echo "make bench-agents  conversations that keep the reasoning: what is cached for the next turn (half an hour)"
 	@echo "make soak         an hour of load that swings, under SGLang's strict memory checks"
 	@echo "make real-model   SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
 	@echo "make docs         the documents as a site in build/site, links checked"
