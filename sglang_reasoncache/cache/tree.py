@@ -124,7 +124,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if row.first_shared is not None:
             assert not running, "a shared row is not published while its request runs"
         bounds = [_first_shared(req, row)]
-        if not running:
+        if not running and self.token_to_kv_pool_allocator.continues:
             # A slot that a continuation names belongs to the continuation.
             bounds.append(row.first_named_twice())
         up_to = min([up_to, *(bound for bound in bounds if bound is not None)])
