@@ -153,8 +153,8 @@ class ReasonCacheConfig:
     aliased_nodes: bool = _setting(
         True,
         "Keep what a finished response shared in the prefix cache, for prompts that go on with it. false: only "
-        "up to its first shared token. Has no effect, and the log says why, with states, a window pool, a host "
-        "tier or a policy that evicts.",
+        "up to its first shared token. Has no effect, and the log says why, with states, a window pool, latent "
+        "attention, a host tier or a policy that evicts.",
     )
     documents_repair: str = _setting(
         "none",

@@ -29,8 +29,7 @@ from eval.tiny_reasoner import CHECKPOINT, EMBEDDED_SETTINGS
 from eval.tiny_reasoner.task import Problem, make_problem
 from eval.tokenizers import load_tokenizer
 
-STOCK = "dense"
-METHODS = ("dense:clip=64", STOCK, "newest", "newest:aliased_nodes=false")
+METHODS = ("dense:clip=64", "dense", "newest", "newest:aliased_nodes=false")
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def ask(server: Server, prompt: Sequence[int], most: int) -> dict[str, Any]:
 
 
 def row(
-    found: pd.DataFrame, side: str, stock: str, totals: Sequence[Mapping[str, Any]]
+    found: pd.DataFrame, side: str, reference: str, totals: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Figures of a side, also relative to the reference, round by round."""
 
@@ -151,7 +150,7 @@ def row(
     }
     told: dict[str, Any] = {"method": side}
     for name, of in figures.items():
-        mine, theirs = by_round(side, of), by_round(stock, of)
+        mine, theirs = by_round(side, of), by_round(reference, of)
         told[name] = spread(mine)
         told[f"{name}_of_reference"] = spread(mine / theirs)
     for name in ("blocks_shared", "prompts_continued", "tokens_continued"):

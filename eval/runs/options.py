@@ -19,13 +19,13 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 def specs(text: str) -> tuple[str, ...]:
     """Split only at the commas between methods: ``a:x=1,y=2,b`` gives ``a:x=1,y=2`` and ``b``."""
-    specs: list[str] = []
+    methods: list[str] = []
     for part in text.split(","):
-        if specs and ":" in specs[-1] and "=" in part and ":" not in part.partition("=")[0]:
-            specs[-1] += "," + part.strip()
+        if methods and ":" in methods[-1] and "=" in part and ":" not in part.partition("=")[0]:
+            methods[-1] += "," + part.strip()
         else:
-            specs.append(part.strip())
-    return tuple(filter(None, specs))
+            methods.append(part.strip())
+    return tuple(filter(None, methods))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,26 +25,15 @@ _LEAST_EVICTED = 8
 LEAST_TOKENS = 16
 MOST_ALIKE = 16
 
-#: Start, and first token -> continuations.
-_ByStart = dict[int, dict[int, list["Continuation"]]]
-
 #: ``extra_key`` and ``cache_salt`` of SGLang's keys: requests that differ in these share no prefix.
 Namespace = tuple[str | None, str | None]
 
 
 class Path(NamedTuple):
-    """A path of the tree that a continuation goes on with.
-
-    Attributes:
-        start: Number of its tokens.
-        head: The continuation's first token.
-        digest: Of the path's tokens.
-        node: SGLang's id of the node where it ends.
-    """
+    """A path of the tree that a continuation goes on with. ``digest``: of its tokens. ``node``: SGLang's id of
+    the node where it ends."""
 
     namespace: Namespace
-    start: int
-    head: int
     digest: bytes
     node: Any
 
@@ -56,7 +45,8 @@ class Continuation:
     elsewhere but rows of requests that pin the continuation.
 
     Attributes:
-        parent: The continuation that this one goes on with. None if it goes on with a path of the tree.
+        path: The path of the tree that this one goes on with. None if it goes on with ``parent``.
+        parent: The continuation that this one goes on with. None if it goes on with ``path``.
         start: Position of the first token.
         tokens: int64 ``[n]`` in host memory.
         slots: int64 ``[n]`` on the device.
@@ -71,7 +61,7 @@ class Continuation:
 
     def __init__(
         self,
-        parent: Continuation | None,
+        before: Path | Continuation,
         start: int,
         tokens: np.ndarray,
         slots: torch.Tensor,
@@ -79,7 +69,8 @@ class Continuation:
         exact: int,
         page: int,
     ) -> None:
-        self.parent = parent
+        self.path = before if isinstance(before, Path) else None
+        self.parent = None if isinstance(before, Path) else before
         self.start = start
         self.tokens = tokens
         self.slots = slots
@@ -87,27 +78,33 @@ class Continuation:
         self.exact = exact
         self.head = int(tokens[0])
         self.pins = 0
-        self.children: _ByStart = {}
-        self.keep(len(tokens), page)
+        self.children = Branches()
+        self._page = page
+        self.keep(len(tokens))
 
-    def keep(self, length: int, page: int) -> None:
+    def keep(self, length: int) -> None:
         """Keep only the first ``length`` tokens."""
         self.tokens = self.tokens[:length]
         self.slots = self.slots[:length]
         self.known = self.known[:length]
         self.exact = min(self.exact, length)
-        named = self.known[::page]
+        named = self.known[:: self._page]
         named = named[named != UNKNOWN]
-        self.aliased = page * (len(named) - len(np.unique(named)))
+        self.aliased = self._page * (len(named) - len(np.unique(named)))
 
-    def extend(self, tail: Continuation, page: int) -> None:
+    def extend(self, tail: Continuation) -> None:
         """Append a continuation that goes on with all of this one. No other request reads this one."""
         if self.exact == len(self.tokens):
             self.exact += tail.exact
         self.tokens = np.concatenate((self.tokens, tail.tokens))
         self.slots = torch.cat((self.slots, tail.slots))
         self.known = np.concatenate((self.known, tail.known))
-        self.keep(len(self.tokens), page)
+        self.keep(len(self.tokens))
+
+    @property
+    def digest(self) -> bytes:
+        """Of the tokens of :attr:`path`; empty if there is none."""
+        return b"" if self.path is None else self.path.digest
 
     @property
     def owned(self) -> int:
@@ -121,12 +118,60 @@ class Continuation:
     def end(self) -> int:
         return self.start + len(self.tokens)
 
-    def common(self, tokens: np.ndarray, page: int) -> int:
+    def common(self, tokens: np.ndarray) -> int:
         """Number of leading tokens, in whole pages, that equal those of ``tokens``, a whole prompt."""
         there = tokens[self.start : self.end]
         differs = np.flatnonzero(self.tokens[: len(there)] != there)
         equal = int(differs[0]) if len(differs) else len(there)
-        return equal // page * page
+        return equal // self._page * self._page
+
+
+class Branches:
+    """The continuations of one continuation, or of all paths in a namespace."""
+
+    def __init__(self) -> None:
+        # Start -> first token -> digest -> continuations.
+        self._by_start: dict[int, dict[int, dict[bytes, list[Continuation]]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_start)
+
+    def __iter__(self) -> Iterator[Continuation]:
+        for by_head in self._by_start.values():
+            for by_digest in by_head.values():
+                for alike in by_digest.values():
+                    yield from alike
+
+    def add(self, node: Continuation) -> None:
+        by_head = self._by_start.setdefault(node.start, {})
+        by_head.setdefault(node.head, {}).setdefault(node.digest, []).append(node)
+
+    def remove(self, node: Continuation) -> None:
+        by_head = self._by_start[node.start]
+        by_digest = by_head[node.head]
+        by_digest[node.digest].remove(node)
+        # An entry without continuations would cost each look-up time.
+        if not by_digest[node.digest]:
+            del by_digest[node.digest]
+        if not by_digest:
+            del by_head[node.head]
+        if not by_head:
+            del self._by_start[node.start]
+
+    def alike(self, node: Continuation) -> Sequence[Continuation]:
+        """The continuations that begin where ``node`` does, with the same token."""
+        by_head = self._by_start.get(node.start, {})
+        return by_head.get(node.head, {}).get(node.digest, ())
+
+    def beginning(
+        self, tokens: np.ndarray, most: int
+    ) -> Iterator[tuple[int, Mapping[bytes, Sequence[Continuation]]]]:
+        """Each start up to ``most``, ascending, with the continuations that have a prompt's token there, by
+        digest. ``tokens``: of the whole prompt."""
+        for start in sorted(each for each in self._by_start if each <= most and each < len(tokens)):
+            by_digest = self._by_start[start].get(int(tokens[start]))
+            if by_digest is not None:
+                yield start, by_digest
 
 
 class Part(NamedTuple):
@@ -147,7 +192,7 @@ class Continued(int):
     Attributes:
         parts: What follows on the path of the tree, in order. The last part is not empty.
         length: Number of tokens of the whole prefix.
-        first_approximate: The first position whose KV is approximate; :attr:`length` if all is exact.
+        first_approximate: The first position whose KV is approximate. None if all is exact.
     """
 
     parts: tuple[Part, ...]
@@ -167,11 +212,11 @@ class Continued(int):
         return self.parts[-1].end
 
     @property
-    def first_approximate(self) -> int:
+    def first_approximate(self) -> int | None:
         for node, length in self.parts:
             if node.exact < length:
                 return node.start + node.exact
-        return self.length
+        return None
 
     def slots(self, path: torch.Tensor) -> torch.Tensor:
         """The slots of the whole prefix, int64 ``[length]``. ``path``: those of the path of the tree."""
@@ -203,8 +248,8 @@ class Continuations:
         self._page = page
         self.evictable = self.protected = self.aliased = 0
         # All continuations, the least recently used first. Each comes after all that go on with it.
-        self._used: OrderedDict[Continuation, Path | None] = OrderedDict()
-        self._roots: dict[Namespace, dict[int, dict[int, dict[bytes, list[Continuation]]]]] = {}
+        self._used: OrderedDict[Continuation, None] = OrderedDict()
+        self._roots: dict[Namespace, Branches] = {}
 
     def __len__(self) -> int:
         return len(self._used)
@@ -222,17 +267,14 @@ class Continuations:
             held: Number of tokens that the tree has of the prompt.
             exact: Whether only exact KV may be read.
         """
-        starts = self._roots.get(_namespace(key))
-        if not starts:
+        roots = self._roots.get(_namespace(key))
+        if roots is None:
             return ()
         tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
         best: tuple[Part, ...] = ()
         longest = held
         hashed, digest = 0, _new_digest()
-        for start in sorted(start for start in starts if start <= held and start < len(tokens)):
-            by_digest = starts[start].get(int(tokens[start]))
-            if by_digest is None:
-                continue
+        for start, by_digest in roots.beginning(tokens, held):
             # Each token is hashed once, however many starts a hostile client made.
             digest.update(tokens[hashed:start].tobytes())
             hashed = start
@@ -258,14 +300,14 @@ class Continuations:
             parts.append(longest)
             candidates = [
                 each
-                for start, heads in longest.node.children.items()
-                if start <= longest.end and start < len(tokens)
-                for each in heads.get(int(tokens[start]), ())
+                for _, by_digest in longest.node.children.beginning(tokens, longest.end)
+                for alike in by_digest.values()
+                for each in alike
             ]
         return tuple(parts)
 
     def _usable(self, node: Continuation, tokens: np.ndarray, exact: bool) -> int:
-        length = node.common(tokens, self._page)
+        length = node.common(tokens)
         return min(length, node.exact // self._page * self._page) if exact else length
 
     # -- change ----------------------------------------------------------------------
@@ -293,40 +335,45 @@ class Continuations:
         tokens = np.array(key.token_ids, dtype=np.int64)
         parts = () if prefix is None else prefix.parts
         parent = next((node for node, _ in reversed(parts) if node.start < start), None)
-        path = Path(_namespace(key), start, int(tokens[start]), _digest(tokens[:start]), node)
-        others = (
-            self._there(path)
-            if parent is None
-            else parent.children.get(start, {}).get(path.head, [])
+        path = Path(_namespace(key), _digest(tokens[:start]), node)
+        made = Continuation(
+            path if parent is None else parent,
+            start,
+            tokens[start:].copy(),
+            slots,
+            known,
+            exact,
+            self._page,
         )
+        branches = self._branches(made)
+        alike = branches.alike(made)
         if (
-            len(tokens) - start < LEAST_TOKENS
-            or len(others) >= MOST_ALIKE
-            or any(each.start + each.common(tokens, self._page) >= len(tokens) for each in others)
+            len(made) < LEAST_TOKENS
+            or len(alike) >= MOST_ALIKE
+            or any(each.start + each.common(tokens) >= len(tokens) for each in alike)
         ):
             return False
-        made = Continuation(parent, start, tokens[start:].copy(), slots, known, exact, self._page)
         if parent is not None and parent.end == start and parent.pins == 1 and not parent.children:
             # Only this request reads the parent.
-            parent.extend(made, self._page)
+            parent.extend(made)
             self.protected += made.owned
         else:
-            self._insert(made, path)
+            if parent is None:
+                self._roots[path.namespace] = branches
+            branches.add(made)
+            self._used[made] = None
             self.evictable += made.owned
         self.aliased += made.aliased
         for each in _and_parents(parent):
             self._used.move_to_end(each)
         return True
 
-    def _insert(self, made: Continuation, path: Path) -> None:
-        if made.parent is None:
-            by_digest = self._roots.setdefault(path.namespace, {}).setdefault(path.start, {})
-            by_digest.setdefault(path.head, {}).setdefault(path.digest, []).append(made)
-            self._used[made] = path
-        else:
-            there = made.parent.children.setdefault(path.start, {})
-            there.setdefault(path.head, []).append(made)
-            self._used[made] = None
+    def _branches(self, node: Continuation) -> Branches:
+        """Where ``node`` belongs."""
+        if node.parent is not None:
+            return node.parent.children
+        assert node.path is not None
+        return self._roots.get(node.path.namespace) or Branches()
 
     def pin(self, parts: Sequence[Part]) -> None:
         """Keep ``parts`` from being evicted, for a request that reads them."""
@@ -366,8 +413,8 @@ class Continuations:
         """
         gone = [
             node
-            for node, path in self._used.items()
-            if path is not None and not node.pins and not is_there(path.node)
+            for node in self._used
+            if node.path is not None and not node.pins and not is_there(node.path.node)
         ]
         freed = 0
         for root in gone:
@@ -382,7 +429,7 @@ class Continuations:
         kept = max(len(node) - length, 0) // self._page * self._page
         before = node.owned, node.aliased
         free(node.slots[kept:], node.known[kept:])
-        node.keep(kept, self._page)
+        node.keep(kept)
         self.evictable -= before[0] - node.owned
         self.aliased -= before[1] - node.aliased
         if not kept:
@@ -391,33 +438,11 @@ class Continuations:
 
     def _remove(self, node: Continuation) -> None:
         assert not node.children, "a continuation is evicted after those that go on with it"
-        path = self._used.pop(node)
-        if node.parent is not None:
-            children = node.parent.children
-            at_start = children[node.start]
-            at_start[node.head].remove(node)
-            if not at_start[node.head]:
-                del at_start[node.head]
-            if not at_start:
-                del children[node.start]
-        elif path is not None:
-            self._there(path).remove(node)
-            starts = self._roots[path.namespace]
-            heads = starts[path.start]
-            by_digest = heads[path.head]
-            if not by_digest[path.digest]:
-                del by_digest[path.digest]
-            if not by_digest:
-                del heads[path.head]
-            if not heads:
-                del starts[path.start]
-            if not starts:
-                del self._roots[path.namespace]
-
-    def _there(self, path: Path) -> list[Continuation]:
-        """The continuations of a path of the tree."""
-        heads = self._roots.get(path.namespace, {}).get(path.start, {})
-        return heads.get(path.head, {}).get(path.digest, [])
+        del self._used[node]
+        branches = self._branches(node)
+        branches.remove(node)
+        if node.path is not None and not branches:
+            del self._roots[node.path.namespace]
 
 
 def _namespace(key: Any) -> Namespace:
@@ -439,9 +464,7 @@ def and_children(node: Continuation) -> list[Continuation]:
     """A continuation, then all that go on with it, each after the one that it goes on with."""
     found = [node]
     for each in found:
-        for heads in each.children.values():
-            for alike in heads.values():
-                found += alike
+        found += each.children
     return found
 
 

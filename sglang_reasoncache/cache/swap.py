@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang_reasoncache.cache.tree import SharedRadixCache
 
 
-class Part(NamedTuple):
+class CopiedRun(NamedTuple):
     """SGLang's copy (``tensors``) of the KV of positions ``[start, end)``."""
 
     start: int
@@ -35,7 +35,7 @@ class Swapped:
 
     Attributes:
         length: Number of positions.
-        parts: SGLang's copies of their KV.
+        runs: SGLang's copies of their KV.
         cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory. None if keys
             are read as cached.
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
@@ -47,16 +47,16 @@ class Swapped:
     def __init__(
         self,
         length: int,
-        parts: Sequence[Part],
+        runs: Sequence[CopiedRun],
         cached_at: torch.Tensor | None,
         first_shared: int | None,
     ) -> None:
         self.length = length
-        self.parts = parts
+        self.runs = runs
         self.cached_at = cached_at
         self.first_shared = first_shared
         self.is_valid = True
-        self.num_bytes = sum(_bytes_of(part.tensors) for part in parts)
+        self.num_bytes = sum(_bytes_of(run.tensors) for run in runs)
 
 
 def swapped_of(req: Request | None) -> Swapped | None:
@@ -99,7 +99,7 @@ class HostSwap:
     def forget(self) -> None:
         """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
         for one in self._there:
-            one.is_valid, one.parts = False, ()
+            one.is_valid, one.runs = False, ()
             one.num_bytes = 0
 
     def out(
@@ -120,12 +120,12 @@ class HostSwap:
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
         # Two copies: the tree may still have the first part when the request returns.
         kept = min(req.kv.cache_protected_len, length)
-        parts = [
-            Part(start, end, allocator.get_cpu_copy(slots[start:end]))
+        runs = [
+            CopiedRun(start, end, allocator.get_cpu_copy(slots[start:end]))
             for start, end in ((0, kept), (kept, length))
             if end > start
         ]
-        swapped = Swapped(length, parts, cached_at, first_shared)
+        swapped = Swapped(length, runs, cached_at, first_shared)
         self._there.add(swapped)
         return swapped
 
@@ -143,9 +143,9 @@ class HostSwap:
         try:
             # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
             whole = torch.cat((slots.new_zeros(held), slots))
-            for part in swapped.parts:
-                if part.end > held:
-                    allocator.load_cpu_copy(part.tensors, whole[part.start : part.end])
+            for run in swapped.runs:
+                if run.end > held:
+                    allocator.load_cpu_copy(run.tensors, whole[run.start : run.end])
             if self._cached_at is not None and swapped.cached_at is not None:
                 self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
             return Restored(None, slots, swapped.first_shared)

@@ -55,9 +55,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def reset(self) -> None:
         self.owner.flushed()
-        # SGLang clears the allocator next.
-        allocator = self.token_to_kv_pool_allocator
-        allocator.continuations = Continuations(allocator.page_size)
         super().reset()
 
     def checkpoint_into_tree(self, req: Request, *, up_to: int, **kwargs: Any) -> None:
@@ -349,8 +346,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if isinstance(prefix, Continued):
             root = self.root_node_handle(req.extra_key)
             path = self.tree_core.collect_full_device_indices(int(prefix), root)
-            self.owner.continued(req.prefix_len - prefix.first_approximate)
-            return prefix.slots(path)[: req.prefix_len]
+            if prefix.first_approximate is not None:
+                self.owner.continued(prefix.length - prefix.first_approximate)
+            return prefix.slots(path)
         if not isinstance(prefix, Composition):
             return super().prefix_device_indices(req)
         root = self.root_node_handle(req.extra_key)
@@ -394,8 +392,7 @@ def _first_shared(req: Request, row: HostRow) -> int | None:
     if isinstance(req.last_node, Restored):
         found.append(req.last_node.first_shared)
     if isinstance(req.last_node, Continued):
-        first = req.last_node.first_approximate
-        found.append(first if first < req.last_node.length else None)
+        found.append(req.last_node.first_approximate)
     return min((first for first in found if first is not None), default=None)
 
 

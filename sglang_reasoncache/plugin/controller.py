@@ -150,8 +150,8 @@ class Controller:
         self.stats.composed(documents, tokens, repaired, missed)
 
     def continued(self, tokens: int) -> None:
-        self.stats.prompts_continued += tokens > 0
-        self.stats.tokens_continued += max(tokens, 0)
+        self.stats.prompts_continued += 1
+        self.stats.tokens_continued += tokens
 
     def keeps_prompt(self, req: Request) -> bool:
         """Whether a request keeps its prompt out of the prefix tree while it runs. Only then can a policy

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_reasoncache import compat
@@ -116,18 +116,18 @@ class ServerParts:
 
     def _documents_off(self, tree: SharedRadixCache, config: ReasonCacheConfig) -> str | None:
         """Why prompts are not composed of cached documents. None if prompts are composed."""
-        pool = self.allocator.get_kvcache()
         reasons = {
             "keys are read as cached": config.positions != "corrected",
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
-            "state layers have no state of a moved document": tree.is_mamba_enabled,
-            "layers with a sliding window read prefixes as cached": tree.is_swa_enabled,
-            "latent attention reads prefixes as cached": bool(compat.latent_rank(pool)),
-            "a host tier may hold a document": tree.cache_controller is not None,
-            "a policy evicts positions": bool(config.policies.evictors),
         }
-        return next((reason for reason, holds in reasons.items() if holds), None)
+        return _first(reasons) or _needs_more_than_kv(tree, config) or self._reads_as_cached()
+
+    def _reads_as_cached(self) -> str | None:
+        """Why prefills read keys as cached although decode steps correct them. None if they do not."""
+        latent = compat.latent_rank(self.allocator.get_kvcache())
+        # On a GPU SGLang's kernels compute these prefills, and rotate nothing.
+        return "latent attention reads prefixes as cached" if latent else None
 
     def _swap(
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
@@ -137,11 +137,10 @@ class ServerParts:
         asked = config.host_swap_gb
         if asked == 0 or not config.is_active:
             return None
-        reason = _needs_more_than_kv(tree, config)
-        latent = compat.latent_rank(self.allocator.get_kvcache())
-        if reason is None and latent and config.positions == "corrected":
-            # SGLang's kernels compute its prefills on a GPU, and rotate nothing.
-            reason = "latent attention reads prefixes as cached"
+        corrects = config.positions == "corrected"
+        reason = _needs_more_than_kv(tree, config) or (
+            self._reads_as_cached() if corrects else None
+        )
         if reason is not None:
             level = logging.INFO if asked is None else logging.WARNING
             logger.log(level, "reasoncache: host_swap_gb has no effect: %s", reason)
@@ -154,16 +153,14 @@ class ServerParts:
         logger.info(
             "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
         )
-        return HostSwap(size, self._cached if config.positions == "corrected" else None)
+        return HostSwap(size, self._cached if corrects else None)
 
     def _continues(self, tree: SharedRadixCache, config: ReasonCacheConfig) -> bool:
         """Whether what finished requests shared stays in the prefix cache. If it cannot, a line in the log says
         why."""
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
-        reason = _needs_more_than_kv(tree, config)
-        if reason is None and compat.latent_rank(self.allocator.get_kvcache()):
-            reason = "latent attention reads prefixes as cached"
+        reason = _needs_more_than_kv(tree, config) or self._reads_as_cached()
         if reason is not None:
             logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
         return reason is None
@@ -265,6 +262,11 @@ def _needs_more_than_kv(tree: SharedRadixCache, config: ReasonCacheConfig) -> st
         "a host tier is in use": tree.cache_controller is not None,
         "a policy evicts positions": bool(config.policies.evictors),
     }
+    return _first(reasons)
+
+
+def _first(reasons: Mapping[str, bool]) -> str | None:
+    """The first of ``reasons`` that holds."""
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 

@@ -374,7 +374,7 @@ def test_siblings_share_and_lose_nothing(
     finally:
         engine.shut_down()
     record_property("operations", Machine.operations)
-    print(setup, Machine.operations, Machine.across, Machine.reapplied, Machine.continued)
+    print(setup, Machine.operations, Machine.across, Machine.reapplied, Machine.refusals)
     # The run would prove little if hardly anything had been shared.
     assert Machine.across > Machine.operations // 30 and Machine.reapplied > 0
     if setup.continues:

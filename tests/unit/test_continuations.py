@@ -33,14 +33,15 @@ def finished(world: World, name: str = "r") -> list[int]:
     return [*req.origin_input_ids, *req.output_ids]
 
 
-def asked(world: World, tokens: list[int], **options: Any) -> Req:
-    """A prompt that goes on with ``tokens``, looked up in the cache."""
-    attributes = {
-        name: options.pop(name)
-        for name in ("return_logprob", "logprob_start_len")
-        if name in options
-    }
-    req = world.request("next", [*tokens, 900, 901], **options)
+def asked(
+    world: World,
+    tokens: list[int],
+    opted_out: bool = False,
+    salt: str | None = None,
+    **attributes: Any,
+) -> Req:
+    """A prompt that goes on with ``tokens``, looked up in the cache. ``attributes``: of SGLang's request."""
+    req = world.request("next", [*tokens, 900, 901], opted_out, salt)
     for name, value in attributes.items():
         setattr(req, name, value)
     req.init_next_round_input(world.tree)
