@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -562,14 +563,17 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.world.controller.report.slots_saved == 0
 
 
-def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
+def explore(
+    machine: Any, quick: int, setups: int, rate: int, seen: Callable[[], bool] = lambda: True
+) -> None:
     """Runs examples until ``machine.operations`` reaches one setup's part of REASONCACHE_PROPERTY_OPERATIONS,
-    or of ``quick`` if that variable is unset. ``rate``: about how many operations a rule adds."""
+    or of ``quick`` if that variable is unset. Then goes on while ``seen()`` is false, up to three times as far:
+    it tells whether what is rare has happened. ``rate``: about how many operations a rule adds."""
     requested = int(os.environ.get("REASONCACHE_PROPERTY_OPERATIONS") or 0)
     wanted = (requested or quick) // setups
     steps, most = (150, 200) if requested else (60, 10)
     torch.set_num_threads(1)
-    while (done := machine.operations) < wanted:
+    while (done := machine.operations) < wanted or (not seen() and done < 3 * wanted):
         # If ``requested`` is 0, all test runs use the same examples, otherwise examples are random. A seed gets
         # few examples, because examples of one seed resemble each other.
         # Python collects a dropped request some time later, and the filter forgets it only then. So an example
@@ -579,7 +583,7 @@ def explore(machine: Any, quick: int, setups: int, rate: int) -> None:
             stateful.run_state_machine_as_test(
                 machine if requested else seed(done)(machine),
                 settings=settings(
-                    max_examples=max(1, min(most, (wanted - done) // (rate * steps))),
+                    max_examples=max(1, min(most, abs(wanted - done) // (rate * steps))),
                     stateful_step_count=steps,
                     deadline=None,
                     database=None,
