@@ -81,8 +81,12 @@ def window_age(context: TreeCacheBuildContext) -> int:
     pool; 0 without a window pool. Raises ValueError for a flag that cannot be combined with such a pool."""
     if not context.is_hybrid_swa:
         return 0
-    if context.enable_hierarchical_cache:
-        raise ValueError(f"{_FLAG} does not support --enable-hierarchical-cache {BESIDE_WINDOWS}")
+    for name, given in {
+        "--enable-hierarchical-cache": context.enable_hierarchical_cache,
+        "--disaggregation-mode decode": context.server_args.disaggregation_mode == "decode",
+    }.items():
+        if given:
+            raise ValueError(f"{_FLAG} does not support {name} {BESIDE_WINDOWS}")
     interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
     # Two more tokens, for the step in flight and for the next step.
     return context.params.swa_retain_window + interval + 2

@@ -7,7 +7,7 @@ The host knows which slots of a row are shared (:class:`HostRow`), so freeing ro
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,13 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
 from sglang_reasoncache.cache.continuations import Continuations
 from sglang_reasoncache.cache.freed import FreedEntries
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.host_row import EVICTED, HostRow
 from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
 from sglang_reasoncache.cache.references import Change, PageReferences
 from sglang_reasoncache.cache.repair import Repairs
 from sglang_reasoncache.cache.swap import HostSwap
-from sglang_reasoncache.compat.types import PrefixTree
+from sglang_reasoncache.compat.types import PrefixTree, Request
 from sglang_reasoncache.device.upload import upload
 
 
@@ -47,6 +48,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     owner: SlotOwner = NO_OWNER
     #: Keeps the KV of retracted requests in host memory. None: it is computed again.
     swap: HostSwap | None = None
+    #: Records cached positions of what other servers prefill. None: this server prefills.
+    handover: Handover | None = None
     budget: type = SharingBudget
     has_window_pool = False
     _release_unreferenced: Callable[[torch.Tensor], None]
@@ -57,13 +60,18 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         super().__init__(*arguments, **named)
 
     def attach(
-        self, owner: SlotOwner, swap: HostSwap | None = None, continues: bool = False
+        self,
+        owner: SlotOwner,
+        swap: HostSwap | None = None,
+        continues: bool = False,
+        handover: Handover | None = None,
     ) -> None:
         """Let ``owner`` answer from now on. Called once, before requests arrive.
 
         ``swap``: keeps KV of retracted requests. ``continues``: whether what finished requests shared stays
-        cached."""
+        cached. ``handover``: records the cached positions of what this server does not prefill."""
         assert self.owner is NO_OWNER, "an allocator has one owner"
+        self.handover = handover
         self.owner = owner
         self.swap = swap
         self.continues = continues
@@ -112,6 +120,14 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     def evicted(self) -> int:
         """Number of evicted positions of the rows now."""
         return sum(row.evicted for row in self.rows.values()) if self.has_evicted else 0
+
+    def arrived(self, reqs: Iterable[Request]) -> None:
+        """The KV of ``reqs`` was transferred from another server, or SGLang loaded its own copy of it."""
+        if self.handover is None:
+            return
+        for index, first in self.owner.once_more(self.handover.arrived, reqs).items():
+            self.row_of(index).first_shared = first
+            self.has_shifted_slots = True
 
     def row_of(self, index: int) -> HostRow:
         """The host's copy of the live row ``index`` of ``req_to_token``. Starts an empty one if none exists."""

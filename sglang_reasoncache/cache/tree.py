@@ -118,8 +118,6 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
         # The tree would count as evictable a slot that another row names, but evicting it would free nothing.
         up_to = row.first_in_other_rows(up_to)
-        if row.first_shared is not None:
-            assert not running, "a shared row is not published while its request runs"
         bounds = [_first_shared(req, row)]
         if not running and self.token_to_kv_pool_allocator.continues:
             # A slot that a continuation names belongs to the continuation.
@@ -227,6 +225,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, NOTHING_SHARED)
         if not req.finished():
             self._swap_out(req, row)
+            handover = self.token_to_kv_pool_allocator.handover
+            if handover is not None:
+                self.owner.once_more(handover.retracted, req, row)
         self.owner.released(req, row)
 
     def _swap_out(self, req: Request, row: HostRow) -> None:

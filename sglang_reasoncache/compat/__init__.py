@@ -55,6 +55,7 @@ _MODULES: dict[str, list[str]] = {
         "GetInternalStateReq",
         "GetInternalStateReqOutput",
     ],
+    "disaggregation.utils": ["DisaggregationMode"],
     "utils.common": ["get_free_cpu_memory"],
     "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
@@ -83,6 +84,7 @@ NAMES: dict[str, str] = {
 
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs."
 _COMPONENTS = "sglang.srt.managers.scheduler_components."
+_DISAGGREGATION = "sglang.srt.disaggregation."
 
 #: Our name for a hook -> dotted path of the hooked SGLang function.
 HOOK_TARGETS: dict[str, str] = {
@@ -103,6 +105,12 @@ HOOK_TARGETS: dict[str, str] = {
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",
     "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
+    # On the decode server of a PD pair:
+    "prebuilt_ready": _DISAGGREGATION
+    + "decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
+    "prealloc_budget": _DISAGGREGATION + "decode.DecodePreallocQueue._allocatable_token_budgets",
+    "prealloc_required": _DISAGGREGATION + "decode.DecodePreallocQueue._required_admission_tokens",
+    "prealloc_fits": _DISAGGREGATION + "decode.DecodePreallocQueue._prealloc_reservation_fits",
 }
 
 #: The hooks of the server's main process, where requests are parsed.

@@ -6,6 +6,8 @@
 - ``Req``, attribute :data:`DOCUMENTS`: the documents that the client marked, and what is known of them
   (``cache/composition.py``).
 - ``Req``, attribute :data:`SWAPPED`: the KV of a retracted request on the host (``cache/swap.py``).
+- ``Req``, attribute :data:`COPIED`: what SGLang's own copy of a retracted request's KV lacks
+  (``cache/handover.py``).
 - ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
 - ``Req.last_node`` and prefix matches: a ``Continued`` in place of a node id (``cache/continuations.py``).
 - ``Req.last_node``: a ``Restored`` in place of a node id (``cache/swap.py``).
@@ -30,6 +32,8 @@ RECORD = "_reasoncache_record"
 DOCUMENTS = "_reasoncache_documents"
 #: Attribute of ``Req``: a ``Swapped``, or None. Missing until the request is retracted.
 SWAPPED = "_reasoncache_swapped"
+#: Attribute of ``Req``: a ``Copied``, or None. Missing until a decode server of a PD pair retracts the request.
+COPIED = "_reasoncache_copied"
 #: Attribute of the tokenizer manager: bool. Missing until all schedulers have answered.
 COMPOSES = "_reasoncache_composes"
 #: Attribute of the tokenizer manager: a list of ``WaitingRequest``. Missing until a request waits.

@@ -17,6 +17,8 @@ class RequestKV(Protocol):
     #: The prefix tree owns the slots of the first ``cache_protected_len`` positions.
     cache_protected_len: int
     holds_kv: bool
+    #: SGLang's own copy of a retracted request's KV on the host, on the decode server of a PD pair.
+    retraction_backup: Any
 
 
 class Request(Protocol):
@@ -106,6 +108,9 @@ class ServerArgs(Protocol):
     page_size: int | None
     enable_mixed_chunk: bool
     moe_a2a_backend: str
+    #: ``decode`` or ``prefill`` for a server of a PD pair, else ``null``.
+    disaggregation_mode: str
+    disaggregation_decode_host_receive_threshold: float
     tp_size: int
     pp_size: int
     dp_size: int
@@ -194,6 +199,20 @@ class ScheduleBatch(Protocol):
     req_to_token_pool: ReqToTokenPool
     #: The token ids of a prefill, int64 ``[tokens]`` in host memory.
     prefill_input_ids_cpu: torch.Tensor
+
+
+class PreallocQueue(Protocol):
+    """On the decode server of a PD pair: requests whose KV needs slots, because another server prefills them
+    (``queue``) or because they were retracted (``retracted_queue``)."""
+
+    queue: list[Any]
+    retracted_queue: list[Any]
+    token_to_kv_pool_allocator: Any
+    #: How many slots SGLang reserves for the output of each request.
+    num_reserved_decode_tokens: int
+
+    def _active_req_count(self, extra_reserved_reqs: int = 0) -> int: ...
+    def _need_space_for_single_req(self, retractable_tokens: int | None = None) -> int: ...
 
 
 class CacheInitParams(Protocol):

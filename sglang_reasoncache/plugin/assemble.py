@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from sglang_reasoncache.cache.allocator import Shared
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.types import PrefixTree, ReqToTokenPool
 from sglang_reasoncache.config import ResolvedConfig
@@ -41,6 +42,7 @@ def assemble(
     path_loaded: Callable[[torch.Tensor], None],
     swap: HostSwap | None = None,
     continues: bool = False,
+    handover: Handover | None = None,
     markers: ReasoningMarkers | None = None,
     metrics: SharingMetrics | None = None,
     documents_off: str | None = None,
@@ -57,6 +59,7 @@ def assemble(
         path_loaded: See ``SlotOwner``.
         swap: Keeps the KV of retracted requests on the host. None if it is computed again.
         continues: Whether what finished requests shared stays in the prefix cache.
+        handover: Records cached positions of what another server prefills. None if this server prefills.
         markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
@@ -108,7 +111,7 @@ def assemble(
         room=room,
         interval=interval,
     )
-    allocator.attach(controller, swap, continues)
+    allocator.attach(controller, swap, continues, handover)
     return controller
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
-from sglang_reasoncache.plugin import routes
+from sglang_reasoncache.plugin import disaggregation, routes
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
@@ -34,11 +34,17 @@ def install() -> None:
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
-    hooks["hybrid_backend"] = _after_hybrid_backend
+    hooks |= {"hybrid_backend": _after_hybrid_backend, "prebuilt_ready": _after_prebuilt_ready}
     for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
-    target = compat.HOOK_TARGETS["internal_state"]
-    compat.HookRegistry.register(target, _around_internal_state, compat.HookType.AROUND)
+    around: dict[str, Callable[..., Any]] = {
+        "internal_state": _around_internal_state,
+        "prealloc_budget": _unless_without(disaggregation.around_budget),
+        "prealloc_required": _unless_without(disaggregation.around_required),
+        "prealloc_fits": _unless_without(disaggregation.around_fits),
+    }
+    for name, hook in around.items():
+        compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AROUND)
     compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.OUR_BACKENDS:
@@ -131,6 +137,19 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hooked
 
 
+def _unless_without(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``hook``, which wraps SGLang's function: pass the controller as first argument. In processes without
+    a controller SGLang's function is called as it is."""
+
+    def hooked(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        controller = None if _server is None else _server.controller
+        if controller is None:
+            return stock(*args, **kwargs)
+        return hook(controller, stock, *args, **kwargs)
+
+    return hooked
+
+
 def _after_prefill(
     controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
 ) -> None:
@@ -150,6 +169,13 @@ def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleB
     repairs = batch.tree_cache.token_to_kv_pool_allocator.repairs
     if repairs.begin(batch):
         controller.containment.together(repairs.prepare, batch, controller.ranks)
+
+
+def _after_prebuilt_ready(_result: None, batch: ScheduleBatch) -> None:
+    """On the decode server of a PD pair, when requests enter the running batch. Even if the plugin has failed:
+    keys that are shared must be read right."""
+    if _server is not None:
+        _server.allocator.arrived(batch.reqs)
 
 
 def _after_retract_all(

@@ -25,7 +25,6 @@ CONFLICTS: Mapping[str, str] = {
     "enable_streaming_session": _OWN_ROW,
     "enable_session_radix_cache": _OWN_ROW,
     "speculative_algorithm": "its verification is no decode step: it would read shared keys as cached",
-    "disaggregation_mode": "a prompt from another server comes without the positions of its keys",
     "kv_canary": "a canary marks slots we may free",
     "enable_return_routed_experts": "experts are recorded by slot",
     "enable_return_indexer_topk": "indices are recorded by slot",
@@ -38,6 +37,12 @@ CONFLICTS: Mapping[str, str] = {
     "attn_cp_size": "a request is spread over ranks",
     "enable_prefill_cp": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
+}
+#: Fields that exclude this plugin on the decode server of a PD pair -> reason.
+DECODE_CONFLICTS: Mapping[str, str] = {
+    "disaggregation_decode_enable_offload_kvcache": "it would store approximate KV under exact keys",
+    "enable_pd_role_switch": "the plugin does not prefill for another server",
+    "enable_hierarchical_cache": "a host tier on a decode server is not tested",
 }
 #: ServerArgs field that excludes *corrected* keys (rotated to the position that reads them) on CUDA -> reason.
 CORRECTED_CONFLICTS: Mapping[str, str] = {
@@ -71,8 +76,22 @@ def of_policy(policy: str, reason: str) -> ValueError:
 
 def check(args: ServerArgs) -> None:
     """Raises ValueError if flags exclude this plugin, and names all of them. ``args``: raw ``ServerArgs``."""
-    refuse("--enable-reasoncache", _found(args, CONFLICTS))
+    refuse("--enable-reasoncache", [*_found(args, CONFLICTS), *_in_pd(args)])
     check_page_size(args.page_size or 1)
+
+
+def _in_pd(args: ServerArgs) -> list[str]:
+    """The flags of a server in a PD pair that exclude this plugin, with reasons."""
+    if args.disaggregation_mode == "prefill":
+        return [
+            "--disaggregation-mode prefill (the decode server shares: give the flag to that one)"
+        ]
+    if args.disaggregation_mode != "decode":
+        return []
+    host = "--disaggregation-decode-host-receive-threshold below 1"
+    receives = args.disaggregation_decode_host_receive_threshold < 1
+    why = "prompts would reach the host before the pool"
+    return [*_found(args, DECODE_CONFLICTS), *([f"{host} ({why})"] * receives)]
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
@@ -114,6 +133,14 @@ def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
     if others and config.policies.evictors:
         use = f"use {', '.join(compat.OUR_BACKENDS)}, one for prefill and decode"
         raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")
+
+
+def check_policies_in_pd(config: ReasonCacheConfig, args: ServerArgs) -> None:
+    """Raises ValueError if a policy evicts positions on the decode server of a PD pair: SGLang copies the KV of
+    all positions of a request that it retracts."""
+    if config.policies.evictors and args.disaggregation_mode == "decode":
+        evicts = "evicts positions, which a retraction would copy"
+        raise of_policy(config.policy, f"{evicts}; use it without --disaggregation-mode decode")
 
 
 def check_page_size(page_size: int) -> None:

@@ -148,10 +148,9 @@ class Report:
         ``evicted`` of its positions were evicted."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
-        blocks = [
-            (b.shared_at, b.dst_start, b.src_start) for b in record.redirected if b.source is None
-        ]
-        across = [b for b in record.redirected if b.source is not None][:_RECENT_BLOCKS]
+        approximate = record.approximate
+        blocks = [(b.shared_at, b.dst_start, b.src_start) for b in approximate if b.source is None]
+        across = [b for b in approximate if b.source is not None][:_RECENT_BLOCKS]
         # Each source's id is listed once: its blocks refer to it by its index.
         sources = {rid: at for at, rid in enumerate(dict.fromkeys(b.source_rid for b in across))}
         self.recent.append(

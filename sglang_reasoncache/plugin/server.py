@@ -12,6 +12,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention import models, rotations
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import (
@@ -114,14 +115,21 @@ class ServerParts:
             uncorrected=uncorrected,
         )
 
-    def _documents_off(self, tree: SharedRadixCache, config: ReasonCacheConfig) -> str | None:
+    def _documents_off(
+        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+    ) -> str | None:
         """Why prompts are not composed of cached documents. None if prompts are composed."""
         reasons = {
             "keys are read as cached": config.positions != "corrected",
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
         }
-        return _first(reasons) or _needs_more_than_kv(tree, config) or self._reads_as_cached()
+        return (
+            _first(reasons)
+            or _prefills_elsewhere(args)
+            or _needs_more_than_kv(tree, config)
+            or self._reads_as_cached()
+        )
 
     def _reads_as_cached(self) -> str | None:
         """Why prefills read keys as cached although decode steps correct them. None if they do not."""
@@ -130,7 +138,7 @@ class ServerParts:
         return "latent attention reads prefixes as cached" if latent else None
 
     def _swap(
-        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs, stream: Any
     ) -> HostSwap | None:
         """Host memory for the KV of retracted requests. None if the operator wants none or the plugin is idle,
         and, with a line in the log, where the KV alone is not all that a request needs."""
@@ -138,8 +146,10 @@ class ServerParts:
         if asked == 0 or not config.is_active:
             return None
         corrects = config.positions == "corrected"
-        reason = _needs_more_than_kv(tree, config) or (
-            self._reads_as_cached() if corrects else None
+        reason = (
+            _prefills_elsewhere(args)  # SGLang itself copies retracted requests there.
+            or _needs_more_than_kv(tree, config)
+            or (self._reads_as_cached() if corrects else None)
         )
         if reason is not None:
             level = logging.INFO if asked is None else logging.WARNING
@@ -153,14 +163,20 @@ class ServerParts:
         logger.info(
             "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
         )
-        return HostSwap(size, self._cached if corrects else None)
+        return HostSwap(size, self._cached if corrects else None, stream)
 
-    def _continues(self, tree: SharedRadixCache, config: ReasonCacheConfig) -> bool:
+    def _continues(
+        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+    ) -> bool:
         """Whether what finished requests shared stays in the prefix cache. If it cannot, a line in the log says
         why."""
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
-        reason = _needs_more_than_kv(tree, config) or self._reads_as_cached()
+        reason = (
+            _prefills_elsewhere(args)
+            or _needs_more_than_kv(tree, config)
+            or self._reads_as_cached()
+        )
         if reason is not None:
             logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
         return reason is None
@@ -168,8 +184,7 @@ class ServerParts:
     def _controller(
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig
     ) -> Controller:
-        config = resolved.config
-        params = context.params
+        config, params, args = resolved.config, context.params, context.server_args
         stats = SharingStats()
         # The ranks of ``tp_cache_group`` run the same requests.
         ranks = Ranks(params.tp_cache_group if self._attention_ranks > 1 else None)
@@ -211,11 +226,16 @@ class ServerParts:
             process=_filter(context, resolved, meter, markers) if config.shares else None,
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
-            swap=self._swap(tree, config, context.server_args),
-            continues=self._continues(tree, config),
+            swap=self._swap(tree, config, args, source.stream),
+            continues=self._continues(tree, config, args),
+            handover=(
+                Handover(params.req_to_token_pool, self._cached, source.stream)
+                if _prefills_elsewhere(args)
+                else None
+            ),
             markers=markers,
             metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,
-            documents_off=self._documents_off(tree, config),
+            documents_off=self._documents_off(tree, config, args),
             dp_rank=_dp_rank(),
         )
         logger.info(
@@ -252,6 +272,11 @@ def _filter(
         None if markers is None else markers[:2],
         resolved.config.max_pending,
     )
+
+
+def _prefills_elsewhere(args: ServerArgs) -> str | None:
+    """Why this server does not compute prompts. None if it does."""
+    return "another server prefills" if args.disaggregation_mode == "decode" else None
 
 
 def _needs_more_than_kv(tree: SharedRadixCache, config: ReasonCacheConfig) -> str | None:
@@ -300,8 +325,10 @@ def _dp_rank() -> int:
 
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
     """Labels of our Prometheus series: the labels by which SGLang's own series tell servers and ranks apart."""
+    role = compat.DisaggregationMode.to_engine_type(context.server_args.disaggregation_mode)
     return {
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
+        "engine_type": role,
         "tp_rank": context.tp_rank,
         "dp_rank": _dp_rank(),
         **(compat.get_observability().extra_metric_labels or {}),

@@ -23,7 +23,8 @@ class Candidate:
         source_rid: SGLang's id of the request ``source``, cut to ``MOST_OF_ID`` characters.
         accepted: ``AdaptiveThreshold.epoch`` when the KV distance of the two blocks was accepted; -1 if it was
             never accepted. During that epoch the distance is not judged again, even after a retraction.
-        shared_at: How many positions had written KV when the block last began to share; 0 if it never did.
+        shared_at: How many positions had written KV when the block began to share; 0 if it never did. If a
+            retraction had its KV computed again, the time after the retraction.
     """
 
     dst_start: int

@@ -85,6 +85,9 @@ class Records:
 
     def prefilled(self, req: Request, record: RequestRecord, row: HostRow) -> None:
         """A poll found that all KV of the prompt, and of output from before a retraction, is in ``row``."""
+        if row.first_shared is None:
+            # All of it was computed again.
+            record.copied = {}
         record.row = row
         self._with_row[row.number] = req
         if record.followed is not None:

@@ -114,8 +114,10 @@ class Redirector:
         """Note that a block shares."""
         block, candidate, stats = shared.block, shared.block.candidate, self._stats
         fresh = not candidate.shared_at
-        candidate.shared_at = written_positions(block.req)
-        known_record(block.req).redirected.append(candidate)
+        record = known_record(block.req)
+        if candidate not in record.copied:
+            candidate.shared_at = written_positions(block.req)
+        record.redirected.append(candidate)
         stats.blocks_reapplied += not fresh
         stats.blocks_shared += fresh
         stats.blocks_shared_across += block.is_across and fresh

@@ -31,6 +31,8 @@ class RequestRecord:
             row is missing, a sliding window still covers the block, or SGLang has enough slots.
         in_ledger: The ledger's blocks whose destination or source is in the row. Only the ledger changes this.
         redirected: Candidates that share now, in the order in which they began to share.
+        copied: Candidates that shared before a retraction, after which the request's KV was copied back. Their
+            positions hold copies of their sources' KV.
         merges: The :class:`Merges` of the request's group, or of the request alone if it has no group.
         eviction: What evicting policies store about the request.
     """
@@ -43,6 +45,7 @@ class RequestRecord:
     pending: list[Candidate] = field(default_factory=list)
     in_ledger: dict[BlockProposal, None] = field(default_factory=dict)
     redirected: list[Candidate] = field(default_factory=list)
+    copied: dict[Candidate, None] = field(default_factory=dict)
     merges: Merges = field(default_factory=Merges)
     eviction: RowState = field(default_factory=RowState)
 
@@ -54,10 +57,17 @@ class RequestRecord:
         """Whether a block of ``length`` tokens at ``start`` overlaps a candidate's block."""
         return any(at in self.candidates for at in range(start - length + 1, start + length))
 
+    @property
+    def approximate(self) -> list[Candidate]:
+        """The candidates whose positions read, or hold a copy of, their sources' KV, in the order in which they
+        began to share."""
+        return list(self.copied | dict.fromkeys(self.redirected))
+
     def lose_row(self, row: HostRow) -> None:
         """Forget the freed ``row``. All candidates wait again to be measured in the request's next row."""
         # What must not go wrong comes first, because the calls below may fail.
         mine, self.row = self.row, None
+        self.copied = dict.fromkeys(self.approximate)
         self.redirected = []
         self.pending = list(self.candidates.values())
         if mine is not None:

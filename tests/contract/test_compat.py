@@ -51,6 +51,9 @@ HOOKS = {
     "retract_all": "reqs req_to_token_pool token_to_kv_pool_allocator ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",
+    "prebuilt_ready": "self", "prealloc_required": "self req allocated_tokens prefix_len retractable_tokens",
+    "prealloc_budget": "self retractable_tokens count_retracted extra_reserved_reqs reserved_tokens ...",
+    "prealloc_fits": "self full_tokens swa_tokens ...",
 }  # fmt: skip
 
 
@@ -216,6 +219,7 @@ CLASSES: dict[type, str] = {
     types.ForwardMode: "model_executor.forward_batch_info.ForwardMode",
     types.ForwardBatch: "model_executor.forward_batch_info.ForwardBatch",
     types.ScheduleBatch: "managers.schedule_batch.ScheduleBatch",
+    types.PreallocQueue: "disaggregation.decode.DecodePreallocQueue",
     types.CacheInitParams: "mem_cache.cache_init_params.CacheInitParams",
     types.TpWorker: "managers.tp_worker.TpModelWorker",
     types.TreeCacheBuildContext: "mem_cache.registry.TreeCacheBuildContext",

@@ -28,6 +28,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
+from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig
@@ -63,7 +64,7 @@ class Setup:
     unsorted until an allocation runs short. ``prompts``: policies may evict positions of prompts. ``when``:
     ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust". ``swap``: bytes of
     host memory for KV of retracted requests. ``continues``: whether what finished requests shared stays
-    cached."""
+    cached. ``decodes``: this is the decode server of a PD pair."""
 
     page: int
     block: int
@@ -74,10 +75,12 @@ class Setup:
     core: str = "python"
     swap: int = 0
     continues: bool = False
+    decodes: bool = False
 
     def __str__(self) -> str:
         flags = ["sorted"] * self.need_sort + ["prompts"] * self.prompts
         flags += ["swap"] * (self.swap > 0) + ["continues"] * self.continues
+        flags += ["decodes"] * self.decodes
         return "-".join([f"page{self.page}", f"block{self.block}", *flags, self.when, self.core])
 
 
@@ -251,7 +254,7 @@ class World:
         self.set_components(params)
         params.tree_core_backend = setup.core
         self.tree = SharedRadixCache(params)
-        cached_at = CachedPositions(setup.slots + setup.page, self.device)
+        self.cached_at = cached_at = CachedPositions(setup.slots + setup.page, self.device)
         self.ranks = Ranks() if ranks is None else ranks
         reads: Any = self.pool, self.rows.req_to_token, cached_at, None, 1, self.ranks
         self.meter = meter = meter_type(*reads)
@@ -286,6 +289,7 @@ class World:
             path_loaded=cached_at.record_path,
             swap=HostSwap(setup.swap, cached_at) if setup.swap else None,
             continues=setup.continues,
+            handover=Handover(self.rows, cached_at, None) if setup.decodes else None,
             interval=interval,
             documents_off="the test chooses",
         )

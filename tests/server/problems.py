@@ -78,6 +78,7 @@ def told(server: ServerProcess, bodies: Sequence[Any]) -> list[dict[str, Any]]:
     unlisted: dict[str, Any] = {
         "blocks": [],
         "blocks_across": [],
+        "sources": [],
         "evictions": [],
         "retractions": 0,
     }

@@ -282,6 +282,30 @@ ON_DISK = HOST_TIER.having(
 _LATENT = _of("deepseek_v3", "write-back", *WRITE_BACK.flags, **dict(WRITE_BACK.env))
 HOST_TIERS = (HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs())
 
+#: A PD pair: a prefill server of stock SGLang, and a decode server that shares as CORRECTED does. They hand the
+#: KV of prompts over in files. SGLang's prefill server uses a CUDA event with the overlap schedule.
+_PAIR = "--dtype float32 --disaggregation-transfer-backend mori --disaggregation-mode"
+_PAIRED = {
+    WAITS: "1",
+    "PYTHONPATH": os.pathsep.join(
+        (str(LEAN_START), _beside_ours("faulty", "host_tier", "handing_over"))
+    ),
+}
+PREFILLS = STOCK.having("prefills", _PAIR, "prefill --disable-overlap-schedule", **_PAIRED)
+_DECODES = SHARED.having("decodes", _PAIR, "decode --enable-metrics", **_PAIRED)
+#: SGLang copies retracted requests as tensors. DECODES_SHORT has slots for three responses, and SGLang copies
+#: retracted requests to a host pool.
+_TENSORS = "--disaggregation-decode-retraction-backup cpu_tensor"
+_POOL = "--hicache-io-backend direct --hicache-mem-layout layer_first"
+DECODES = _DECODES.having("retracting", *EAGER, _TENSORS, **retracting(90)).for_long_runs()
+DECODES_SHORT = _DECODES.having(
+    "short", *SOON, _POOL, "--max-total-tokens 1500 --num-reserved-decode-tokens 32"
+)
+DECODES_CACHED = _DECODES.having(
+    *("cached", *SOON, _TENSORS, "--disaggregation-decode-enable-radix-cache"),
+    "--max-total-tokens 1800 --num-reserved-decode-tokens 32",
+).for_long_runs()
+
 #: How much log-probabilities of the tests' models may differ if fp16 rounds them (measured on a CPU: 0.0053).
 OF_FP16 = 0.02
 FP16 = SHARED.having("fp16", *EAGER, "--dtype float16", **WAITING).for_long_runs()

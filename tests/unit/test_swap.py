@@ -41,19 +41,14 @@ def started(setup: Setup, swap_bytes: int = 1 << 20, *pairs: Pair) -> tuple[Worl
         world.controller.reclaim(10**6, False)
     # A forward would have recorded these.
     slots = torch.from_numpy(world.row(req).copy())
-    cached_positions(world).record(slots, torch.from_numpy(world.written_at[slots]))
+    world.cached_at.record(slots, torch.from_numpy(world.written_at[slots]))
     return world, req
-
-
-def cached_positions(world: World) -> Any:
-    swap: Any = world.allocator.swap
-    return swap._cached_at
 
 
 def what_is_read(world: World, req: Req) -> tuple[np.ndarray, np.ndarray]:
     """The content of each position's slot, and the position that its key was rotated for."""
     row = world.row(req)[: len(req.origin_input_ids) + len(req.output_ids) - 1]
-    return world.contents()[row], in_host(cached_positions(world).positions).numpy()[row]
+    return world.contents()[row], in_host(world.cached_at.positions).numpy()[row]
 
 
 def overwrite(world: World) -> None:

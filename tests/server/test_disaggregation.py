@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests the decode server of a PD pair, whose prompts stock SGLang prefills in another server. The KV of
+prompts goes from one to the other in files (``handing_over``). The two servers run at the same time."""
+
+import functools
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.fidelity.cache import Reader
+from eval.serving import ServerProcess
+from tests.server import specs
+from tests.server.handing_over.handing_over_reasoncache import FAILING, FOLDER
+from tests.server.harness import ServerPool, assert_whole, generate
+from tests.server.problems import OPT_OUT, prompts, report, told
+from tests.server.reference import Replayed, assert_computed
+
+_rooms = itertools.count(1)
+
+
+class Pair:
+    """A prefill server and a decode server."""
+
+    def __init__(self, servers: ServerPool, folder: Path, decodes: specs.ServerSpec) -> None:
+        env = {FOLDER: str(folder)}
+        self.prefill = servers.get(specs.PREFILLS.having("pair", **env))
+        self.decode = servers.get(decodes.having("pair", **env))
+
+    def respond(self, todo: list[str], most: int, **options: Any) -> list[dict[str, Any]]:
+        """What :func:`told` returns for responses of the decode server. All prompts are sent at once."""
+        rooms = list(itertools.islice(_rooms, len(todo)))
+        with ThreadPoolExecutor(len(todo)) as pool:
+            for server in (self.prefill, self.decode):
+                one = functools.partial(ask, server, most=most, **options)
+                bodies = [*pool.map(one, todo, rooms)]
+        return told(self.decode, bodies)
+
+
+def ask(server: ServerProcess, text: str, room: int, most: int, **options: Any) -> Any:
+    """What a router sends to both servers of a pair."""
+    where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": room}
+    return generate(server, text, most, return_logprob=True, **where, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("handed-over")
+
+
+@pytest.fixture(scope="module")
+def harness(model_path: Path) -> Any:
+    """Computes a response's log-probabilities, dense and with its blocks shared."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
+
+    def log_probs(text: str, found: dict[str, Any]) -> torch.Tensor:
+        tokens = tokenizer(text)["input_ids"] + found["tokens"]
+        return Replayed(reader, tokens, found).log_probs()
+
+    return log_probs
+
+
+@pytest.mark.parametrize("spec", [specs.DECODES_SHORT, specs.DECODES, specs.DECODES_CACHED])
+def test_what_a_decode_server_shares_is_what_the_harness_computes(
+    servers: ServerPool, folder: Path, harness: Any, spec: specs.ServerSpec
+) -> None:
+    """Also after SGLang copied a request that shares to the host and back. A transfer that fails takes its own
+    request only. A request that opts out reads exact KV."""
+    pair = Pair(servers, folder, spec)
+    log = pair.decode.log_size()
+    todo = prompts(8, seed=5)
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(ask, pair.decode, todo[0], FAILING, 32)
+        responses = pair.respond(todo, 700)
+    with pytest.raises(AssertionError, match="the transfer failed"):
+        failing.result()
+    assert any(found["retractions"] for found in responses if found["blocks"])
+    blocks = 0
+    for text, found in zip(todo, responses, strict=True):
+        if found["blocks"]:
+            assert_computed(found, harness(text, found))
+            blocks += len(found["blocks"])
+    assert blocks > 16
+    for text, found in zip(
+        todo[:2], pair.respond(todo[:2], 300, sampling_params=OPT_OUT), strict=True
+    ):
+        dense = harness(text, found)[0]
+        assert float((dense - torch.tensor(found["logprobs"])).abs().max()) < 1e-4
+    assert report(pair.decode)["totals"]["blocks_missed"] == 0
+    assert 'engine_type="decode"' in pair.decode.get("/metrics").text
+    assert_whole(pair.decode, log)
