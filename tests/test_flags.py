@@ -142,6 +142,23 @@ def test_incompatible_flags_are_named() -> None:
             refusals.check(args)
 
 
+def test_a_pd_pair_shares_on_its_decode_server_only() -> None:
+    decode = {"disaggregation_mode": "decode"}
+    refusals.check(_server_args(**decode))
+    wrong: dict[str, dict[str, Any]] = {
+        "mode prefill .*decode server shares": {"disaggregation_mode": "prefill"},
+        "host-receive-threshold below 1": {"disaggregation_decode_host_receive_threshold": 0.5},
+        **{field.replace("_", "-"): {field: True} for field in refusals.DECODE_CONFLICTS},
+    }
+    for message, fields in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            refusals.check(_server_args(**{**decode, **fields}))
+    evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
+    refusals.check_policies_in_pd(evicts, _server_args())
+    with pytest.raises(ValueError, match="keydiff.* without --disaggregation-mode decode"):
+        refusals.check_policies_in_pd(evicts, _server_args(**decode))
+
+
 def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refusals.check(_server_args(page_size=16))
     monkeypatch.setenv("SGLANG_DEBUG_MEMORY_POOL", "1")

@@ -90,6 +90,7 @@ _DISAGGREGATION = "sglang.srt.disaggregation."
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
+    "check_args": _SERVER_ARGS + "check_server_args",
     "prefill_ready": "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
     "verify": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "build_allocator": "sglang.srt.mem_cache.kv_cache_configurator."

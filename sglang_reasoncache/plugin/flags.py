@@ -4,8 +4,10 @@
 import argparse
 import logging
 import os
-from collections.abc import Callable
-from typing import Any
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
 
 from sglang_reasoncache import compat, native
 from sglang_reasoncache.arguments import FLAGS, SET, flag_of
@@ -25,6 +27,10 @@ logger = logging.getLogger(__name__)
 #: Environment variable that makes child processes of a server install the hooks. These processes load
 #: plugins before they see any argument.
 ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
+#: Environment variable with our flags, as on a command line, for launchers that make ``ServerArgs`` themselves.
+WORDS_ENV = "SGLANG_REASONCACHE"
+#: What SGLang keeps on ``ServerArgs`` once it has resolved them.
+_RESOLVED, _DECISIONS = "_resolution_finished", "_resolved_overrides"
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
 _SET = _PREFIX + "set"
@@ -33,6 +39,7 @@ _SET = _PREFIX + "set"
 def install() -> None:
     """Hook SGLang's command-line functions, and let :func:`engine_server_args` make ``Engine``'s ServerArgs."""
     register, kind = compat.HookRegistry.register, compat.HookType
+    register(compat.HOOK_TARGETS["check_args"], before_check, kind.BEFORE)
     register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
     register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
     compat.Engine.server_args_class = staticmethod(engine_server_args)
@@ -62,13 +69,9 @@ def add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
 
 def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """Hook around ``ServerArgs.from_cli_args``: attaches our config to the ServerArgs."""
-    values = {name: getattr(args, _PREFIX + name, None) for name in FLAGS}
-    lists = getattr(args, _SET, None)
     server_args = original(cls, args)
     try:
-        given = {} if lists is None else parse_settings(",".join(lists))
-        given |= {name: value for name, value in values.items() if value is not None}
-        attach(server_args, bool(getattr(args, ENABLE, False)), given)
+        attach(server_args, bool(getattr(args, ENABLE, False)), _settings_of(args))
     except ValueError as error:
         # The operator gets this line instead of a traceback.
         raise SystemExit(f"sglang-reasoncache: error: {error}") from error
@@ -79,12 +82,57 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
     return server_args
 
 
+def _settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that a command line gives. Raises ValueError for a wrong ``--reasoncache-set``."""
+    lists = getattr(args, _SET, None)
+    given = {} if lists is None else parse_settings(",".join(lists))
+    values = {name: getattr(args, _PREFIX + name, None) for name in FLAGS}
+    return given | {name: value for name, value in values.items() if value is not None}
+
+
+class _Words(argparse.ArgumentParser):
+    """Parses the variable ``WORDS_ENV``, and raises ValueError where a command's parser would end it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def before_check(server_args: Any) -> None:
+    """Hook before ``ServerArgs.check_server_args``, which every launcher calls before it starts a scheduler,
+    whoever made ``server_args``: attaches what the variable ``WORDS_ENV`` says, unless flags or keywords said
+    something. Raises ValueError, which names the variable, for words that a command line would refuse."""
+    words = shlex.split(os.environ.get(WORDS_ENV, ""))
+    if not words or config_of(server_args) is not None:
+        return
+    parser = _Words(add_help=False, allow_abbrev=False)
+    add_cli_args(None, parser)
+    is_resolved = getattr(server_args, _RESOLVED, False)
+    if is_resolved:
+        # SGLang resolved the flags before it loaded plugins. It keeps its decisions beside the flags as given.
+        setattr(server_args, _RESOLVED, False)
+        setattr(server_args, _DECISIONS, [])
+    try:
+        args = parser.parse_args(words)
+        attach(server_args, bool(getattr(args, ENABLE, False)), _settings_of(args))
+    except ValueError as error:
+        raise ValueError(f"{WORDS_ENV}: {error}") from error
+    if is_resolved:
+        server_args.resolve_once()
+    if "sglang.srt.entrypoints.http_server" in sys.modules:
+        from sglang_reasoncache.plugin import routes
+
+        routes.add()
+
+
 def engine_server_args(**kwargs: Any) -> Any:
     """Make the ServerArgs of ``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``. Each setting
-    is a keyword. ``reasoncache_set`` takes the same text as ``--reasoncache-set``."""
-    enabled = bool(kwargs.pop(ENABLE, False))
+    is a keyword, or a key of a mapping that is given as ``enable_reasoncache``. ``reasoncache_set`` takes the
+    same text as ``--reasoncache-set``."""
+    asked = kwargs.pop(ENABLE, False)
+    settings = dict(asked) if isinstance(asked, Mapping) else {}
+    enabled = isinstance(asked, Mapping) or bool(asked)
     text = kwargs.pop(_SET, None)
-    given = {} if text is None else parse_settings(text)
+    given = settings | ({} if text is None else parse_settings(text))
     for name in [name for name in kwargs if name.startswith(_PREFIX)]:
         given[name.removeprefix(_PREFIX)] = kwargs.pop(name)
     return attach(compat.ServerArgs(**kwargs), enabled, given)

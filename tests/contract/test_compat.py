@@ -43,6 +43,7 @@ _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
 #: For each hook, the parameters of the hooked function. ``...`` stands for further ones, which we do not need.
 HOOKS = {
     "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
+    "check_args": "self",
     "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
     "prefill_done": "self batch result", "count_uncached": "self", "decode_log_parts": "self",
     "internal_state": "self recv_req", "hybrid_backend": "runner full_attn_backend",
