@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from sglang_reasoncache.compat.types import Request
 
-#: The key by which a request opts out of everything that the plugin does.
+#: The key by which a request opts out of everything that the plugin does, or asks for a record of it.
 OPT_OUT_KEY = "reasoncache"
 #: Strings that a client may send as the value of ``OPT_OUT_KEY``, in upper or lower case.
 _SPELLINGS = {
@@ -111,35 +111,56 @@ def check_before(tokens: int, documents: int) -> None:
         raise ValueError(f"custom_params: {KEY} {told}, got {tokens} x {documents}")
 
 
-def asks_to_share(custom_params: object) -> bool:
-    """False if :data:`OPT_OUT_KEY` is false in ``custom_params``; True if the entry is true, None or missing.
-    Raises ValueError for any other value, and if ``custom_params`` is neither a dict nor None."""
+@dataclass(frozen=True)
+class Asked:
+    """What a client says under :data:`OPT_OUT_KEY`.
+
+    Attributes:
+        share: Whether the request may share, and policies may evict its positions.
+        record: Whether the response shall say which positions read others' KV, and since when.
+    """
+
+    share: bool = True
+    record: bool = False
+
+
+def asked_of(custom_params: object) -> Asked:
+    """What ``custom_params`` have under :data:`OPT_OUT_KEY`: true, false, or an object with the keys ``share``
+    and ``record``. Raises ValueError for any other value, and unless ``custom_params`` is a dict or None."""
     if not isinstance(custom_params, dict | None):
         raise ValueError(f"custom_params must be an object, got a {type(custom_params).__name__}")
     value = (custom_params or {}).get(OPT_OUT_KEY)
-    if value is None:
-        return True
+    if not isinstance(value, dict):
+        return Asked(share=value is None or _is_true(OPT_OUT_KEY, value))
+    known = Asked.__dataclass_fields__
+    if unknown := value.keys() - known.keys():
+        told = f"{OPT_OUT_KEY} has the keys {', '.join(known)}, got {list(unknown)!r:.80}"
+        raise ValueError(f"custom_params: {told}")
+    return Asked(**{key: _is_true(f"{OPT_OUT_KEY}.{key}", each) for key, each in value.items()})
+
+
+def _is_true(name: str, value: object) -> bool:
     found = _SPELLINGS.get(value.lower()) if isinstance(value, str) else None
     if isinstance(value, int) and value in (0, 1):
         found = bool(value)
     if found is None:
-        raise ValueError(f"custom_params: {OPT_OUT_KEY} must be true or false, got {value!r:.80}")
+        raise ValueError(f"custom_params: {name} must be true or false, got {value!r:.80}")
     return found
 
 
-def allows(req: Request) -> bool:
-    """False if the request opted out. Also False if :func:`asks_to_share` raises: some frontend processes let
-    wrong values through (see ``_after_verify`` in ``plugin/hooks.py``)."""
+def asked_by(req: Request) -> Asked:
+    """What a request asks. A request with a wrong value opts out: some frontend processes let wrong values
+    through (see ``_after_verify`` in ``plugin/hooks.py``)."""
     try:
-        return asks_to_share(getattr(req.sampling_params, "custom_params", None))
+        return asked_of(getattr(req.sampling_params, "custom_params", None))
     except Exception:  # such as RecursionError from the repr of a deeply nested value
-        return False
+        return Asked(share=False)
 
 
 def takes_part(req: Request) -> bool:
     """Whether we may change a request's block table. False after opt-out or with beams, media or embeddings."""
     return (
-        allows(req)
+        asked_by(req).share
         and req.beam_group is None
         and req.multimodal_inputs is None
         and req.input_embeds is None

@@ -14,10 +14,10 @@ _HEAD = f"""# Settings
 Made by `python -m tools.settings_table`. Settings without a flag of their own are
 given as `{SET} key=value,key=value`, which may be repeated.
 
-- `sglang.Engine(enable_reasoncache=True, ...)` takes every setting as the keyword `reasoncache_<key>`, or all of
-  them as a mapping: `enable_reasoncache={{"when": "always"}}`.
-- A launcher that makes `ServerArgs` itself (verl, slime, AReaL, `Engine(server_args=...)`) switches the plugin on
-  with the environment variable `{WORDS_ENV}`, which holds the words of a command line:
+- `sglang.Engine(enable_reasoncache=True, ...)` takes every setting as the keyword `reasoncache_<key>`, or
+  all of them as a mapping: `enable_reasoncache={{"when": "always"}}`.
+- A launcher that makes `ServerArgs` itself (verl, slime, AReaL, `Engine(server_args=...)`) switches the
+  plugin on with the environment variable `{WORDS_ENV}`, which holds the words of a command line:
   `{WORDS_ENV}="--enable-reasoncache --reasoncache-when always"`. Flags and keywords win over it.
 """
 

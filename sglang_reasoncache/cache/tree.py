@@ -28,7 +28,7 @@ from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
 from sglang_reasoncache.cache.repair import RepairedRow, missed
 from sglang_reasoncache.cache.swap import Restored, swapped_of
-from sglang_reasoncache.compat.carriers import SWAPPED
+from sglang_reasoncache.compat.carriers import CONTINUED, SWAPPED
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
 
@@ -344,10 +344,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             slots = torch.cat((path[: req.prefix_len - len(prefix.slots)], prefix.slots))
             assert len(slots) == req.prefix_len, (len(slots), req.prefix_len)
             return slots
+        setattr(req, CONTINUED, None)
         if isinstance(prefix, Continued):
             root = self.root_node_handle(req.extra_key)
             path = self.tree_core.collect_full_device_indices(int(prefix), root)
             if prefix.first_approximate is not None:
+                setattr(req, CONTINUED, (prefix.first_approximate, prefix.length))
                 self.owner.continued(prefix.length - prefix.first_approximate)
             return prefix.slots(path)
         if not isinstance(prefix, Composition):

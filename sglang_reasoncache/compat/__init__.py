@@ -120,6 +120,7 @@ FRONTEND_HOOK_TARGETS: dict[str, str] = {
     "chat": "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
     "._convert_to_internal_request",
     "abort": "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
+    "meta_info": "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
 }
 
 #: The hook that our CPU attention backend installs, with or without ``--enable-reasoncache``.

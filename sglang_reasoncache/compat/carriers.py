@@ -8,6 +8,8 @@
 - ``Req``, attribute :data:`SWAPPED`: the KV of a retracted request on the host (``cache/swap.py``).
 - ``Req``, attribute :data:`COPIED`: what SGLang's own copy of a retracted request's KV lacks
   (``cache/handover.py``).
+- ``Req``, attribute :data:`CONTINUED`: which cached positions of a prompt are approximate (``cache/tree.py``).
+- ``Req.customized_info``: what a response says that asked for a record (``plugin/report.py``).
 - ``Req.last_node`` and prefix matches: a ``Composition`` in place of a node id (``cache/composition.py``).
 - ``Req.last_node`` and prefix matches: a ``Continued`` in place of a node id (``cache/continuations.py``).
 - ``Req.last_node``: a ``Restored`` in place of a node id (``cache/swap.py``).
@@ -34,6 +36,9 @@ DOCUMENTS = "_reasoncache_documents"
 SWAPPED = "_reasoncache_swapped"
 #: Attribute of ``Req``: a ``Copied``, or None. Missing until a decode server of a PD pair retracts the request.
 COPIED = "_reasoncache_copied"
+#: Attribute of ``Req``: the positions ``(start, end)`` of its prompt that read what an earlier response shared,
+#: or None. Missing until the request is prefilled.
+CONTINUED = "_reasoncache_continued"
 #: Attribute of the tokenizer manager: bool. Missing until all schedulers have answered.
 COMPOSES = "_reasoncache_composes"
 #: Attribute of the tokenizer manager: a list of ``WaitingRequest``. Missing until a request waits.

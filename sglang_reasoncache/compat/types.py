@@ -42,6 +42,10 @@ class Request(Protocol):
     return_logprob: bool
     logprob_start_len: int
     is_prefill_only: bool
+    #: The output up to where a stop condition cut it.
+    output_ids_through_stop: Sequence[int]
+    #: More to send with the response: for each key a value for each output token.
+    customized_info: dict[str, list[Any]] | None
     #: The id of a node of the prefix tree, or what takes its place (``compat/carriers.py``).
     last_node: Any
     #: How many positions of the request a prefill need not compute.

@@ -173,8 +173,10 @@ class Controller:
                 self.headroom.lost(len(req.origin_input_ids) + len(req.output_ids), copied)
                 self.records.retracted(req, row)
             else:
+                record = record_of(req)
                 try:
-                    self._count_ended(req, record_of(req), row)
+                    self.report.to_response(req, record)
+                    self._count_ended(req, record, row)
                 finally:
                     self.records.ended(req, row)
             if (row.saved or row.evicted or row.in_other_rows) and not self.report.slots_saved:

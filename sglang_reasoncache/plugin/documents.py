@@ -67,7 +67,7 @@ async def _behind_documents(
     documents = marks.documents_of(custom, _verified_length(manager, obj))
     assert documents is not None
     several = len(documents.ends) > 1 and not obj.contains_mm_input()
-    if several and marks.asks_to_share(custom):
+    if several and marks.asked_of(custom).share:
         with waiting(manager, obj, request) as held:
             reason = await held.until(_prefill(original, manager, obj, request, documents))
             answers = [] if reason is None else await held.answers(reason)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of
 from sglang_reasoncache.plugin import disaggregation, routes
 
 if TYPE_CHECKING:
@@ -64,8 +65,23 @@ def install_frontend() -> None:
             targets["generate"]: (documents.around_generate, compat.HookType.AROUND),
             targets["chat"]: (documents.after_chat, compat.HookType.AFTER),
             targets["abort"]: (waiting.after_abort, compat.HookType.AFTER),
+            targets["meta_info"]: (_around_meta_info, compat.HookType.AROUND),
         }
     )
+
+
+def _around_meta_info(
+    stock: Callable[..., None], manager: Any, meta_info: dict[str, Any], state: Any,
+    customized_info: dict[str, list[Any]], index: int, finish_reason: Any,
+) -> None:  # fmt: skip
+    """Put the record of a finished response (``Report.to_response``) into its ``meta_info``. Without this hook
+    it would come behind an entry without content for each earlier token."""
+    mine = customized_info.get(OPT_OUT_KEY)
+    others = {key: each for key, each in customized_info.items() if key != OPT_OUT_KEY}
+    stock(manager, meta_info, state, others, index, finish_reason)
+    told = None if mine is None else next((each for each in mine[index] if each is not None), None)
+    if told is not None:
+        meta_info[OPT_OUT_KEY] = told
 
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
@@ -73,9 +89,7 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     before a scheduler sees the request. The worker processes of ``--tokenizer-worker-num`` load no plugins, so
     they let wrong values through. The scheduler then treats a request with a wrong opt-out value as opted out,
     and ignores wrong documents."""
-    from sglang_reasoncache.custom_params import asks_to_share, documents_of
-
-    asks_to_share(params.custom_params)
+    asked_of(params.custom_params)
     documents_of(params.custom_params)
 
 

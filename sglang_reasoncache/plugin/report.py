@@ -9,8 +9,10 @@ from typing import Any
 
 from sglang_reasoncache.cache.continuations import Continuations
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.compat.carriers import CONTINUED
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_by
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.sharing.blocks import MOST_OF_ID
 from sglang_reasoncache.sharing.group import PromptGroup
@@ -148,11 +150,6 @@ class Report:
         ``evicted`` of its positions were evicted."""
         prompt, output = len(req.origin_input_ids), len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
-        approximate = record.approximate
-        blocks = [(b.shared_at, b.dst_start, b.src_start) for b in approximate if b.source is None]
-        across = [b for b in approximate if b.source is not None][:_RECENT_BLOCKS]
-        # Each source's id is listed once: its blocks refer to it by its index.
-        sources = {rid: at for at, rid in enumerate(dict.fromkeys(b.source_rid for b in across))}
         self.recent.append(
             {
                 "rid": req.rid[:MOST_OF_ID],
@@ -162,16 +159,25 @@ class Report:
                 "evicted_positions": evicted,
                 "retractions": req.retraction_count,
                 "block": self.pipeline.block,
-                "blocks": blocks[:_RECENT_BLOCKS],
-                "blocks_across": [
-                    (b.shared_at, b.dst_start, b.src_start, sources[b.source_rid]) for b in across
-                ],
-                "sources": list(sources),
-                "evictions": list(record.eviction.evictions),
+                **_what_was_read(record, _RECENT_BLOCKS),
             }
         )
         if self.config.keep_responses:
             self.kept.append((self.recent[-1], array("i", req.output_ids[:_KEPT_TOKENS])))
+
+    def to_response(self, req: Request, record: RequestRecord | None) -> None:
+        """If a finished request asked for it (``Asked.record``), have its response say which of its positions
+        read or hold others' KV, in ``meta_info`` under :data:`OPT_OUT_KEY`; see docs/rollouts.md."""
+        said = len(req.output_ids_through_stop)
+        if said and asked_by(req).record:
+            told = {
+                "block": self.pipeline.block,
+                "continued": getattr(req, CONTINUED, None),
+                **_what_was_read(record or RequestRecord(), None),
+            }
+            # SGLang sends one entry for each output token, the last with the end of the response.
+            mine = {OPT_OUT_KEY: [*[None] * (said - 1), told]}
+            req.customized_info = {**(req.customized_info or {}), **mine}
 
     def response(self, rid: str) -> dict[str, Any] | None:
         """The entry of request ``rid`` in ``kept``, with up to 16,384 ``output_ids``, or None."""
@@ -248,3 +254,21 @@ class Report:
         shared, evicted = self.pipeline.saved, self.eviction.positions_now
         shareable = self.pipeline.ledger.slots
         return f"#shared token: {shared}, #shareable token: {shareable}, #evicted token: {evicted}"
+
+
+def _what_was_read(record: RequestRecord, most: int | None) -> dict[str, Any]:
+    """The blocks of a response whose positions read, or hold a copy of, other positions' KV, and its evicted
+    runs: what a replay of the response needs. ``most``: limit on each list of blocks."""
+    approximate = record.approximate
+    within = [b for b in approximate if b.source is None][:most]
+    across = [b for b in approximate if b.source is not None][:most]
+    # Each source's id is listed once: its blocks refer to it by its index.
+    sources = {rid: at for at, rid in enumerate(dict.fromkeys(b.source_rid for b in across))}
+    return {
+        "blocks": [(b.shared_at, b.dst_start, b.src_start) for b in within],
+        "blocks_across": [
+            (b.shared_at, b.dst_start, b.src_start, sources[b.source_rid]) for b in across
+        ],
+        "sources": list(sources),
+        "evictions": list(record.eviction.evictions),
+    }

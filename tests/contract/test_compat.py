@@ -52,6 +52,7 @@ HOOKS = {
     "retract_all": "reqs req_to_token_pool token_to_kv_pool_allocator ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",
+    "meta_info": "self meta_info state customized_info index finish_reason",
     "prebuilt_ready": "self", "prealloc_required": "self req allocated_tokens prefix_len retractable_tokens",
     "prealloc_budget": "self retractable_tokens count_retracted extra_reserved_reqs reserved_tokens ...",
     "prealloc_fits": "self full_tokens swa_tokens ...",

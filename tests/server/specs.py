@@ -306,6 +306,9 @@ DECODES_CACHED = _DECODES.having(
     "--max-total-tokens 1800 --num-reserved-decode-tokens 32",
 ).for_long_runs()
 
+PREFILLS_ON_TWO_RANKS = PREFILLS.having("tp2", "--tp 2", **TWO_CORES)
+DECODES_ON_TWO_RANKS = DECODES_SHORT.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
+
 #: How much log-probabilities of the tests' models may differ if fp16 rounds them (measured on a CPU: 0.0053).
 OF_FP16 = 0.02
 FP16 = SHARED.having("fp16", *EAGER, "--dtype float16", **WAITING).for_long_runs()

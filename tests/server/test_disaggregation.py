@@ -28,7 +28,9 @@ class Pair:
 
     def __init__(self, servers: ServerPool, folder: Path, decodes: specs.ServerSpec) -> None:
         env = {FOLDER: str(folder)}
-        self.prefill = servers.get(specs.PREFILLS.having("pair", **env))
+        two = decodes is specs.DECODES_ON_TWO_RANKS
+        prefills = specs.PREFILLS_ON_TWO_RANKS if two else specs.PREFILLS
+        self.prefill = servers.get(prefills.having("pair", **env))
         self.decode = servers.get(decodes.having("pair", **env))
 
     def respond(self, todo: list[str], most: int, **options: Any) -> list[dict[str, Any]]:
@@ -65,7 +67,10 @@ def harness(model_path: Path) -> Any:
     return log_probs
 
 
-@pytest.mark.parametrize("spec", [specs.DECODES_SHORT, specs.DECODES, specs.DECODES_CACHED])
+@pytest.mark.parametrize(
+    "spec",
+    [specs.DECODES_SHORT, specs.DECODES, specs.DECODES_CACHED, specs.DECODES_ON_TWO_RANKS],
+)
 def test_what_a_decode_server_shares_is_what_the_harness_computes(
     servers: ServerPool, folder: Path, harness: Any, spec: specs.ServerSpec
 ) -> None:

@@ -4,11 +4,13 @@ log-probabilities of responses that shared slots with those of the fidelity harn
 copies KV instead. One test needs the language model that ``make real-model`` writes."""
 
 import functools
+import json
 from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -93,6 +95,31 @@ def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_p
             assert_computed(found, Replayed(reader, tokens, found).log_probs())
             blocks += len(found["blocks"])
     assert blocks > 12
+
+
+@pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
+def test_a_response_says_what_it_read_if_it_is_asked(server: ServerProcess) -> None:
+    """Streamed or not: what a trainer needs to mask tokens or to replay the response."""
+    ask = {"custom_params": {"reasoncache": {"record": True}}}
+    sampling = {"max_new_tokens": 700, "temperature": 0}
+    body = {"text": prompts(1, seed=11)[0], "sampling_params": {**sampling, **ask}}
+    said = [server.post("/generate", json=body).json()["meta_info"]]
+    url, streamed = f"{server.url}/generate", {**body, "stream": True}
+    with httpx.stream("POST", url, json=streamed, timeout=60) as response:
+        chunks = [
+            json.loads(line[6:]) for line in response.iter_lines() if line[6:].startswith("{")
+        ]
+    assert len(chunks) > 2 and not any("reasoncache" in each["meta_info"] for each in chunks[:-1])
+    said.append(chunks[-1]["meta_info"])
+    recent = {entry["rid"]: entry for entry in report(server)["recent"]}
+    for meta in said:
+        told, seen = meta["reasoncache"], recent[meta["id"]]
+        assert len(told["blocks"]) > 4 and told["continued"] is None
+        assert {key: seen[key] for key in told if key != "continued"} == {
+            key: each for key, each in told.items() if key != "continued"
+        }
+    unasked = server.post("/generate", json={**body, "sampling_params": sampling}).json()
+    assert "reasoncache" not in unasked["meta_info"]
 
 
 @pytest.mark.parametrize("spec", [specs.FP16])

@@ -15,15 +15,15 @@ from transformers import AutoTokenizer
 
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache import compat
-from sglang_reasoncache.custom_params import OPT_OUT_KEY, allows, documents_of
+from sglang_reasoncache.custom_params import OPT_OUT_KEY, Asked, asked_by, documents_of
 from sglang_reasoncache.plugin import hooks
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 
 #: Whether the request may share (None: the values are refused) -> values of ``OPT_OUT_KEY``.
 SPELLINGS = {
-    False: (False, 0, "false", "False", "off", "no", "NO", "0"),
-    True: (True, 1, "true", "TRUE", "on", "yes", "1", None),
-    None: ("maybe", "", 2, -1, 0.0, [False], {"off": 1}),
+    False: (False, 0, "false", "False", "off", "no", "NO", "0", {"share": "no", "record": True}),
+    True: (True, 1, "true", "TRUE", "on", "yes", "1", None, {}, {"record": 0}),
+    None: ("maybe", "", 2, -1, 0.0, [False]),
 }
 
 
@@ -43,7 +43,7 @@ def _hooked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_spellings_of_yes_and_no(shares: bool | None, value: object) -> None:
     """The frontend refuses values that mean neither yes nor no. A scheduler takes such values as opt-outs."""
     params = SamplingParams(custom_params={OPT_OUT_KEY: value})
-    assert allows(Req("r", "", array("q", [1]), params)) == bool(shares)
+    assert asked_by(Req("r", "", array("q", [1]), params)).share == bool(shares)
     if shares is not None:
         params.verify(10)
         return
@@ -52,11 +52,26 @@ def test_spellings_of_yes_and_no(shares: bool | None, value: object) -> None:
         params.verify(10)
 
 
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"off": 1}, "reasoncache has the keys share, record, got ['off']"),
+        ({"record": "maybe"}, "reasoncache.record must be true or false, got 'maybe'"),
+        ({"share": None}, "reasoncache.share must be true or false, got None"),
+    ],
+)
+def test_a_wrong_object_is_refused_by_key(value: object, told: str) -> None:
+    params = SamplingParams(custom_params={OPT_OUT_KEY: value})
+    with pytest.raises(ValueError, match=re.escape(f"custom_params: {told}")):
+        params.verify(10)
+    assert asked_by(Req("r", "", array("q", [1]), params)) == Asked(share=False)
+
+
 @pytest.mark.parametrize("params", [None, {}, {"thinking_budget": 7}])
 def test_a_request_that_says_nothing_shares(params: object) -> None:
     given = SamplingParams(custom_params=params)
     given.verify(10)
-    assert allows(Req("r", "", array("q", [1]), given))
+    assert asked_by(Req("r", "", array("q", [1]), given)) == Asked()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 """An SGLang plugin for tests of PD pairs without a GPU or a network: a transfer backend that keeps the KV of
 each prompt in a file. It takes the place of SGLang's backend ``mori``.
 
-The file is named after the request's bootstrap room and lies in the folder :data:`FOLDER`. The two servers need
-not run at the same time. A room above :data:`FAILING` fails on the decode server."""
+A file is named after the request's bootstrap room and the rank, and lies in the folder :data:`FOLDER`. The two
+servers have equally many ranks, and need not run at the same time."""
 
 import ctypes
 import os
@@ -18,10 +18,8 @@ import numpy as np
 import torch
 
 FOLDER = "REASONCACHE_HANDED_OVER"
-#: A prefill server never sends rooms from here on: the transfer is lost.
-LOST = 1 << 40
-#: The transfer of a room from here on fails.
-FAILING = 1 << 41
+#: On the decode server the transfers of rooms from here on fail.
+FAILING = 1 << 40
 
 
 def register() -> None:
@@ -44,6 +42,10 @@ def register() -> None:
                 args.state_data_ptrs, args.state_data_lens, args.state_item_lens, strict=True
             )
             self.states = [_views(*each) for each in sizes]
+
+        def path(self, room: int) -> Path:
+            """The file of a room, on this tensor-parallel rank."""
+            return Path(os.environ[FOLDER]) / f"{room}-{self.kv_args.engine_rank}"
 
         def register_to_bootstrap(self) -> None:
             pass
@@ -70,8 +72,7 @@ def register() -> None:
                 None if indices is None else [layer[indices] for layer in layers]
                 for layers, indices in zip(self.mgr.states, state_indices or (), strict=False)
             ]
-            if self.room < LOST:
-                _write(_path(self.room), (kv, aux, states))
+            _write(self.mgr.path(self.room), (kv, aux, states))
             self.state = poll.Success
 
         def poll(self) -> int:
@@ -115,8 +116,8 @@ def register() -> None:
         def poll(self) -> int:
             if self.state == poll.Transferring and self.room >= FAILING:
                 self.state = poll.Failed
-            elif self.state == poll.Transferring and _path(self.room).exists():
-                kv, aux, states = pickle.loads(_path(self.room).read_bytes())
+            elif self.state == poll.Transferring and (path := self.mgr.path(self.room)).exists():
+                kv, aux, states = pickle.loads(path.read_bytes())
                 for mine, sent in zip(self.mgr.kv, kv, strict=True):
                     mine[self.to] = sent[self.held :]
                 for mine, sent in zip(self.mgr.aux, aux, strict=True):
@@ -161,10 +162,6 @@ def _views(starts: Sequence[int], sizes: Sequence[int], items: Sequence[int]) ->
         np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(start)).reshape(-1, item)
         for start, size, item in zip(starts, sizes, items, strict=True)
     ]
-
-
-def _path(room: int) -> Path:
-    return Path(os.environ[FOLDER]) / str(room)
 
 
 def _write(path: Path, value: Any) -> None:
