@@ -99,6 +99,9 @@ class SlotOwner(Protocol):
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         """A prompt was composed of ``documents`` cached documents; see ``SharingStats.composed``."""
 
+    def restored(self, tokens: int) -> None:
+        """The KV of ``tokens`` positions of a retracted request came back from the host; see ``swap.py``."""
+
     def continued(self, tokens: int) -> None:
         """A prompt reads ``tokens`` positions that an earlier request shared; see ``continuations.py``."""
 
@@ -152,6 +155,9 @@ class NoOwner:
         pass
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
+        pass
+
+    def restored(self, tokens: int) -> None:
         pass
 
     def continued(self, tokens: int) -> None:

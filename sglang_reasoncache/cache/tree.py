@@ -265,6 +265,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 self.token_to_kv_pool_allocator.free(restored.slots)
             return 0, req.last_node
         assert restored is not None
+        self.owner.restored(len(restored.slots))
         return len(restored.slots), restored._replace(node=req.last_node)
 
     def load_back_is_cache_owned(self) -> bool:

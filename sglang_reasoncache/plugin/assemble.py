@@ -92,6 +92,7 @@ def assemble(
         pipeline=pipeline,
         eviction=eviction,
         continuations=lambda: allocator.continuations,
+        swap=swap,
         metrics=metrics,
         uncorrected=resolved.uncorrected,
         documents_off=documents_off,

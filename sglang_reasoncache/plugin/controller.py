@@ -149,6 +149,9 @@ class Controller:
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         self.stats.composed(documents, tokens, repaired, missed)
 
+    def restored(self, tokens: int) -> None:
+        self.stats.tokens_swapped_back += tokens
+
     def continued(self, tokens: int) -> None:
         self.stats.prompts_continued += 1
         self.stats.tokens_continued += tokens
@@ -170,6 +173,7 @@ class Controller:
             if not req.finished():
                 swapped = swapped_of(req)
                 copied = 0 if swapped is None else swapped.length
+                self.stats.requests_swapped += swapped is not None
                 self.headroom.lost(len(req.origin_input_ids) + len(req.output_ids), copied)
                 self.records.retracted(req, row)
             else:

@@ -9,6 +9,7 @@ from typing import Any
 
 from sglang_reasoncache.cache.continuations import Continuations
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.carriers import CONTINUED
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -39,6 +40,7 @@ _GAUGES = {
     "slots_shareable_now": "Slots that the running requests can free when SGLang is short.",
     "slots_saved_across_now": "Slots that running requests save by sharing with each other.",
     "positions_evicted_now": "Evicted positions of the running requests.",
+    "host_swap_bytes_now": "Host memory that holds the KV of retracted requests.",
     "memory_saving_ratio": "Slots saved over logical slots, averaged over decode steps.",
     "filter_given_up": "1 when the process that compares steps failed too often or was ended: no "
     "further blocks are shared.",
@@ -102,6 +104,7 @@ class Report:
 
     Attributes:
         continuations: Returns the part of the prefix cache whose nodes alias.
+        swap: Keeps the KV of retracted requests on the host. None if it is computed again.
         metrics: Prometheus series. None without ``--enable-metrics``.
         uncorrected: Why keys cannot be rotated to positions that read them, so nothing is shared. Else None.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
@@ -117,6 +120,7 @@ class Report:
     pipeline: BlockPipeline
     eviction: EvictionController
     continuations: Callable[[], Continuations]
+    swap: HostSwap | None = None
     metrics: SharingMetrics | None = None
     uncorrected: str | None = None
     documents_off: str | None = None
@@ -135,12 +139,13 @@ class Report:
 
     @property
     def _now(self) -> dict[str, int]:
-        """Current slot and position counts of the running requests, named and described in ``_GAUGES``."""
+        """Current counts, named and described in ``_GAUGES``."""
         return {
             "slots_saved_now": self.slots_saved,
             "slots_shareable_now": self.pipeline.ledger.slots,
             "slots_saved_across_now": self.pipeline.across,
             "positions_evicted_now": self.eviction.positions_now,
+            "host_swap_bytes_now": 0 if self.swap is None else self.swap.num_bytes,
         }
 
     def request_finished(

@@ -48,6 +48,10 @@ class SharingStats:
     finished_redirected: int = 0
     finished_evicted: int = 0
     blocks_reapplied: int = 0
+    requests_swapped: int = counter("Retracted requests whose KV was copied to the host.")
+    tokens_swapped_back: int = counter(
+        "Tokens whose KV came back from the host, not computed again."
+    )
     prompts_continued: int = counter("Prompts that read what earlier responses shared.")
     tokens_continued: int = counter("Tokens of these prompts whose KV is approximate.")
     prompts_composed: int = counter("Prompts composed of documents; a retraction counts one again.")
