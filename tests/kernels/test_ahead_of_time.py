@@ -198,7 +198,7 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "merge of chunks of latents": (_merge(512), (168, 0, 1024)),
     "gather": (_gather(), (128, 0, 0)),
     "plan": (_plan(MERGE=False, WRITE=True), (56, 0, 64)),
-    "plan, merged, counts": (_plan(MERGE=True, WRITE=False), (48, 0, 16)),
+    "plan, merged, counts": (_plan(MERGE=True, WRITE=False), (56, 0, 16)),
     "plan, merged": (_plan(MERGE=True, WRITE=True), (72, 0, 64)),
     "rotations of tiles, counts": (_rotations(False), (32, 0, 256)),
     "rotations of tiles": (_rotations(True), (120, 0, 256)),
