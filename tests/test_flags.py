@@ -243,3 +243,33 @@ def test_attention_that_reads_evicted_positions_is_refused_by_name(field: str) -
 
 def _check_policies(config: ReasonCacheConfig, **options: Any) -> None:
     refusals.check_policies(config, refusals.other_attention(_server_args(**options)))
+
+
+def test_a_variable_is_obeyed_unless_something_else_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The variable holds a command line. It does not reach a prefill server, nor an engine that says no."""
+    attached: list[dict[str, Any]] = []
+
+    def attach(args: Any, _: bool, given: dict[str, Any]) -> Any:
+        attached.append(given)
+        return args
+
+    monkeypatch.setattr(flags, "attach", attach)
+    monkeypatch.setenv(flags.WORDS_ENV, "--enable-reasoncache --reasoncache-set 'min_age=64'")
+    flags.before_resolving(_server_args())
+    assert attached.pop() == {"min_age": 64}
+    flags.before_resolving(_server_args(disaggregation_mode="prefill"))
+    flags.before_resolving(flags.engine_server_args(model_path="unused", enable_reasoncache=False))
+    assert attached == [{}]
+    for words in ("--enable-reasoncache 'x", "--reasoncache-when never", "--other"):
+        monkeypatch.setenv(flags.WORDS_ENV, words)
+        with pytest.raises(ValueError, match="^SGLANG_REASONCACHE: "):
+            flags.before_resolving(_server_args())
+
+
+def test_an_engine_takes_a_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    attached: list[Any] = []
+    monkeypatch.setattr(flags, "attach", lambda *seen: attached.append(seen[1:]))
+    flags.engine_server_args(model_path="unused", enable_reasoncache={"when": "always"})
+    assert attached == [(True, {"when": "always"})]

@@ -7,7 +7,7 @@ The host knows which slots of a row are shared (:class:`HostRow`), so freeing ro
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from sglang_reasoncache.cache.references import Change, PageReferences
 from sglang_reasoncache.cache.repair import Repairs
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.types import PrefixTree, Request
+from sglang_reasoncache.device.in_flight import ReadsInFlight
 from sglang_reasoncache.device.upload import upload
 
 
@@ -48,6 +49,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     owner: SlotOwner = NO_OWNER
     #: Keeps the KV of retracted requests in host memory. None: it is computed again.
     swap: HostSwap | None = None
+    #: Makes copies wait for a forward that may still read what sharing freed.
+    reads = ReadsInFlight()
     #: Records cached positions of what other servers prefill. None: this server prefills.
     handover: Handover | None = None
     budget: type = SharingBudget
@@ -65,12 +68,15 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         swap: HostSwap | None = None,
         continues: bool = False,
         handover: Handover | None = None,
+        stream: Any = None,
     ) -> None:
         """Let ``owner`` answer from now on. Called once, before requests arrive.
 
         ``swap``: keeps KV of retracted requests. ``continues``: whether what finished requests shared stays
-        cached. ``handover``: records the cached positions of what this server does not prefill."""
+        cached. ``handover``: records the cached positions of what this server does not prefill. ``stream``: see
+        :class:`ReadsInFlight`."""
         assert self.owner is NO_OWNER, "an allocator has one owner"
+        self.reads = ReadsInFlight(stream)
         self.handover = handover
         self.owner = owner
         self.swap = swap
@@ -121,13 +127,16 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         """Number of evicted positions of the rows now."""
         return sum(row.evicted for row in self.rows.values()) if self.has_evicted else 0
 
-    def arrived(self, reqs: Iterable[Request]) -> None:
-        """The KV of ``reqs`` was transferred from another server, or SGLang loaded its own copy of it."""
+    def preallocated(self, req: Request) -> None:
+        """``req`` got slots into which another server, or SGLang from its copy on the host, will write KV."""
         if self.handover is None:
             return
-        for index, first in self.owner.once_more(self.handover.arrived, reqs).items():
-            self.row_of(index).first_shared = first
+        first = self.owner.once_more(self.handover.allocated, req)
+        if first is not None:
+            self.row_of(req.kv.req_pool_idx).first_shared = first
             self.has_shifted_slots = True
+        # A transfer obeys no stream.
+        self.reads.hold_host()
 
     def row_of(self, index: int) -> HostRow:
         """The host's copy of the live row ``index`` of ``req_to_token``. Starts an empty one if none exists."""

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On the decode server of a PD pair: where the keys of a prompt that another server computed belong, and those
+"""On the decode server of a PD pair: where the keys of a prompt that another server computes belong, and those
 of a retracted request that SGLang copied to the host and loads again.
 
 No forward of this server computes them, and SGLang's copies hold keys as they were cached. So what a forward
-would record is recorded when a request enters the running batch."""
+would record is recorded when a request gets its slots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.carriers import COPIED
 from sglang_reasoncache.compat.types import ReqToTokenPool, Request
+from sglang_reasoncache.device.upload import upload
 
 
 class Copied(NamedTuple):
@@ -36,7 +36,7 @@ class Handover:
     Args:
         rows: SGLang's pool of rows.
         cached_at: The cached positions of all slots.
-        stream: See :meth:`CachedPositions.record_path`.
+        stream: See :meth:`CachedPositions.record`.
     """
 
     def __init__(self, rows: ReqToTokenPool, cached_at: CachedPositions, stream: Any) -> None:
@@ -47,27 +47,25 @@ class Handover:
         ``row``: our copy of the row. SGLang makes no copy if a prefill server is to compute the KV again."""
         copied = None
         if row.first_shared is not None and req.kv.retraction_backup is not None:
-            slots = self._slots(req, 0)
+            # SGLang copies all positions whose KV is computed: all but that of the last token.
+            end = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+            slots = self._slots(req, 0, end)
             copied = Copied(self._cached_at.positions[slots].cpu(), row.first_shared)
         setattr(req, COPIED, copied)
 
-    def arrived(self, reqs: Iterable[Request]) -> dict[int, int]:
-        """Record the cached positions of requests whose KV was transferred or loaded again. Returns the row
-        index of each request with approximate KV -> its first approximate position. Can be repeated."""
-        shared = {}
-        for req in reqs:
-            copied: Copied | None = getattr(req, COPIED, None)
-            # The prefix tree has the positions below ``prefix_len``, exact and recorded.
-            slots = self._slots(req, req.prefix_len)
-            if copied is None:
-                positions = torch.arange(req.prefix_len, req.prefix_len + len(slots))
-            else:
-                positions = copied.cached_at[req.prefix_len :]
-                shared[req.kv.req_pool_idx] = copied.first_shared
-            self._cached_at.record(slots, positions.to(slots.device), self._stream)
-        return shared
+    def allocated(self, req: Request) -> int | None:
+        """Record the cached positions of the KV that will be written into the slots that ``req`` just got.
+        Returns the first position whose KV is approximate; None if all is exact. Can be repeated."""
+        # The prefix tree has the positions below ``prefix_len``, exact and recorded.
+        start, end = req.prefix_len, req.kv.kv_committed_len
+        copied: Copied | None = getattr(req, COPIED, None)
+        slots = self._slots(req, start, end)
+        if copied is None:
+            positions = torch.arange(start, end, device=slots.device)
+        else:
+            positions = upload(copied.cached_at[start:end].numpy(), slots.device)
+        self._cached_at.record(slots, positions, self._stream)
+        return None if copied is None else copied.first_shared
 
-    def _slots(self, req: Request, start: int) -> torch.Tensor:
-        """The slots of positions from ``start`` on whose KV is computed: all but that of the last token."""
-        end = len(req.origin_input_ids) + max(len(req.output_ids) - 1, 0)
+    def _slots(self, req: Request, start: int, end: int) -> torch.Tensor:
         return self._rows.req_to_token[req.kv.req_pool_idx, start:end].long()

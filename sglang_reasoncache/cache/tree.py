@@ -275,6 +275,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def load_back(self, node_id: Any, mem_quota: int | None = None, req: Any = None) -> bool:
         """Load evicted nodes of a path from the host. Records each slot's position in the path as its cached
         position: the tree holds exact KV only, so the slot's key was rotated for that position."""
+        self.token_to_kv_pool_allocator.reads.hold_stream()
         loaded: bool = super().load_back(node_id, mem_quota, req=req)
         if loaded:
             self.owner.once_more(self._path_loaded, node_id, req)

@@ -19,7 +19,13 @@ _MODULES: dict[str, list[str]] = {
     "server_args": ["ServerArgs"],
     "entrypoints.engine": ["Engine"],
     "environ": ["envs"],
-    "runtime_context": ["get_server_args", "get_parallel", "get_observability", "get_platform"],
+    "runtime_context": [
+        "get_server_args",
+        "get_parallel",
+        "get_observability",
+        "get_platform",
+        "get_disagg",
+    ],
     "arg_groups.resolution_hooks": ["register_resolution_hook"],
     "arg_groups.overrides": ["declare_resolution"],
     "arg_groups.model_override_base": [
@@ -46,6 +52,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.prefill_budget": ["PrefillBudget", "SWAPrefillBudget"],
     "mem_cache.unified_radix_cache": ["UnifiedRadixCache"],
     "mem_cache.base_prefix_cache": ["MatchPrefixParams"],
+    "mem_cache.hicache_storage": ["PoolName"],
     "mem_cache.radix_cache": ["RadixKey"],
     "mem_cache.unified_cache.components": ["ComponentType"],
     "managers.schedule_batch": ["FINISH_ABORT"],
@@ -90,7 +97,6 @@ _DISAGGREGATION = "sglang.srt.disaggregation."
 HOOK_TARGETS: dict[str, str] = {
     "add_cli_args": _SERVER_ARGS + "add_cli_args",
     "from_cli_args": _SERVER_ARGS + "from_cli_args",
-    "check_args": _SERVER_ARGS + "check_server_args",
     "prefill_ready": "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
     "verify": "sglang.srt.sampling.sampling_params.SamplingParams.verify",
     "build_allocator": "sglang.srt.mem_cache.kv_cache_configurator."
@@ -107,11 +113,16 @@ HOOK_TARGETS: dict[str, str] = {
     + "internal_state.SchedulerInternalStateController.get_internal_state",
     "hybrid_backend": "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper",
     # On the decode server of a PD pair:
-    "prebuilt_ready": _DISAGGREGATION
-    + "decode_schedule_batch_mixin.ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt",
+    "prealloc_done": _DISAGGREGATION + "decode.DecodePreallocQueue._pre_alloc",
     "prealloc_budget": _DISAGGREGATION + "decode.DecodePreallocQueue._allocatable_token_budgets",
     "prealloc_required": _DISAGGREGATION + "decode.DecodePreallocQueue._required_admission_tokens",
     "prealloc_fits": _DISAGGREGATION + "decode.DecodePreallocQueue._prealloc_reservation_fits",
+}
+
+#: The hooks that find ``ServerArgs`` that a launcher made.
+LAUNCHER_HOOK_TARGETS: dict[str, str] = {
+    "resolve_args": _SERVER_ARGS + "resolve_once",
+    "check_args": _SERVER_ARGS + "check_server_args",
 }
 
 #: The hooks of the server's main process, where requests are parsed.

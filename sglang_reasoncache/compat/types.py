@@ -14,6 +14,8 @@ import torch
 class RequestKV(Protocol):
     req_pool_idx: int
     kv_allocated_len: int
+    #: Number of positions whose KV is written, or will have been once a transfer ends.
+    kv_committed_len: int
     #: The prefix tree owns the slots of the first ``cache_protected_len`` positions.
     cache_protected_len: int
     holds_kv: bool
@@ -212,6 +214,7 @@ class PreallocQueue(Protocol):
     queue: list[Any]
     retracted_queue: list[Any]
     token_to_kv_pool_allocator: Any
+    tree_cache: Any
     #: How many slots SGLang reserves for the output of each request.
     num_reserved_decode_tokens: int
 

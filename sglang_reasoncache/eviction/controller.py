@@ -245,6 +245,7 @@ class EvictionController:
         remembered = [(written, start, length) for start, length in begun]
         # If a rank failed so far, all ranks stop here. The code below fails only if SGLang cannot go on either.
         self._ranks.agree()
+        self._allocator.reads.freed()
         self._rows.write(where, gone)
         try:
             freed = self._allocator.commit(change, evicts=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ def assemble(
     swap: HostSwap | None = None,
     continues: bool = False,
     handover: Handover | None = None,
+    stream: Any = None,
     markers: ReasoningMarkers | None = None,
     metrics: SharingMetrics | None = None,
     documents_off: str | None = None,
@@ -60,6 +62,7 @@ def assemble(
         swap: Keeps the KV of retracted requests on the host. None if it is computed again.
         continues: Whether what finished requests shared stays in the prefix cache.
         handover: Records cached positions of what another server prefills. None if this server prefills.
+        stream: The CUDA stream on which the overlap schedule runs forwards. None on a CPU.
         markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
@@ -112,7 +115,7 @@ def assemble(
         room=room,
         interval=interval,
     )
-    allocator.attach(controller, swap, continues, handover)
+    allocator.attach(controller, swap, continues, handover, stream)
     return controller
 
 

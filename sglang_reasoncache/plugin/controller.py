@@ -172,9 +172,12 @@ class Controller:
         with self.containment:
             if not req.finished():
                 swapped = swapped_of(req)
-                copied = 0 if swapped is None else swapped.length
+                length = len(req.origin_input_ids) + len(req.output_ids)
+                # On the decode server of a PD pair SGLang itself copies requests.
+                copied = length if req.kv.retraction_backup is not None else 0
+                copied = copied if swapped is None else swapped.length
                 self.stats.requests_swapped += swapped is not None
-                self.headroom.lost(len(req.origin_input_ids) + len(req.output_ids), copied)
+                self.headroom.lost(length, copied)
                 self.records.retracted(req, row)
             else:
                 record = record_of(req)
@@ -237,6 +240,11 @@ class Controller:
             elif self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0:
                 self.report.publish()
         return self._to_have - before
+
+    @property
+    def steps(self) -> int:
+        """Number of decode steps so far, the same on all ranks."""
+        return self._decode_steps
 
     @property
     def _is_short(self) -> bool:

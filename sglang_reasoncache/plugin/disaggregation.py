@@ -3,104 +3,146 @@
 
 There a request is admitted before its prompt's KV is transferred, and SGLang's queue for that asks no prefill
 budget (``cache/admission.py``): it reserves ``--num-reserved-decode-tokens`` slots for the output of each
-request, and allocates without evicting. So the slots of a prompt are reclaimed here, before SGLang decides.
-Slots that the ledger could free count only as slots for output."""
+request, and allocates without evicting. Slots that the ledger could free count as slots for output only. What
+they are worth beyond that is reclaimed before SGLang decides, because a prompt's slots must be free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.owner import NOTHING_PROMISED, Promise
 from sglang_reasoncache.compat.types import PreallocQueue
 
 if TYPE_CHECKING:
-    from sglang_reasoncache.cache.owner import Promise
     from sglang_reasoncache.plugin.controller import Controller
 
-
-def around_budget(
-    controller: Controller,
-    stock: Callable[..., int],
-    queue: PreallocQueue,
-    retractable_tokens: int | None = None,
-    count_retracted: bool = True,
-    extra_reserved_reqs: int = 0,
-    reserved_tokens: int | None = None,
-    **others: Any,
-) -> int:
-    """How many slots SGLang may give to requests: those it has, minus a reserve for output. The reserve is the
-    learned one (``sharing/headroom.py``), at most SGLang's, and slots of the ledger count for it. So the result
-    never exceeds the slots that are free or evictable."""
-    retractable_tokens = without_saved(queue, retractable_tokens)
-    active = queue._active_req_count(extra_reserved_reqs)
-    if reserved_tokens is None:
-        reserved_tokens = queue.num_reserved_decode_tokens * active
-    if queue.queue or queue.retracted_queue:
-        # No request needs the reserve that SGLang keeps so that the longest running one can always finish.
-        least = queue._need_space_for_single_req(retractable_tokens)
-        reserved_tokens = max(reserve(controller.promise(), reserved_tokens, active), least)
-    return stock(
-        queue,
-        retractable_tokens=retractable_tokens,
-        count_retracted=count_retracted,
-        extra_reserved_reqs=extra_reserved_reqs,
-        reserved_tokens=reserved_tokens,
-        **others,
-    )
+#: A decision reclaims at most this many slots, because no request decodes meanwhile (some 16 us a slot).
+_MOST_AT_ONCE = 8192
 
 
-def reserve(promise: Promise, tokens: int, requests: int) -> int:
-    """How many slots to reserve for the output of ``requests`` for which SGLang would reserve ``tokens``."""
-    learned = max(min(tokens, promise.ahead * requests), tokens * promise.kept)
-    return max(int(learned) - promise.shareable, 0)
+class PreallocAdmission:
+    """Hooks around the methods by which ``DecodePreallocQueue`` decides. All ranks decide alike, because their
+    queues are equal and so are the decode steps after which this class asks for a new promise."""
+
+    def __init__(self) -> None:
+        self._promise = NOTHING_PROMISED
+        self._asked_at = -1
+        # How many slots of the ledger are worth more than the reserve for output.
+        self._surplus = 0
+
+    def around_budget(
+        self,
+        controller: Controller,
+        stock: Callable[..., int],
+        queue: PreallocQueue,
+        retractable_tokens: int | None = None,
+        count_retracted: bool = True,
+        extra_reserved_reqs: int = 0,
+        reserved_tokens: int | None = None,
+        **others: Any,
+    ) -> int:
+        """How many slots SGLang may give to requests: those it has, minus a reserve for output. The reserve is
+        the learned one (``sharing/headroom.py``), at most SGLang's, and slots of the ledger count for it. So
+        the result never exceeds the slots that are free or evictable."""
+        retractable_tokens = _without_saved(queue, retractable_tokens)
+        active = queue._active_req_count(extra_reserved_reqs)
+        if reserved_tokens is None:
+            reserved_tokens = queue.num_reserved_decode_tokens * active
+        self._surplus = 0
+        # SGLang asks with ``count_retracted`` for new requests, without for those that come back.
+        if queue.queue if count_retracted else queue.retracted_queue:
+            promise = self._promised(controller, queue)
+            learned = int(
+                max(min(reserved_tokens, promise.ahead * active), reserved_tokens * promise.kept)
+            )
+            # The reserve that SGLang keeps so that the longest running request can always finish.
+            least = queue._need_space_for_single_req(retractable_tokens)
+            self._surplus = min(
+                max(promise.shareable - max(learned - least, 0), 0), promise.shareable
+            )
+            reserved_tokens = max(learned - promise.shareable, least, 0)
+        return stock(
+            queue,
+            retractable_tokens=retractable_tokens,
+            count_retracted=count_retracted,
+            extra_reserved_reqs=extra_reserved_reqs,
+            reserved_tokens=reserved_tokens,
+            **others,
+        )
+
+    def around_required(
+        self,
+        controller: Controller,
+        stock: Callable[..., int],
+        queue: PreallocQueue,
+        req: Any,
+        allocated_tokens: int,
+        prefix_len: int,
+        retractable_tokens: int,
+    ) -> int:
+        """How many slots a new request must find: its prompt's and some for its output, and as many as it needs
+        to finish if all others are retracted."""
+        reserve = queue.num_reserved_decode_tokens
+        promise = self._promised(controller, queue)
+        learned = int(max(min(reserve, promise.ahead), reserve * promise.kept))
+        left = _without_saved(queue, retractable_tokens)
+        return stock(queue, req, allocated_tokens - reserve + learned, prefix_len, left)
+
+    def around_fits(
+        self,
+        controller: Controller,
+        stock: Callable[..., bool],
+        queue: PreallocQueue,
+        full_tokens: int,
+        swa_tokens: int,
+        *,
+        full_allocatable_tokens: int,
+        swa_allocatable_tokens: int | None,
+    ) -> bool:
+        """Whether a request fits. If that makes it fit, running requests share first."""
+        allocator = queue.token_to_kv_pool_allocator
+        short = full_tokens - full_allocatable_tokens
+        if 0 < short <= self._surplus:
+            free = allocator.free_size()
+            allocator.reclaim_to(free + min(short, _MOST_AT_ONCE), evicts=False)
+            freed = allocator.free_size() - free
+            full_allocatable_tokens += freed
+            self._surplus -= min(freed, self._surplus)
+            self._asked_at = -1
+        fits = stock(
+            queue,
+            full_tokens,
+            swa_tokens,
+            full_allocatable_tokens=full_allocatable_tokens,
+            swa_allocatable_tokens=swa_allocatable_tokens,
+        )
+        if not fits:
+            controller.request_waits(again=False)
+        return fits
+
+    def _promised(self, controller: Controller, queue: PreallocQueue) -> Promise:
+        """What admission may count on, asked once after each decode step. Nothing while a retraction could end
+        a request, because SGLang then has no room for a copy of it."""
+        if self._asked_at != controller.steps:
+            self._asked_at = controller.steps
+            self._promise = controller.promise()
+        return self._promise if _has_room_for_copies(queue) else NOTHING_PROMISED
 
 
-def around_required(
-    _controller: Controller,
-    stock: Callable[..., int],
-    queue: PreallocQueue,
-    req: Any,
-    allocated_tokens: int,
-    prefix_len: int,
-    retractable_tokens: int,
-) -> int:
-    """How many slots a request must find: its prompt's, and so many that it can finish if all others are
-    retracted."""
-    left = without_saved(queue, retractable_tokens)
-    return stock(queue, req, allocated_tokens, prefix_len, left)
-
-
-def without_saved(queue: PreallocQueue, tokens: int | None) -> int | None:
+def _without_saved(queue: PreallocQueue, tokens: int | None) -> int | None:
     """The slots that retracting all requests frees, where SGLang counts ``tokens`` positions of requests."""
     if tokens is None:
         return None
     return max(tokens - queue.token_to_kv_pool_allocator.saved, 0)
 
 
-def around_fits(
-    controller: Controller,
-    stock: Callable[..., bool],
-    queue: PreallocQueue,
-    full_tokens: int,
-    swa_tokens: int,
-    *,
-    full_allocatable_tokens: int,
-    swa_allocatable_tokens: int | None,
-) -> bool:
-    """Whether a request fits. If slots are missing, running requests share first."""
-    allocator = queue.token_to_kv_pool_allocator
-    short = full_tokens - full_allocatable_tokens
-    if short > 0:
-        free = allocator.free_size()
-        allocator.reclaim_to(free + short, evicts=False)
-        full_allocatable_tokens += allocator.free_size() - free
-    fits = stock(
-        queue,
-        full_tokens,
-        swa_tokens,
-        full_allocatable_tokens=full_allocatable_tokens,
-        swa_allocatable_tokens=swa_allocatable_tokens,
-    )
-    if not fits:
-        controller.request_waits(again=False)
-    return fits
+def _has_room_for_copies(queue: PreallocQueue) -> bool:
+    """Whether SGLang can copy retracted requests to the host. Its host pool is small, and when it is full a
+    retraction ends a request: half of it is left to retractions that nobody planned."""
+    backup = compat.get_disagg().disaggregation_decode_retraction_backup
+    if backup != "host_pool":
+        return backup == "cpu_tensor"
+    pool = queue.tree_cache.host_pool_group.get_pool(compat.PoolName.KV)
+    return 2 * pool.available_size() >= pool.logical_size

@@ -39,7 +39,9 @@ _SET = _PREFIX + "set"
 def install() -> None:
     """Hook SGLang's command-line functions, and let :func:`engine_server_args` make ``Engine``'s ServerArgs."""
     register, kind = compat.HookRegistry.register, compat.HookType
-    register(compat.HOOK_TARGETS["check_args"], before_check, kind.BEFORE)
+    if os.environ.get(WORDS_ENV, "").strip():
+        for target in compat.LAUNCHER_HOOK_TARGETS.values():
+            register(target, before_resolving, kind.BEFORE)
     register(compat.HOOK_TARGETS["add_cli_args"], add_cli_args, kind.AFTER)
     register(compat.HOOK_TARGETS["from_cli_args"], from_cli_args, kind.AROUND)
     compat.Engine.server_args_class = staticmethod(engine_server_args)
@@ -97,22 +99,24 @@ class _Words(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def before_check(server_args: Any) -> None:
-    """Hook before ``ServerArgs.check_server_args``, which every launcher calls before it starts a scheduler,
-    whoever made ``server_args``: attaches what the variable ``WORDS_ENV`` says, unless flags or keywords said
+def before_resolving(server_args: Any) -> None:
+    """Hook before SGLang resolves and before it checks ``server_args``, which it does before it starts a
+    scheduler, whoever made them. Attaches what the variable ``WORDS_ENV`` says, unless flags or keywords said
     something. Raises ValueError, which names the variable, for words that a command line would refuse."""
-    words = shlex.split(os.environ.get(WORDS_ENV, ""))
-    if not words or config_of(server_args) is not None:
+    words = os.environ.get(WORDS_ENV, "")
+    if not words.strip() or hasattr(server_args, CONFIG):
         return
-    parser = _Words(add_help=False, allow_abbrev=False)
-    add_cli_args(None, parser)
+    if server_args.disaggregation_mode == "prefill":
+        # A variable of a whole job, which has both servers of a PD pair.
+        logger.info("reasoncache: %s has no effect on a prefill server", WORDS_ENV)
+        return
     is_resolved = getattr(server_args, _RESOLVED, False)
-    if is_resolved:
-        # SGLang resolved the flags before it loaded plugins. It keeps its decisions beside the flags as given.
-        setattr(server_args, _RESOLVED, False)
-        setattr(server_args, _DECISIONS, [])
     try:
-        args = parser.parse_args(words)
+        if is_resolved:
+            _resolve_again(server_args)
+        parser = _Words(add_help=False, allow_abbrev=False)
+        add_cli_args(None, parser)
+        args = parser.parse_args(shlex.split(words))
         attach(server_args, bool(getattr(args, ENABLE, False)), _settings_of(args))
     except ValueError as error:
         raise ValueError(f"{WORDS_ENV}: {error}") from error
@@ -124,10 +128,25 @@ def before_check(server_args: Any) -> None:
         routes.add()
 
 
+def _resolve_again(server_args: Any) -> None:
+    """Let SGLang resolve flags again that it resolved before it loaded plugins. It keeps its decisions beside
+    the flags as given. Raises ValueError if that would start CUDA in a fork of a process that uses it."""
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        raise ValueError(
+            "this process was forked after the flags were resolved: start it with the method 'spawn', or call "
+            "sglang.srt.plugins.load_plugins() before"
+        )
+    setattr(server_args, _RESOLVED, False)
+    setattr(server_args, _DECISIONS, [])
+
+
 def engine_server_args(**kwargs: Any) -> Any:
     """Make the ServerArgs of ``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``. Each setting
     is a keyword, or a key of a mapping that is given as ``enable_reasoncache``. ``reasoncache_set`` takes the
     same text as ``--reasoncache-set``."""
+    says_no = kwargs.get(ENABLE) is False
     asked = kwargs.pop(ENABLE, False)
     settings = dict(asked) if isinstance(asked, Mapping) else {}
     enabled = isinstance(asked, Mapping) or bool(asked)
@@ -135,7 +154,11 @@ def engine_server_args(**kwargs: Any) -> Any:
     given = settings | ({} if text is None else parse_settings(text))
     for name in [name for name in kwargs if name.startswith(_PREFIX)]:
         given[name.removeprefix(_PREFIX)] = kwargs.pop(name)
-    return attach(compat.ServerArgs(**kwargs), enabled, given)
+    server_args = attach(compat.ServerArgs(**kwargs), enabled, given)
+    if says_no:
+        # Not even ``WORDS_ENV`` switches it on.
+        setattr(server_args, CONFIG, None)
+    return server_args
 
 
 def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:

@@ -35,14 +35,15 @@ def install() -> None:
     }
     hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
-    hooks |= {"hybrid_backend": _after_hybrid_backend, "prebuilt_ready": _after_prebuilt_ready}
+    hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
     for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
+    admission = disaggregation.PreallocAdmission()
     around: dict[str, Callable[..., Any]] = {
         "internal_state": _around_internal_state,
-        "prealloc_budget": _unless_without(disaggregation.around_budget),
-        "prealloc_required": _unless_without(disaggregation.around_required),
-        "prealloc_fits": _unless_without(disaggregation.around_fits),
+        "prealloc_budget": _unless_without(admission.around_budget),
+        "prealloc_required": _unless_without(admission.around_required),
+        "prealloc_fits": _unless_without(admission.around_fits),
     }
     for name, hook in around.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AROUND)
@@ -185,11 +186,11 @@ def _after_prefill_ready(controller: Controller, _result: None, batch: ScheduleB
         controller.containment.together(repairs.prepare, batch, controller.ranks)
 
 
-def _after_prebuilt_ready(_result: None, batch: ScheduleBatch) -> None:
-    """On the decode server of a PD pair, when requests enter the running batch. Even if the plugin has failed:
-    keys that are shared must be read right."""
+def _after_prealloc(_result: Any, _queue: Any, req: Any, *_: Any, **__: Any) -> None:
+    """On the decode server of a PD pair, when a request gets slots, before the other server is told of them.
+    Even if the plugin has failed: keys that are shared must be read right."""
     if _server is not None:
-        _server.allocator.arrived(batch.reqs)
+        _server.allocator.preallocated(req)
 
 
 def _after_retract_all(

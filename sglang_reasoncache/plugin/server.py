@@ -233,6 +233,7 @@ class ServerParts:
                 if _prefills_elsewhere(args)
                 else None
             ),
+            stream=source.stream,
             markers=markers,
             metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,
             documents_off=self._documents_off(tree, config, args),

@@ -35,7 +35,7 @@ class Redirector:
     """Redirects blocks between two forwards. Each scheduler has one redirector.
 
     A forward in flight may still read the old slots. SGLang may allocate these slots again at once, because
-    only a later forward on the same stream can overwrite them.
+    only a later forward on the same stream can overwrite them, or a copy, which waits (``ReadsInFlight``).
     """
 
     def __init__(
@@ -101,6 +101,7 @@ class Redirector:
         change = self._allocator.prepare(lost, gained)
 
         def commit() -> None:
+            self._allocator.reads.freed()
             self._rows.write(where, new_slots)
             try:
                 self._allocator.commit(change)

@@ -43,7 +43,7 @@ _LAST_LOC = "req_to_token req_pool_indices_tensor prefix_lens_tensor"
 #: For each hook, the parameters of the hooked function. ``...`` stands for further ones, which we do not need.
 HOOKS = {
     "add_cli_args": "parser", "from_cli_args": "args", "verify": "self vocab_size",
-    "check_args": "self",
+    "check_args": "self", "resolve_args": "self",
     "build_allocator": f"self {_ALLOCATOR}", "decode_done": "self batch result",
     "prefill_done": "self batch result", "count_uncached": "self", "decode_log_parts": "self",
     "internal_state": "self recv_req", "hybrid_backend": "runner full_attn_backend",
@@ -53,7 +53,8 @@ HOOKS = {
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",
     "meta_info": "self meta_info state customized_info index finish_reason",
-    "prebuilt_ready": "self", "prealloc_required": "self req allocated_tokens prefix_len retractable_tokens",
+    "prealloc_done": "self req prefix_indices prefix_len total_prefix_len",
+    "prealloc_required": "self req allocated_tokens prefix_len retractable_tokens",
     "prealloc_budget": "self retractable_tokens count_retracted extra_reserved_reqs reserved_tokens ...",
     "prealloc_fits": "self full_tokens swa_tokens ...",
 }  # fmt: skip
@@ -63,7 +64,7 @@ def test_version_and_hook_target_signatures() -> None:
     """The hook ``last_loc`` passes all its arguments on to ``get_last_loc_torch``, which must take them."""
     assert compat.version("sglang") in compat.SUPPORTED_SGLANG
     targets = {**compat.HOOK_TARGETS, **compat.CUDA_HOOK_TARGETS, **compat.CPU_HOOK_TARGETS}
-    targets |= compat.FRONTEND_HOOK_TARGETS
+    targets |= {**compat.FRONTEND_HOOK_TARGETS, **compat.LAUNCHER_HOOK_TARGETS}
     assert targets.keys() == HOOKS.keys()
     for name, at in targets.items():
         assert _accepts(at, HOOKS[name]), name

@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.base import KVPoll
-from sglang.srt.managers.schedule_batch import Req, release_req
-from sglang.srt.mem_cache.common import checkpoint_kv_cache, discard_kv_cache_backup
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, release_req
+from sglang.srt.mem_cache.common import (
+    checkpoint_kv_cache,
+    discard_kv_cache_backup,
+    release_kv_cache,
+)
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_context
 
 from sglang_reasoncache.filter.process import FilterProcess
@@ -78,22 +83,28 @@ class Queue(decode.DecodePreallocQueue):
             available_size=lambda: 1, alloc=lambda: 0
         )
         self.reclaimed = 0
+        self.admission = disaggregation.PreallocAdmission()
+
+    def _pre_alloc(self, req: Req, *args: Any) -> Any:
+        slots = super()._pre_alloc(req, *args)
+        self.world.allocator.preallocated(req)
+        return slots
 
     def _allocatable_token_budgets(self, *args: Any, **named: Any) -> int:
         stock = decode.DecodePreallocQueue._allocatable_token_budgets
         there = self.world.allocator.available_size() + self.world.tree.evictable_size()
-        left = disaggregation.around_budget(self.world.controller, stock, self, *args, **named)
+        left = self.admission.around_budget(self.world.controller, stock, self, *args, **named)
         assert left <= there, "more than is free or evictable"
         return left
 
     def _required_admission_tokens(self, *args: Any, **named: Any) -> int:
         stock = decode.DecodePreallocQueue._required_admission_tokens
-        return disaggregation.around_required(self.world.controller, stock, self, *args, **named)
+        return self.admission.around_required(self.world.controller, stock, self, *args, **named)
 
     def _prealloc_reservation_fits(self, *args: Any, **named: Any) -> bool:
         stock = decode.DecodePreallocQueue._prealloc_reservation_fits
         before = self.world.allocator.available_size()
-        fits = disaggregation.around_fits(self.world.controller, stock, self, *args, **named)
+        fits = self.admission.around_fits(self.world.controller, stock, self, *args, **named)
         self.reclaimed += self.world.allocator.available_size() > before
         return fits
 
@@ -109,7 +120,7 @@ class DecodeMachine(GroupMachine):
     ``coming``: admitted requests whose KV is being transferred. ``loaded``: requests that SGLang will take into
     the running batch."""
 
-    admitted = resumed = reclaimed = shared_resumed = left = 0
+    admitted = resumed = reclaimed = shared_resumed = left = left_early = 0
 
     def __init__(self, setup: Setup, engine: FilterProcess, caches: bool) -> None:
         super().__init__(setup, engine)
@@ -127,7 +138,7 @@ class DecodeMachine(GroupMachine):
             enable_overlap=False, enable_lora=False, enable_hisparse=False,
             enable_priority_scheduling=False, enable_decode_hicache=False,
         )  # fmt: skip
-        self.queue = Queue(self.world, self.scheduler, reserve=12)
+        self.queue = Queue(self.world, self.scheduler, reserve=4)
         self.caches = caches
 
     # -- arrivals -----------------------------------------------------------------------
@@ -169,7 +180,6 @@ class DecodeMachine(GroupMachine):
                 decode._bind_root_prefix(req, self.world.tree)
             req.init_next_round_input(None if self.caches else self.world.tree)
             req.extend_end = req.kv.kv_committed_len
-        self.world.allocator.arrived(batch)
         for req in batch:
             req.is_retracted = False
             checkpoint_kv_cache(req, self.world.tree)
@@ -219,6 +229,18 @@ class DecodeMachine(GroupMachine):
         self.queue.transfer_queue.queue.clear()
         self.world.abort(self.coming.pop())
 
+    @precondition(lambda self: self.loaded)
+    @rule(pick=PICK)
+    def leave_before_it_runs(self, pick: int) -> None:
+        """The client leaves when the KV is there. SGLang then publishes what it can."""
+        req = self.loaded.pop(pick % len(self.loaded))
+        req.finished_reason = FINISH_ABORT("client left")
+        req.extend_end = req.kv.kv_committed_len
+        if self.caches and req.last_node is None:
+            decode._bind_root_prefix(req, self.world.tree)
+        release_kv_cache(req, self.world.tree, checkpoint=True)
+        type(self).left_early += 1
+
     @precondition(
         lambda self: not (self.running or self.coming or self.loaded or self.queue.retracted_queue)
     )
@@ -240,7 +262,7 @@ class DecodeMachine(GroupMachine):
 
     @invariant()
     def keys_are_known(self) -> None:
-        for req in self.running:
+        for req in self.holding():
             row = self.world.row(req)
             rotated_for = self.rotated_for[row]
             found = self.world.cached_at.positions[row].numpy()
@@ -250,6 +272,19 @@ class DecodeMachine(GroupMachine):
                 first = self.world.allocator.row_of(req.kv.req_pool_idx).first_shared
                 assert first is not None and first <= moved[0], "exact, yet rotated"
                 assert self.world.tree.reads_shifted([req])
+
+    @invariant()
+    def the_tree_is_exact(self) -> None:
+        """Each slot in the tree has a key that was rotated for its position in the path."""
+        if self.world.setup.core != "python":
+            return
+        waiting = [(node, 0) for node in self.world.tree.root_node.children.values()]
+        for node, start in waiting:
+            slots = node.component_data[ComponentType.FULL].value
+            end = start + len(slots)
+            for recorded in (self.rotated_for, self.world.cached_at.positions.numpy()):
+                assert recorded[slots.numpy()].tolist() == list(range(start, end))
+            waiting += [(child, end) for child in node.children.values()]
 
     def _compute(self, req: Req, slots: np.ndarray) -> None:
         super()._compute(req, slots)
@@ -313,7 +348,7 @@ def test_what_was_admitted_finds_its_slots(
         def __init__(self) -> None:
             super().__init__(setup, engine, caches)
 
-    names = "admitted", "resumed", "shared_resumed", "left"
+    names = "admitted", "resumed", "shared_resumed", "left", "left_early"
 
     def all_seen() -> bool:
         """Whether what is rare has happened. Without it the run would prove little."""
