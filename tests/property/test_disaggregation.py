@@ -45,7 +45,7 @@ CASES = [
         True,
     ),
 ]
-QUICK_OPERATIONS = 3_600
+QUICK_OPERATIONS = 2_400
 BACKUP = "cpu_tensor"
 
 

@@ -37,7 +37,7 @@ SETUPS = [
     Setup(page=1, block=3, slots=220, continues=True),
     Setup(page=4, block=4, slots=260, core="rust", continues=True),
 ]
-QUICK_RULES = 9600
+QUICK_RULES = 7_800
 MIN_AGE = 6
 #: Phrases that responses are made of, so that responses repeat themselves and each other.
 PHRASES = [[10 * i + j for j in range(1, 2 + 3 * i)] for i in range(1, 5)]

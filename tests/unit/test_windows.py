@@ -129,9 +129,17 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
 
 
 def test_what_excludes_a_window_pool_is_refused() -> None:
-    context: Any = SimpleNamespace(is_hybrid_swa=True, enable_hierarchical_cache=True)
-    with pytest.raises(ValueError, match="--enable-hierarchical-cache .*; --disable-hybrid-swa"):
-        models.window_age(context)
+    for flag, tier, mode in (
+        ("--enable-hierarchical-cache", True, "null"),
+        ("--disaggregation-mode decode", False, "decode"),
+    ):
+        context: Any = SimpleNamespace(
+            is_hybrid_swa=True,
+            enable_hierarchical_cache=tier,
+            server_args=SimpleNamespace(disaggregation_mode=mode),
+        )
+        with pytest.raises(ValueError, match=f"{flag} .*; --disable-hybrid-swa"):
+            models.window_age(context)
     pool: Any = Windows("python").both
     pool.page_size = 16
     with pytest.raises(ValueError, match="--page-size 16 .*--attention-backend triton"):
