@@ -9,7 +9,7 @@ from sglang_reasoncache.compat.types import PrefixTree, SlotAllocator
 
 #: A pass reclaims at most this many slots for a prompt, because no request decodes meanwhile (some 16 us a
 #: slot). A prompt that needs more is admitted in a later pass.
-_MOST_AT_ONCE = 8192
+MOST_AT_ONCE = 8192
 
 
 class SharingBudget(compat.PrefillBudget):
@@ -36,7 +36,7 @@ class SharingBudget(compat.PrefillBudget):
         super().__init__(allocator, tree_cache, **kwargs)
         self._owner = owner
         self._shareable = promise.shareable
-        self._ahead, self._kept = promise.ahead, promise.kept
+        self._promise = promise
         # Number of requests that have a row or were admitted in this pass.
         rows = tree_cache.req_to_token_pool
         self._requests = rows.size - rows.available_size()
@@ -51,12 +51,7 @@ class SharingBudget(compat.PrefillBudget):
     @property
     def remaining_total(self) -> float:
         future = max(self.total_offset - self.current_offset, 0)
-        return self.remaining_current - self._reserved(future, self._requests)
-
-    def _reserved(self, future: float, requests: int) -> float:
-        """How many slots to reserve for the future output of ``requests`` for which SGLang would reserve
-        ``future``."""
-        return max(min(future, self._ahead * requests), future * self._kept)
+        return self.remaining_current - self._promise.reserved(future, self._requests)
 
     @property
     def remaining_current(self) -> int:
@@ -72,7 +67,7 @@ class SharingBudget(compat.PrefillBudget):
         free = self.allocator.free_size()
         short = tokens - self._there()
         if short > 0 and self._shareable:
-            self.allocator.reclaim_to(free + min(short, _MOST_AT_ONCE), evicts=False)
+            self.allocator.reclaim_to(free + min(short, MOST_AT_ONCE), evicts=False)
             freed = self.allocator.free_size() - free
             self._shareable = max(self._shareable - freed, 0)
             self._reclaimed = self._reclaimed or freed > 0
@@ -83,7 +78,7 @@ class SharingBudget(compat.PrefillBudget):
     ) -> tuple[bool, int | None]:
         """Whether to admit a prompt. The slots of all its chunks are reclaimed now (see the class)."""
         now = min(self.ceil_paged_tokens(extend_input_len), total_tokens)
-        needed = now + self._reserved(total_tokens - now, 1)
+        needed = now + self._promise.reserved(total_tokens - now, 1)
         fits, chunk_limit = super().check_prefill(
             extend_input_len=extend_input_len,
             total_tokens=needed,

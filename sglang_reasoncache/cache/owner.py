@@ -34,6 +34,11 @@ class Promise(NamedTuple):
     ahead: float
     kept: float
 
+    def reserved(self, tokens: float, requests: int) -> float:
+        """How many slots to reserve for the future output of ``requests`` for which SGLang would reserve
+        ``tokens``."""
+        return max(min(tokens, self.ahead * requests), tokens * self.kept)
+
 
 #: SGLang's own reservation, and nothing to share.
 NOTHING_PROMISED = Promise(shareable=0, ahead=0.0, kept=1.0)

@@ -83,11 +83,10 @@ class HostSwap:
     Args:
         limit: Most bytes on the host, of this rank.
         cached_at: None if keys are read as cached.
-        stream: The CUDA stream on which the overlap schedule runs forwards. None on a CPU.
     """
 
-    def __init__(self, limit: int, cached_at: CachedPositions | None, stream: Any = None) -> None:
-        self._limit, self._cached_at, self._stream = limit, cached_at, stream
+    def __init__(self, limit: int, cached_at: CachedPositions | None) -> None:
+        self._limit, self._cached_at = limit, cached_at
         self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
         # Bytes of one slot's copy, once a copy was made.
         self._slot_bytes: int | None = None
@@ -142,9 +141,7 @@ class HostSwap:
         if slots is None:
             return None
         try:
-            if self._stream is not None:
-                # The forward in flight may still write the KV of a request that finished or was retracted.
-                torch.cuda.current_stream(slots.device).wait_stream(self._stream)
+            allocator.reads.hold_stream(writes=True)
             # Slot 0 is SGLang's padding slot: nobody reads what is loaded for positions that the tree holds.
             whole = torch.cat((slots.new_zeros(held), slots))
             for run in swapped.runs:

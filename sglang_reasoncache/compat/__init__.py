@@ -125,6 +125,9 @@ LAUNCHER_HOOK_TARGETS: dict[str, str] = {
     "check_args": _SERVER_ARGS + "check_server_args",
 }
 
+#: Attributes of ``ServerArgs``: whether SGLang has resolved them, and what it decided.
+RESOLVED, DECISIONS = "_resolution_finished", "_resolved_overrides"
+
 #: The hooks of the server's main process, where requests are parsed.
 FRONTEND_HOOK_TARGETS: dict[str, str] = {
     "generate": "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",

@@ -171,12 +171,14 @@ class Controller:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
             if not req.finished():
-                swapped = swapped_of(req)
+                swapped, copied = swapped_of(req), 0
                 length = len(req.origin_input_ids) + len(req.output_ids)
-                # On the decode server of a PD pair SGLang itself copies requests.
-                copied = length if req.kv.retraction_backup is not None else 0
-                copied = copied if swapped is None else swapped.length
-                self.stats.requests_swapped += swapped is not None
+                if swapped is not None:
+                    copied = swapped.length
+                    self.stats.requests_swapped += 1
+                elif req.kv.retraction_backup is not None:
+                    # On the decode server of a PD pair SGLang itself copies requests.
+                    copied = length
                 self.headroom.lost(length, copied)
                 self.records.retracted(req, row)
             else:

@@ -12,21 +12,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.cache.admission import MOST_AT_ONCE
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED, Promise
 from sglang_reasoncache.compat.types import PreallocQueue
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
 
-#: A decision reclaims at most this many slots, because no request decodes meanwhile (some 16 us a slot).
-_MOST_AT_ONCE = 8192
-
 
 class PreallocAdmission:
     """Hooks around the methods by which ``DecodePreallocQueue`` decides. All ranks decide alike, because their
     queues are equal and so are the decode steps after which this class asks for a new promise."""
 
-    def __init__(self) -> None:
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
         self._promise = NOTHING_PROMISED
         self._asked_at = -1
         # How many slots of the ledger are worth more than the reserve for output.
@@ -34,7 +33,6 @@ class PreallocAdmission:
 
     def around_budget(
         self,
-        controller: Controller,
         stock: Callable[..., int],
         queue: PreallocQueue,
         retractable_tokens: int | None = None,
@@ -53,16 +51,12 @@ class PreallocAdmission:
         self._surplus = 0
         # SGLang asks with ``count_retracted`` for new requests, without for those that come back.
         if queue.queue if count_retracted else queue.retracted_queue:
-            promise = self._promised(controller, queue)
-            learned = int(
-                max(min(reserved_tokens, promise.ahead * active), reserved_tokens * promise.kept)
-            )
-            # The reserve that SGLang keeps so that the longest running request can always finish.
+            promise = self._promised(queue)
+            learned = int(promise.reserved(reserved_tokens, active))
+            reserved_tokens = max(learned - promise.shareable, 0)
+            # SGLang reserves at least this, so that the longest running request can always finish.
             least = queue._need_space_for_single_req(retractable_tokens)
-            self._surplus = min(
-                max(promise.shareable - max(learned - least, 0), 0), promise.shareable
-            )
-            reserved_tokens = max(learned - promise.shareable, least, 0)
+            self._surplus = max(promise.shareable - max(learned - least, 0), 0)
         return stock(
             queue,
             retractable_tokens=retractable_tokens,
@@ -74,7 +68,6 @@ class PreallocAdmission:
 
     def around_required(
         self,
-        controller: Controller,
         stock: Callable[..., int],
         queue: PreallocQueue,
         req: Any,
@@ -85,14 +78,12 @@ class PreallocAdmission:
         """How many slots a new request must find: its prompt's and some for its output, and as many as it needs
         to finish if all others are retracted."""
         reserve = queue.num_reserved_decode_tokens
-        promise = self._promised(controller, queue)
-        learned = int(max(min(reserve, promise.ahead), reserve * promise.kept))
+        learned = int(self._promised(queue).reserved(reserve, 1))
         left = _without_saved(queue, retractable_tokens)
         return stock(queue, req, allocated_tokens - reserve + learned, prefix_len, left)
 
     def around_fits(
         self,
-        controller: Controller,
         stock: Callable[..., bool],
         queue: PreallocQueue,
         full_tokens: int,
@@ -106,7 +97,7 @@ class PreallocAdmission:
         short = full_tokens - full_allocatable_tokens
         if 0 < short <= self._surplus:
             free = allocator.free_size()
-            allocator.reclaim_to(free + min(short, _MOST_AT_ONCE), evicts=False)
+            allocator.reclaim_to(free + min(short, MOST_AT_ONCE), evicts=False)
             freed = allocator.free_size() - free
             full_allocatable_tokens += freed
             self._surplus -= min(freed, self._surplus)
@@ -119,15 +110,15 @@ class PreallocAdmission:
             swa_allocatable_tokens=swa_allocatable_tokens,
         )
         if not fits:
-            controller.request_waits(again=False)
+            self._controller.request_waits(again=False)
         return fits
 
-    def _promised(self, controller: Controller, queue: PreallocQueue) -> Promise:
+    def _promised(self, queue: PreallocQueue) -> Promise:
         """What admission may count on, asked once after each decode step. Nothing while a retraction could end
         a request, because SGLang then has no room for a copy of it."""
-        if self._asked_at != controller.steps:
-            self._asked_at = controller.steps
-            self._promise = controller.promise()
+        if self._asked_at != self._controller.steps:
+            self._asked_at = self._controller.steps
+            self._promise = self._controller.promise()
         return self._promise if _has_room_for_copies(queue) else NOTHING_PROMISED
 
 

@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 #: Environment variable with our flags, as on a command line, for launchers that make ``ServerArgs`` themselves.
 WORDS_ENV = "SGLANG_REASONCACHE"
-#: What SGLang keeps on ``ServerArgs`` once it has resolved them.
-_RESOLVED, _DECISIONS = "_resolution_finished", "_resolved_overrides"
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
 _SET = _PREFIX + "set"
@@ -110,7 +108,7 @@ def before_resolving(server_args: Any) -> None:
         # A variable of a whole job, which has both servers of a PD pair.
         logger.info("reasoncache: %s has no effect on a prefill server", WORDS_ENV)
         return
-    is_resolved = getattr(server_args, _RESOLVED, False)
+    is_resolved = getattr(server_args, compat.RESOLVED, False)
     try:
         if is_resolved:
             _resolve_again(server_args)
@@ -138,24 +136,23 @@ def _resolve_again(server_args: Any) -> None:
             "this process was forked after the flags were resolved: start it with the method 'spawn', or call "
             "sglang.srt.plugins.load_plugins() before"
         )
-    setattr(server_args, _RESOLVED, False)
-    setattr(server_args, _DECISIONS, [])
+    setattr(server_args, compat.RESOLVED, False)
+    setattr(server_args, compat.DECISIONS, [])
 
 
 def engine_server_args(**kwargs: Any) -> Any:
     """Make the ServerArgs of ``sglang.Engine(enable_reasoncache=True, reasoncache_block=8, ...)``. Each setting
     is a keyword, or a key of a mapping that is given as ``enable_reasoncache``. ``reasoncache_set`` takes the
     same text as ``--reasoncache-set``."""
-    says_no = kwargs.get(ENABLE) is False
-    asked = kwargs.pop(ENABLE, False)
-    settings = dict(asked) if isinstance(asked, Mapping) else {}
-    enabled = isinstance(asked, Mapping) or bool(asked)
+    asked = kwargs.pop(ENABLE, None)
+    is_mapping = isinstance(asked, Mapping)
+    given = dict(asked) if is_mapping else {}
     text = kwargs.pop(_SET, None)
-    given = settings | ({} if text is None else parse_settings(text))
+    given |= {} if text is None else parse_settings(text)
     for name in [name for name in kwargs if name.startswith(_PREFIX)]:
         given[name.removeprefix(_PREFIX)] = kwargs.pop(name)
-    server_args = attach(compat.ServerArgs(**kwargs), enabled, given)
-    if says_no:
+    server_args = attach(compat.ServerArgs(**kwargs), is_mapping or bool(asked), given)
+    if asked is False:
         # Not even ``WORDS_ENV`` switches it on.
         setattr(server_args, CONFIG, None)
     return server_args

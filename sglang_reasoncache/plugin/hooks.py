@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of
-from sglang_reasoncache.plugin import disaggregation, routes
+from sglang_reasoncache.plugin import routes
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
@@ -38,12 +38,11 @@ def install() -> None:
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
     for name, hook in hooks.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AFTER)
-    admission = disaggregation.PreallocAdmission()
     around: dict[str, Callable[..., Any]] = {
         "internal_state": _around_internal_state,
-        "prealloc_budget": _unless_without(admission.around_budget),
-        "prealloc_required": _unless_without(admission.around_required),
-        "prealloc_fits": _unless_without(admission.around_fits),
+        "prealloc_budget": _admission("around_budget"),
+        "prealloc_required": _admission("around_required"),
+        "prealloc_fits": _admission("around_fits"),
     }
     for name, hook in around.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AROUND)
@@ -152,15 +151,15 @@ def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
     return hooked
 
 
-def _unless_without(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``hook``, which wraps SGLang's function: pass the controller as first argument. In processes without
-    a controller SGLang's function is called as it is."""
+def _admission(method: str) -> Callable[..., Any]:
+    """A hook around a method of SGLang's queue on the decode server of a PD pair: a method of
+    ``PreallocAdmission``. Elsewhere SGLang's is called as it is."""
 
     def hooked(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        controller = None if _server is None else _server.controller
-        if controller is None:
+        admission = None if _server is None else _server.admission
+        if admission is None:
             return stock(*args, **kwargs)
-        return hook(controller, stock, *args, **kwargs)
+        return getattr(admission, method)(stock, *args, **kwargs)
 
     return hooked
 

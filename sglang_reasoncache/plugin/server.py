@@ -31,6 +31,7 @@ from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from sglang_reasoncache.plugin import attention, refusals
 from sglang_reasoncache.plugin.assemble import assemble, room_of
 from sglang_reasoncache.plugin.controller import Controller
+from sglang_reasoncache.plugin.disaggregation import PreallocAdmission
 from sglang_reasoncache.plugin.reasoning import reasoning_markers
 from sglang_reasoncache.plugin.report import SharingMetrics
 from sglang_reasoncache.sharing.meter import BlockMeter
@@ -58,6 +59,8 @@ class ServerParts:
         attention.check_latent_policies(config, pool)
         self.allocator = shared_allocator_of(stock)
         self.controller: Controller | None = None
+        #: Decides on the decode server of a PD pair. None on other servers.
+        self.admission: PreallocAdmission | None = None
         num_slots = pool.get_key_buffer(compat.shared_layers(pool)[0]).shape[0]
         self._config = config
         self._cached = CachedPositions(num_slots, self.allocator.device)
@@ -87,6 +90,8 @@ class ServerParts:
         tree: SharedRadixCache
         tree = compat.create_unified_radix_cache(context, cache_class=SharedRadixCache)
         self.controller = self._controller(context, tree, resolved)
+        if _decodes_only(context.server_args):
+            self.admission = PreallocAdmission(self.controller)
         return tree
 
     def _resolve(self, context: TreeCacheBuildContext) -> ResolvedConfig:
@@ -124,12 +129,7 @@ class ServerParts:
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
         }
-        return (
-            _first(reasons)
-            or _prefills_elsewhere(args)
-            or _needs_more_than_kv(tree, config)
-            or self._reads_as_cached()
-        )
+        return _first(reasons) or _needs_more_than_kv(tree, config, args) or self._reads_as_cached()
 
     def _reads_as_cached(self) -> str | None:
         """Why prefills read keys as cached although decode steps correct them. None if they do not."""
@@ -138,7 +138,7 @@ class ServerParts:
         return "latent attention reads prefixes as cached" if latent else None
 
     def _swap(
-        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs, stream: Any
+        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
     ) -> HostSwap | None:
         """Host memory for the KV of retracted requests. None if the operator wants none or the plugin is idle,
         and, with a line in the log, where the KV alone is not all that a request needs."""
@@ -146,10 +146,8 @@ class ServerParts:
         if asked == 0 or not config.is_active:
             return None
         corrects = config.positions == "corrected"
-        reason = (
-            _prefills_elsewhere(args)  # SGLang itself copies retracted requests there.
-            or _needs_more_than_kv(tree, config)
-            or (self._reads_as_cached() if corrects else None)
+        reason = _needs_more_than_kv(tree, config, args) or (
+            self._reads_as_cached() if corrects else None
         )
         if reason is not None:
             level = logging.INFO if asked is None else logging.WARNING
@@ -163,7 +161,7 @@ class ServerParts:
         logger.info(
             "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
         )
-        return HostSwap(size, self._cached if corrects else None, stream)
+        return HostSwap(size, self._cached if corrects else None)
 
     def _continues(
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
@@ -172,11 +170,7 @@ class ServerParts:
         why."""
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
-        reason = (
-            _prefills_elsewhere(args)
-            or _needs_more_than_kv(tree, config)
-            or self._reads_as_cached()
-        )
+        reason = _needs_more_than_kv(tree, config, args) or self._reads_as_cached()
         if reason is not None:
             logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
         return reason is None
@@ -226,11 +220,11 @@ class ServerParts:
             process=_filter(context, resolved, meter, markers) if config.shares else None,
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
-            swap=self._swap(tree, config, args, source.stream),
+            swap=self._swap(tree, config, args),
             continues=self._continues(tree, config, args),
             handover=(
                 Handover(params.req_to_token_pool, self._cached, source.stream)
-                if _prefills_elsewhere(args)
+                if _decodes_only(args)
                 else None
             ),
             stream=source.stream,
@@ -275,14 +269,18 @@ def _filter(
     )
 
 
-def _prefills_elsewhere(args: ServerArgs) -> str | None:
-    """Why this server does not compute prompts. None if it does."""
-    return "another server prefills" if args.disaggregation_mode == "decode" else None
+def _decodes_only(args: ServerArgs) -> bool:
+    """Whether this is the decode server of a PD pair."""
+    return args.disaggregation_mode == "decode"
 
 
-def _needs_more_than_kv(tree: SharedRadixCache, config: ReasonCacheConfig) -> str | None:
-    """Why the KV in the pool that is shared is not all that a request needs to go on. None if it is."""
+def _needs_more_than_kv(
+    tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+) -> str | None:
+    """Why the KV in the pool that is shared is not all that a request needs to go on here. None if it is."""
     reasons = {
+        # SGLang itself keeps retracted requests there.
+        "another server prefills": _decodes_only(args),
         "state layers have states": tree.is_mamba_enabled,
         "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
         "a host tier is in use": tree.cache_controller is not None,

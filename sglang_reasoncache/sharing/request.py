@@ -61,7 +61,7 @@ class RequestRecord:
     def approximate(self) -> list[Candidate]:
         """The candidates whose positions read, or hold a copy of, their sources' KV, in the order in which they
         began to share."""
-        return list(self.copied | dict.fromkeys(self.redirected))
+        return list({**self.copied, **dict.fromkeys(self.redirected)})
 
     def lose_row(self, row: HostRow) -> None:
         """Forget the freed ``row``. All candidates wait again to be measured in the request's next row."""

@@ -144,6 +144,13 @@ models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardM
     if self.current_attention_backend in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     q = torch.cat([q_nope_out, q_pe], dim=-1)
     k = torch.cat([k_nope, k_pe], dim=-1)
+# SGLang marks flags that it has resolved, and adds its decisions to those that launchers made before.
+server_args.ServerArgs.resolve_once
+    if getattr(self, "_resolution_finished", False): return
+    run_resolution_pipeline(self)
+    self._resolution_finished = True
+arg_groups.pipeline.run_resolution_pipeline
+    server_args._resolved_overrides = list( getattr(server_args, "_resolved_overrides", ()) )
 # SGLang fences result processing, where blocks are redirected, behind a forward's reads.
 managers.scheduler.Scheduler.event_loop_overlap
     > # Launch the current batch

@@ -28,10 +28,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_context
 
 from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.plugin import disaggregation
-from tests.filter.words import Words
-from tests.property.test_groups import MIN_AGE, PHRASES, PICK, GroupMachine
+from tests.property.test_groups import PHRASES, PICK, GroupMachine, RandomMeter, engine_of
 from tests.property.test_memory import explore
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Setup, World
 from tests.server.faulty.waiting_reasoncache import wait_for
@@ -83,7 +81,7 @@ class Queue(decode.DecodePreallocQueue):
             available_size=lambda: 1, alloc=lambda: 0
         )
         self.reclaimed = 0
-        self.admission = disaggregation.PreallocAdmission()
+        self.admission = disaggregation.PreallocAdmission(world.controller)
 
     def _pre_alloc(self, req: Req, *args: Any) -> Any:
         slots = super()._pre_alloc(req, *args)
@@ -93,18 +91,18 @@ class Queue(decode.DecodePreallocQueue):
     def _allocatable_token_budgets(self, *args: Any, **named: Any) -> int:
         stock = decode.DecodePreallocQueue._allocatable_token_budgets
         there = self.world.allocator.available_size() + self.world.tree.evictable_size()
-        left = self.admission.around_budget(self.world.controller, stock, self, *args, **named)
+        left = self.admission.around_budget(stock, self, *args, **named)
         assert left <= there, "more than is free or evictable"
         return left
 
     def _required_admission_tokens(self, *args: Any, **named: Any) -> int:
         stock = decode.DecodePreallocQueue._required_admission_tokens
-        return self.admission.around_required(self.world.controller, stock, self, *args, **named)
+        return self.admission.around_required(stock, self, *args, **named)
 
     def _prealloc_reservation_fits(self, *args: Any, **named: Any) -> bool:
         stock = decode.DecodePreallocQueue._prealloc_reservation_fits
         before = self.world.allocator.available_size()
-        fits = self.admission.around_fits(self.world.controller, stock, self, *args, **named)
+        fits = self.admission.around_fits(stock, self, *args, **named)
         self.reclaimed += self.world.allocator.available_size() > before
         return fits
 
@@ -123,10 +121,8 @@ class DecodeMachine(GroupMachine):
     admitted = resumed = reclaimed = shared_resumed = left = left_early = 0
 
     def __init__(self, setup: Setup, engine: FilterProcess, caches: bool) -> None:
+        self.caches = caches
         super().__init__(setup, engine)
-        self.world = PDWorld(
-            setup, type(self.world.meter), engine=engine, min_age=MIN_AGE, no_tree=not caches
-        )
         #: The position that the key in each slot was rotated for.
         self.rotated_for = self.world.written_at
         self.copied: dict[Req, np.ndarray] = {}
@@ -139,7 +135,9 @@ class DecodeMachine(GroupMachine):
             enable_priority_scheduling=False, enable_decode_hicache=False,
         )  # fmt: skip
         self.queue = Queue(self.world, self.scheduler, reserve=4)
-        self.caches = caches
+
+    def _make_world(self, setup: Setup, **named: Any) -> World:
+        return PDWorld(setup, RandomMeter, no_tree=not self.caches, **named)
 
     # -- arrivals -----------------------------------------------------------------------
 
@@ -334,11 +332,7 @@ def test_what_was_admitted_finds_its_slots(
     record_property: Any,
 ) -> None:
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
-    config = FilterConfig(
-        match="runs", direction="newest", min_age=MIN_AGE, max_step_tokens=4,
-        block=setup.block, page_size=setup.page, min_run=setup.block,
-    )  # fmt: skip
-    engine = FilterProcess(config, Words.vocabulary)
+    engine = engine_of(setup)
 
     class Machine(DecodeMachine):
         """A subclass, so that each setup has its own counters."""

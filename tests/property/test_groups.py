@@ -58,6 +58,15 @@ class RandomMeter(SlowMeter):
         return [random.Random(str(each)).random() for each in slots]
 
 
+def engine_of(setup: Setup) -> FilterProcess:
+    """A filter process that finds all repeats of a block."""
+    config = FilterConfig(
+        match="runs", direction="newest", min_age=MIN_AGE, max_step_tokens=4,
+        block=setup.block, page_size=setup.page, min_run=setup.block,
+    )  # fmt: skip
+    return FilterProcess(config, Words.vocabulary)
+
+
 class GroupMachine(RuleBasedStateMachine):
     """Random operations of one scheduler that serves siblings."""
 
@@ -68,12 +77,15 @@ class GroupMachine(RuleBasedStateMachine):
 
     def __init__(self, setup: Setup, engine: FilterProcess) -> None:
         super().__init__()
-        self.world = World(setup, RandomMeter, engine=engine, min_age=MIN_AGE, max_rows=self.rows)
+        self.world = self._make_world(setup, engine=engine, min_age=MIN_AGE, max_rows=self.rows)
         self.running: list[Req] = []
         self.waiting: list[Req] = []
         self.names = 0
         #: Tokens and salt of requests that finished, the latest last.
         self.said: list[tuple[list[int], str | None]] = []
+
+    def _make_world(self, setup: Setup, **named: Any) -> World:
+        return World(setup, RandomMeter, **named)
 
     def _compute(self, req: Req, slots: np.ndarray) -> None:
         """Write what a forward would write into the last slots of a row."""
@@ -355,11 +367,7 @@ def test_siblings_share_and_lose_nothing(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
-    knobs: Any = {"block": setup.block, "page_size": setup.page, "min_run": setup.block}
-    config = FilterConfig(
-        match="runs", direction="newest", min_age=MIN_AGE, max_step_tokens=4, **knobs
-    )
-    engine = FilterProcess(config, Words.vocabulary)
+    engine = engine_of(setup)
 
     class Machine(GroupMachine):
         """A subclass, so that each setup has its own counters."""

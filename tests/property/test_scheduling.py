@@ -20,16 +20,14 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache
 from sglang_reasoncache.cache.continuations import Continued
 from sglang_reasoncache.cache.swap import Restored
 from sglang_reasoncache.filter.process import FilterProcess
-from sglang_reasoncache.filter.settings import FilterConfig
-from tests.filter.words import Words
 from tests.property.adder import adder_of
 from tests.property.test_groups import (
-    MIN_AGE,
     PHRASES,
     PICK,
     PROMPTS,
     SALTS,
     GroupMachine,
+    engine_of,
 )
 from tests.property.test_memory import explore
 from tests.property.world import MAX_CONTEXT, Setup
@@ -265,10 +263,6 @@ def test_what_was_admitted_finds_its_slots(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
-    config = FilterConfig(
-        match="runs", direction="newest", min_age=MIN_AGE, max_step_tokens=4,
-        block=setup.block, page_size=setup.page, min_run=setup.block,
-    )  # fmt: skip
     processes: list[FilterProcess] = []
 
     class Machine(SchedulingMachine):
@@ -279,7 +273,7 @@ def test_what_was_admitted_finds_its_slots(
         def __init__(self) -> None:
             # A failure shuts the filter's process down.
             if not processes or processes[-1].given_up:
-                processes.append(FilterProcess(config, Words.vocabulary))
+                processes.append(engine_of(setup))
             super().__init__(setup, processes[-1])
 
     def all_seen() -> bool:

@@ -6,7 +6,7 @@ cache."""
 
 import itertools
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
@@ -388,6 +388,18 @@ class Replayed:
             targets = torch.tensor(self._tokens[start + 1 : end + 1])
             log_probs = logits[[0, self._arm.row]].log_softmax(-1)
             self._found.append(log_probs[:, torch.arange(len(targets)), targets])
+
+
+def replays_of(model: Path) -> Callable[[str, dict[str, Any]], torch.Tensor]:
+    """Returns a function of a prompt and a server's response that returns :meth:`Replayed.log_probs`."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    reader = Reader(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+
+    def log_probs(text: str, found: dict[str, Any]) -> torch.Tensor:
+        tokens = tokenizer(text)["input_ids"] + found["tokens"]
+        return Replayed(reader, tokens, found).log_probs()
+
+    return log_probs
 
 
 def assert_computed(served: dict[str, Any], found: torch.Tensor) -> None:

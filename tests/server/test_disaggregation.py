@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from eval.fidelity.cache import Reader
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.handing_over.handing_over_reasoncache import FAILING, FOLDER
 from tests.server.harness import ServerPool, assert_whole, generate
 from tests.server.problems import OPT_OUT, prompts, report, told
-from tests.server.reference import Replayed, assert_computed
+from tests.server.reference import assert_computed, replays_of
 
 _rooms = itertools.count(1)
 
@@ -57,14 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def harness(model_path: Path) -> Any:
     """Computes a response's log-probabilities, dense and with its blocks shared."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
-
-    def log_probs(text: str, found: dict[str, Any]) -> torch.Tensor:
-        tokens = tokenizer(text)["input_ids"] + found["tokens"]
-        return Replayed(reader, tokens, found).log_probs()
-
-    return log_probs
+    return replays_of(model_path)
 
 
 @pytest.mark.parametrize(

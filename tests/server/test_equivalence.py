@@ -34,7 +34,13 @@ from tests.server.problems import (
     respond,
     solve,
 )
-from tests.server.reference import Loop, Replayed, assert_computed, assert_within_rounding
+from tests.server.reference import (
+    Loop,
+    Replayed,
+    assert_computed,
+    assert_within_rounding,
+    replays_of,
+)
 
 
 @functools.cache
@@ -86,13 +92,10 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_path: Path) -> None:
     """Responses that shared have the log-probabilities that the harness computes by copying the same blocks."""
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
-    todo, blocks = prompts(4, seed=11), 0
+    log_probs, todo, blocks = replays_of(model_path), prompts(4, seed=11), 0
     for text, found in zip(todo, respond(server, todo), strict=True):
         if found["blocks"]:
-            tokens = tokenizer(text)["input_ids"] + found["tokens"]
-            assert_computed(found, Replayed(reader, tokens, found).log_probs())
+            assert_computed(found, log_probs(text, found))
             blocks += len(found["blocks"])
     assert blocks > 12
 

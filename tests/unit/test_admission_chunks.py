@@ -139,7 +139,7 @@ def test_a_prompt_that_even_the_ledger_cannot_hold_waits(made: Any) -> None:
 def test_a_pass_reclaims_a_bounded_number_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """No request decodes while slots are reclaimed for a prompt. A prompt that needs more is admitted in a
     later pass, and the controller has SGLang try again."""
-    monkeypatch.setattr(admission, "_MOST_AT_ONCE", 8)
+    monkeypatch.setattr(admission, "MOST_AT_ONCE", 8)
     monkeypatch.setattr(pipeline, "_LEAST_RECLAIMED", 1)
     world, _ = siblings()
     req = arrive(world, there(world) + 30)
