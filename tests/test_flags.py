@@ -142,6 +142,45 @@ def test_incompatible_flags_are_named() -> None:
             refusals.check(args)
 
 
+def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NGRAM", "standalone", "EAGLE", "EAGLE3", "NEXTN"):
+        refusals.check(_server_args(speculative_algorithm=name, speculative_eagle_topk=1))
+    # SGLang sets this field to the breadth of trees of n-grams, which are supported.
+    refusals.check(_server_args(speculative_algorithm="NGRAM", speculative_eagle_topk=8))
+    eagle = {"speculative_algorithm": "EAGLE"}
+    wrong: dict[str, dict[str, Any]] = {
+        r"--speculative-algorithm DFLASH \(NGRAM": {"speculative_algorithm": "DFLASH"},
+        r"--speculative-eagle-topk 2 \(only chains": {"speculative_eagle_topk": 2},
+        r"--speculative-num-draft-tokens 64 \(at most 63": {"speculative_num_draft_tokens": 64},
+        r"--page-size 64 with speculation": {"page_size": 64},
+        r"--disaggregation-mode decode with spec": {"disaggregation_mode": "decode"},
+        **{
+            f"--{field.replace('_', '-')} \\(": {field: True}
+            for field in refusals.SPECULATION_CONFLICTS
+        },
+    }
+    for message, fields in wrong.items():
+        with pytest.raises(ValueError, match=f"cannot be combined .*{message}"):
+            refusals.check(_server_args(**{**eagle, **fields}))
+    evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
+    with pytest.raises(ValueError, match="keydiff.* without --speculative-algorithm"):
+        refusals.check_where_policies_evict(evicts, _server_args(**eagle))
+    # SGLang may settle for another algorithm than the operator named.
+    kinds = dict(has_states=False, has_windows=False)
+    refusals.check_speculation(_server_args(**eagle), "EAGLE", 1, **kinds)
+    for settled, page, kind in (
+        ("FROZEN_KV_MTP", 1, {}),
+        ("EAGLE", 64, {}),
+        ("EAGLE", 1, {"has_states": True}),
+        ("EAGLE", 1, {"has_windows": True}),
+    ):
+        with pytest.raises(ValueError, match="--enable-reasoncache cannot be combined"):
+            refusals.check_speculation(_server_args(**eagle), settled, page, **{**kinds, **kind})
+    monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
+    with pytest.raises(ValueError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
+        refusals.check(_server_args(**eagle))
+
+
 def test_a_pd_pair_shares_on_its_decode_server_only() -> None:
     decode = {"disaggregation_mode": "decode"}
     refusals.check(_server_args(**decode))
@@ -154,9 +193,9 @@ def test_a_pd_pair_shares_on_its_decode_server_only() -> None:
         with pytest.raises(ValueError, match=message):
             refusals.check(_server_args(**{**decode, **fields}))
     evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
-    refusals.check_policies_in_pd(evicts, _server_args())
+    refusals.check_where_policies_evict(evicts, _server_args())
     with pytest.raises(ValueError, match="keydiff.* without --disaggregation-mode decode"):
-        refusals.check_policies_in_pd(evicts, _server_args(**decode))
+        refusals.check_where_policies_evict(evicts, _server_args(**decode))
 
 
 def test_memory_debugging_with_pages_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,6 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
     """Raises ValueError if the model needs a feature that our attention kernels lack, and names the feature."""
     if model_runner.model_config.is_encoder_decoder:
         raise ValueError(f"{requested_by} does not support encoder-decoder models")
-    if not model_runner.spec_algorithm.is_none():
-        raise ValueError(f"{requested_by} does not support --speculative-algorithm")
     check_pool(model_runner.token_to_kv_pool, requested_by)
     latent = compat.latent_rank(model_runner.token_to_kv_pool)
     windows = compat.window_layers(model_runner.token_to_kv_pool)

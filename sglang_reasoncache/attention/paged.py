@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention import verification
 from sglang_reasoncache.attention.models import attention_layers, reach_of
 from sglang_reasoncache.attention.rotations import key_rotations
 from sglang_reasoncache.attention.slots import slots_of
@@ -52,9 +53,10 @@ def once_more(work: _Method) -> _Method:
 class PagedAttention:
     """Makes the plan of each forward and runs our kernels. Each attention backend has one such object.
 
-    ``rows`` is the plan of a decode step, ``extend_plan`` is the plan of a prefill. Both are None in a
-    forward that SGLang's kernels run. Layers with sliding windows have further plans: a decode step has one for
-    each window size, a prefill has one if SGLang keeps the KV of these layers in a separate *window pool*."""
+    ``rows`` is the plan of a decode step or of the verification of drafted tokens, ``extend_plan`` is the plan
+    of a prefill. Both are None in a forward that SGLang's kernels run. Layers with sliding windows have further
+    plans: a decode step has one for each window size, a prefill has one if SGLang keeps the KV of these layers
+    in a separate *window pool*."""
 
     def __init__(
         self, model_runner: ModelRunner, cached: CachedPositions | None, unread: int = 0
@@ -180,9 +182,10 @@ class PagedAttention:
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Queue the planning as a part of a decode graph. Call :meth:`begin_graph` before."""
         # Use the returned plans. For a window pool these are new tensors, which ``buffers`` does not hold.
+        lengths = batch.seq_lens + verification.drafted(batch)
         self._use(
             {
-                reach: self.plan_into(memory, batch.req_pool_indices, batch.seq_lens, reach)
+                reach: self.plan_into(memory, batch.req_pool_indices, lengths, reach)
                 for reach, memory in buffers.items()
             }
         )
@@ -200,13 +203,17 @@ class PagedAttention:
         lengths: Tensor | None = None,
     ) -> RowPlan:
         """Plan the rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: row lengths, int64
-        ``[batch]`` in host memory; None uses the lengths in ``batch``."""
+        ``[batch]`` in host memory; None uses the lengths in ``batch``, with drafted tokens."""
+        drafted = verification.drafted(batch)
         ends = batch.seq_lens if lengths is None else upload(lengths.numpy(), self.device)
+        ends = ends + drafted if drafted else ends
         own_pool = self._has_window_pool(reach)
         seen = self._reaches.get(reach, 0)
         merge = merge and not own_pool
         if self.backend == "triton":
             lengths = batch.seq_lens_cpu if lengths is None else lengths
+            if lengths is not None and drafted:
+                lengths = lengths + drafted
             if lengths is not None and seen:
                 lengths = lengths.clamp(max=seen)
             entries = None if lengths is None else int(lengths.sum())
@@ -219,8 +226,10 @@ class PagedAttention:
             None if own_pool or not self.slots.has_shifted_slots else self._cached_at,
             num_slots=self._num_slots,
             reach=seen,
-            merge=merge,
+            merge=merge and not drafted,
         )
+        if drafted:
+            return verification.one_by_one(plan, verification.sees_of(batch, drafted))
         return self._in_window_pool(plan) if own_pool else plan
 
     def _in_window_pool(self, plan: RowPlan) -> RowPlan:
@@ -232,6 +241,9 @@ class PagedAttention:
     def forget(self) -> None:
         """Forget all plans. Nothing is planned until the next forward begins."""
         self.rows: RowPlan | None = None
+        #: What the drafted tokens of ``rows`` see of one another (``verification.sees_of``). None in decode
+        #: steps, and on a CPU, where each token has a plan of its own.
+        self._sees: Tensor | None = None
         #: Window size -> plan of the layers with a window of this size. Other layers use the plan ``rows``.
         self.windows: dict[int, RowPlan] = {}
         self.extend_plan: ExtendPlan | None = None
@@ -262,7 +274,9 @@ class PagedAttention:
                 batch.mrope_positions[:, placed.token : placed.token + len(own)] = own
         if self.cached is not None:
             slots = batch.out_cache_loc
-            self.cached.record(slots, batch.positions[: slots.shape[0]])
+            drafted = verification.drafted(batch)
+            own = verification.row_positions(batch, drafted) if drafted else batch.positions
+            self.cached.record(slots, own[: slots.shape[0]])
         self._new_peers = None  # A captured graph must look up its peers, not use a trial run's.
         rows = batch.req_pool_indices
         positions = batch.positions
@@ -276,8 +290,11 @@ class PagedAttention:
 
     @once_more
     def begin_decode(self, batch: ForwardBatch) -> None:
-        """Plan a decode step, outside of graphs."""
+        """Plan a decode step, or the verification of drafted tokens, outside of graphs."""
         reaches = (0, *self._reaches)
+        drafted = verification.drafted(batch)
+        if drafted and self.backend == "triton":
+            self._sees = verification.sees_of(batch, drafted)
         self._use({reach: self._plan(batch, merge=self.merges, reach=reach) for reach in reaches})
 
     def _use(self, plans: dict[int, RowPlan]) -> None:
@@ -285,9 +302,17 @@ class PagedAttention:
         self.windows = plans
 
     @once_more
-    def begin_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
-        """Use the plans in ``buffers``, which the decode graph will write when it runs."""
+    def begin_graph(
+        self, buffers: dict[int, PlanBuffers], batch: ForwardBatch, sees: Tensor | None = None
+    ) -> None:
+        """Use the plans in ``buffers``, which the decode graph will write when it runs. ``sees``: memory for
+        what drafted tokens see of one another, int64 ``[requests, drafted tokens]``, which is written now."""
         size = batch.batch_size
+        drafted = verification.drafted(batch)
+        if drafted:
+            assert sees is not None, "memory for the drafted tokens of a graph"
+            self._sees = sees[:size]
+            self._sees.copy_(verification.sees_of(batch, drafted))
         self._use({reach: self.readable(memory.plan_of(size)) for reach, memory in buffers.items()})
 
     @once_more
@@ -342,11 +367,13 @@ class PagedAttention:
 
     @once_more
     def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
-        """A layer's decode attention. ``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``."""
+        """A layer's decode attention. ``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. In
+        the verification of drafted tokens these have a row for each token."""
         if self.rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
         rows = self.windows.get(reach_of(layer), self.rows)
-        return self._attend(decode_attention, q, layer, rows, sinks)
+        run = functools.partial(decode_attention, sees=self._sees)
+        return self._attend(run, q, layer, rows, sinks)
 
     @once_more
     def extend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any) -> Tensor:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang_reasoncache import compat
+from sglang_reasoncache.attention import verification
 from sglang_reasoncache.attention.backend import PagedBackend
 from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -44,8 +45,12 @@ class GraphVote(enum.IntEnum):
 class SharedSlotReads(PagedBackend):
     """A mixin in front of one of SGLang's backends, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
 
-    If keys are read as cached, our kernels run only if rows have evicted positions.
+    If keys are read as cached, our kernels run only if rows have evicted positions. A decode graph with
+    speculative decoding verifies drafted tokens, which our kernels compute like a decode step.
     """
+
+    #: Whether SGLang copies row lengths to the host before each forward. They size the plans outside of graphs.
+    needs_cpu_seq_lens = True
 
     def __init__(
         self, model_runner: ModelRunner, cached: CachedPositions | None, **named: Any
@@ -56,6 +61,8 @@ class SharedSlotReads(PagedBackend):
         # on one stream. A graph keeps using the buffers that were the newest when it was captured.
         self._graphs: list[dict[int, PlanBuffers]] = []
         self._graph_variant: str | None = None
+        # For each number of drafted tokens: what the tokens of a graph's requests see of one another.
+        self._sees: dict[int, torch.Tensor] = {}
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether rows of a batch may have shifted slots or evicted positions."""
@@ -76,7 +83,7 @@ class SharedSlotReads(PagedBackend):
             super().init_forward_metadata(forward_batch)
             return
         self.paged.record(forward_batch)
-        if mode.is_decode():
+        if _decodes(mode):
             if self.needs_ours(forward_batch):
                 self.paged.begin_decode(forward_batch)
             else:
@@ -147,7 +154,8 @@ class SharedSlotReads(PagedBackend):
     ) -> None:
         """Before a graph is captured or replayed, do the work that cannot be part of the graph."""
         self.paged.forget()
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        mode = forward_batch.forward_mode
+        if not (_decodes(mode) or mode.is_idle()):
             self.paged.record(forward_batch)
             super().init_forward_metadata_out_graph(forward_batch, in_capture)
             return
@@ -157,17 +165,31 @@ class SharedSlotReads(PagedBackend):
         elif variant == SHIFTED and self._graphs:
             # SGLang's preparation is skipped, because this graph has none of SGLang's attention kernels. In a
             # capture, the preparation would also replace SGLang's own plans, which the plain graph reads.
-            self.paged.begin_graph(self._graphs[-1], forward_batch)
+            self.paged.begin_graph(self._graphs[-1], forward_batch, self._sees_of(forward_batch))
         else:
             raise RuntimeError(
                 f"sglang-reasoncache: a decode graph of variant {variant!r}, known are "
                 f"{PLAIN!r} and {SHIFTED!r}"
             )
 
+    def _sees_of(self, forward_batch: ForwardBatch) -> torch.Tensor | None:
+        """Memory for what a batch's drafted tokens see of one another. None if it has none."""
+        drafted = verification.drafted(forward_batch)
+        if not drafted:
+            return None
+        requests = self._graphs[-1][0].batch
+        found = self._sees.get(drafted)
+        if found is None or len(found) < requests:
+            # A captured graph goes on using the memory that it was captured with.
+            found = torch.zeros(requests, drafted, dtype=torch.int64, device=self.paged.device)
+            self._sees[drafted] = found
+        return found
+
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Queue the work that becomes part of a decode graph: record the positions of new keys, choose which
         queries to keep, and plan for the kernels that this graph contains."""
-        if not forward_batch.forward_mode.is_decode_or_idle():
+        mode = forward_batch.forward_mode
+        if not (_decodes(mode) or mode.is_idle()):
             super().init_forward_metadata_in_graph(forward_batch)
             return
         self.paged.record(forward_batch)
@@ -180,9 +202,14 @@ class SharedSlotReads(PagedBackend):
         """The stage after which a forward reads no more rows. A decode graph with our kernels reads rows when
         its replay begins, so the stage of a decode step is ``IN_REPLAY`` or later."""
         stock = super().shared_read_ends(fm)
-        if not fm.is_decode_or_idle():
+        if not (_decodes(fm) or fm.is_idle()):
             return stock
         return compat.SharedReadEnds.max_of((stock, compat.SharedReadEnds.IN_REPLAY))
+
+
+def _decodes(mode: ForwardMode) -> bool:
+    """Whether a forward is a decode step, or verifies drafted tokens instead."""
+    return mode.is_decode() or mode.is_target_verify()
 
 
 class GraphVariants:

@@ -8,13 +8,15 @@ from sglang_reasoncache.kernels.decode import decode_attention
 from sglang_reasoncache.kernels.extend import gather_kv
 
 
-def compile_attention(paged: PagedAttention) -> None:
-    """Compile the Triton kernels, so that the first forwards need not wait. Writes nothing to the pool."""
+def compile_attention(paged: PagedAttention, drafted: int = 0) -> None:
+    """Compile the Triton kernels, so that the first forwards need not wait. Writes nothing to the pool.
+    ``drafted``: how many drafted tokens of a request are verified in a step; 0 without speculation."""
     # The plans are for row 0, which belongs to no request.
     zero = torch.zeros(1, dtype=torch.int64, device=paged.device)
     plan = paged.plan_into(paged.buffers(1, 8), zero, zero + 8)
     merged = paged.plan_into(paged.buffers(1, 8, merge=paged.merges), zero, zero + 8)
     spans = (plan.kv_indptr[:1].clone(), plan.kv_indptr[1:].clone())
+    sees = torch.ones((1, drafted), dtype=torch.int64, device=paged.device)
     shapes = {
         (layer.tp_q_head_num, layer.qk_head_dim, layer.logit_cap): layer
         for layer in paged.attention_layers
@@ -25,6 +27,10 @@ def compile_attention(paged: PagedAttention) -> None:
         # Pass both kinds of addresses: Triton compiles a kernel once for multiples of 16 and once for others.
         decode_attention(query, kv, merged, scale=1.0, logit_cap=logit_cap)
         decode_attention(query, kv, plan, scale=1.0, logit_cap=logit_cap, spans=spans)
+        if drafted:
+            queries = query.expand(drafted, -1, -1).contiguous()
+            for each in (merged, plan):
+                decode_attention(queries, kv, each, scale=1.0, logit_cap=logit_cap, sees=sees)
         for first in (0, 1):
             shift = None if plan.shift is None else plan.shift[first:]
             gather_kv(kv, plan.kv_indices[first:], shift, query.dtype)

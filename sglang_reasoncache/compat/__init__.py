@@ -52,6 +52,7 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.prefill_budget": ["PrefillBudget", "SWAPrefillBudget"],
     "mem_cache.unified_radix_cache": ["UnifiedRadixCache"],
     "mem_cache.base_prefix_cache": ["MatchPrefixParams"],
+    "mem_cache.allocation_sizing": ["get_alloc_reserve_per_decode"],
     "mem_cache.hicache_storage": ["PoolName"],
     "mem_cache.radix_cache": ["RadixKey"],
     "mem_cache.unified_cache.components": ["ComponentType"],
@@ -217,13 +218,21 @@ def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
     return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
 
 
+def drafted_tokens(runner: Any) -> int:
+    """How many drafted tokens of each request the ``ModelRunner`` ``runner`` verifies in a step; 0 if it does
+    not speculate."""
+    if runner.spec_algorithm.is_none():
+        return 0
+    return int(resolve("resolving_view")(runner.server_args).speculative_num_draft_tokens)
+
+
 def largest_decode_graph(runner: Any) -> int:
     """Number of requests of the largest decode graph that SGLang will capture for the ``ModelRunner``
     ``runner``; 0 if SGLang captures no decode graphs. Call it once the KV pool is allocated."""
     decode, off = resolve("GraphPhase").DECODE, resolve("GraphBackend").DISABLED
     if not runner.is_generation or resolve("check_cuda_graph_backend")(decode, off):
         return 0
-    sizes, _compiled = resolve("get_batch_sizes_to_capture")(runner)
+    sizes, _compiled = resolve("get_batch_sizes_to_capture")(runner, drafted_tokens(runner) or 1)
     return int(max(sizes))
 
 

@@ -112,6 +112,9 @@ class ServerArgs(Protocol):
     radix_cache_backend: str | None
     attention_backend: str | None
     page_size: int | None
+    speculative_algorithm: str | None
+    speculative_eagle_topk: int | None
+    speculative_num_draft_tokens: int | None
     enable_mixed_chunk: bool
     moe_a2a_backend: str
     #: ``decode`` or ``prefill`` for a server of a PD pair, else ``null``.
@@ -172,6 +175,7 @@ class ForwardMode(Protocol):
     def is_idle(self) -> bool: ...
     def is_decode(self) -> bool: ...
     def is_decode_or_idle(self) -> bool: ...
+    def is_target_verify(self) -> bool: ...
 
 
 class ForwardBatch(Protocol):
@@ -191,6 +195,8 @@ class ForwardBatch(Protocol):
     mrope_positions: torch.Tensor | None
     #: A ``GraphVote`` once the groups of DP attention have voted on the graph to run, else a bool.
     can_run_decode_cuda_graph: bool
+    #: Drafted tokens, in the mode TARGET_VERIFY.
+    spec_info: Any
 
 
 class ScheduleBatch(Protocol):
@@ -247,5 +253,6 @@ class TreeCacheBuildContext(Protocol):
     tp_rank: int
     tp_group: Any
     is_hybrid_swa: bool
+    is_hybrid_ssm: bool
     is_dsa: bool
     enable_hierarchical_cache: bool

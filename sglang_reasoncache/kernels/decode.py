@@ -17,6 +17,7 @@ def decode_attention(
     logit_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
     spans: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sees: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute ``softmax(scale * q . k) v`` for each query over its entries: slots that the plan lists for it.
 
@@ -34,9 +35,14 @@ def decode_attention(
         sinks: fp32 ``[heads]``, an extra logit per head, which counts in the softmax's sum but has no value.
         spans: For each query, the index of its first entry and one past its last; int32 ``[batch]`` each.
             Several queries may read the same entries. ``spans`` must be None if the plan has rotations.
+        sees: For requests with ``new`` queries each, from 2 to 64, as in the verification of drafted tokens;
+            int64 ``[batch, new]``. A request's last ``new`` entries are its *new* entries, one per query. A
+            query sees all entries before these, and the i-th of these if its bit i is set. ``query`` then has
+            ``batch * new`` rows. Backend "triton" only; without ``spans``.
 
     Returns:
-        ``[batch, heads, v_dim]`` of the query's dtype; zeros for a query without entries.
+        ``[batch, heads, v_dim]`` of the query's dtype (``[batch * new, ...]`` with ``sees``); zeros for a query
+        without entries.
 
     Raises:
         ValueError: wrong dtype, shape or device; shifted entries, but no rotation in ``kv``; with the backend
@@ -47,6 +53,13 @@ def decode_attention(
         kv.check(plan.rotations.by, query.dtype)
     begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
     batch = begin.shape[0]
+    if sees is not None:
+        if spans is not None or kv.native is not None or sees.shape[:1] != (batch,):
+            raise ValueError(
+                f"sees must be [{batch}, new], without spans, for the backend triton, got "
+                f"{list(sees.shape)} for {kv.backend}"
+            )
+        batch *= sees.shape[1]
     heads, k_dim = query.shape[1:] if query.dim() == 3 else (0, 0)
     fits = query.shape[:1] == (batch,) and k_dim == kv.query_dim and heads % kv.num_heads == 0
     if not fits or query.device != kv.keys.device:
@@ -89,6 +102,14 @@ def decode_attention(
         from sglang_reasoncache.kernels import decode_triton
 
         decode_triton.decode(
-            kv, query, out, plan, (begin, end), sinks, float(scale), float(logit_cap)
+            kv,
+            query,
+            out,
+            plan,
+            (begin, end),
+            sinks,
+            float(scale),
+            float(logit_cap),
+            None if sees is None else sees.contiguous(),
         )
     return out

@@ -2,8 +2,9 @@
 """Paged decode attention on a GPU. One kernel computes a request's chunks in parallel, another merges them.
 
 For a given model, launch grids depend only on the number of queries, so a CUDA graph can hold the launches. A
-program takes one of at most ``SPLITS`` chunks and up to 32 query heads of a KV head. Where the chunks end
-depends only on how many entries (slots) the request reads, so its output has the same bits in any batch.
+program takes one of at most ``SPLITS`` chunks and up to 32 query heads of a KV head, of all queries of a row.
+Where the chunks end depends only on how many entries (slots) the request reads, so its output has the same bits
+in any batch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ NUM_STAGES = 5
 
 @triton.jit(do_not_specialize=["total", "num_slots", "table_rows", "rotations"])
 def chunk_kernel(
-    query,  # [rows, heads, K_DIM]; if LATENT, [rows, heads, V_DIM + K_DIM]
+    query,  # [rows * NEW, heads, K_DIM]; if LATENT, [rows * NEW, heads, V_DIM + K_DIM]
     keys,  # [num_slots, kv_heads, K_DIM]
     values,  # [num_slots, kv_heads, V_DIM]
     begin,  # int32 [rows]
@@ -51,8 +52,9 @@ def chunk_kernel(
     by,  # int32 [rotations]: by how many positions, unused unless ROTATES
     bits,  # int64 [rotations], unused unless ROTATES
     rotations,
-    parts,  # fp32 [rows, heads, SPLITS, V_DIM]: outputs of the chunks
-    part_lse,  # fp32 [rows, heads, SPLITS]: log-sum-exp of the chunks' logits, base 2
+    sees,  # int64 [rows * NEW], unused if NEW is 1; bit i: the query sees the row's i-th new entry
+    parts,  # fp32 [rows, kv_heads, GROUP, SPLITS, V_DIM]: outputs of the chunks
+    part_lse,  # fp32 [rows, kv_heads, GROUP, SPLITS]: log-sum-exp of the chunks' logits, base 2
     total,
     num_slots,
     q_row_stride,
@@ -72,7 +74,8 @@ def chunk_kernel(
     V_DIM: tl.constexpr,
     K_COLS: tl.constexpr,
     V_COLS: tl.constexpr,
-    GROUP: tl.constexpr,  # number of query heads per KV head
+    NEW: tl.constexpr,  # number of queries of a row; a row's last NEW entries are its new entries
+    GROUP: tl.constexpr,  # number of query heads per KV head, of all NEW queries
     HEADS: tl.constexpr,  # lines (rows) of a program's matrix products, at least 16
     USES: tl.constexpr,  # number of rotations in a product; 1 unless ROTATES
     SPLITS: tl.constexpr,
@@ -87,6 +90,9 @@ def chunk_kernel(
     A tensor core computes at least 16 lines (rows of a product) at once. If a KV head has at most 8 query heads
     and the plan has rotations (ROTATES), the lines hold each head USES times, under different rotations. Each
     line has its own maximum, weight and sums. At the end, the lines of a query head are merged, as chunks are.
+
+    With several queries a row (NEW), the heads of all its queries share the row's keys and values. Each query
+    sees all entries before the new ones, and those of the new ones that ``sees`` tells.
     """
     MEMBERS: tl.constexpr = HEADS // USES
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -101,10 +107,14 @@ def chunk_kernel(
         member = tl.program_id(0) % blocks * HEADS + line % MEMBERS
         use = line // MEMBERS
         # Lines beyond the last query head compute that head once more. Their results are not stored.
-        head = kv_head * GROUP + tl.minimum(member, GROUP - 1)
+        real_member = tl.minimum(member, GROUP - 1)
+        token, head = tiles.query_of(kv_head, real_member, NEW, GROUP)
         k_column = tl.arange(0, K_COLS)
         v_column = tl.arange(0, V_COLS)
-        q_at = query + row * q_row_stride + (head * q_head_stride)[:, None]
+        q_at = query + row * NEW * q_row_stride
+        q_at += (token * q_row_stride + head * q_head_stride)[:, None]
+        if NEW > 1:
+            word = tl.load(sees + row * NEW + token)
         if LATENT:
             latent_at = q_at + v_column[None, :]
             latent_mask = (v_column < V_DIM)[None, :]
@@ -123,6 +133,9 @@ def chunk_kernel(
             offset = tl.arange(0, TILE)
             entry = at + offset
             slot, ok = common.load_slots(kv_indices, first + entry, entry < stop, num_slots)
+            readable = ok[None, :]
+            if NEW > 1:
+                readable &= tiles.visible(word, entry - (count - NEW))
             # Keys are loaded as rows, like values, so that the same threads compute the addresses of K and V.
             k_at = keys + (slot * k_slot_stride)[:, None] + k_column[None, :]
             k_mask = ok[:, None] & (k_column < K_DIM)[None, :]
@@ -148,7 +161,13 @@ def chunk_kernel(
                 # Not pipelined, because a pipeline of this loop would take memory from that of the outer loop.
                 for listed in tl.range(list_start, list_stop, USES, num_stages=1):
                     back, seen = tiles.rotations(
-                        by, bits, listed + use, list_stop, at % ENTRIES + offset, ok, table_rows
+                        by,
+                        bits,
+                        listed + use,
+                        list_stop,
+                        at % ENTRIES + offset,
+                        readable,
+                        table_rows,
                     )
                     qk = tiles.turned(
                         q_at,
@@ -198,7 +217,7 @@ def chunk_kernel(
                             qk = tl.where(left[None, :] == next_shift, turned, qk)
                             left = tl.where(left == next_shift, 0, left)
                             next_shift = tiles.next_shift(left)
-                qk = tiles.logits(qk, ok[None, :], scale, logit_cap, CAPPED)
+                qk = tiles.logits(qk, readable, scale, logit_cap, CAPPED)
                 if USES > 1:
                     qk = tl.where(use[:, None] == 0, qk, float("-inf"))
                 m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
@@ -234,20 +253,23 @@ def merge_kernel(
     begin,
     end,
     sinks,  # fp32 [heads], unused unless SINKS
-    out,  # [rows, heads, V_DIM]
+    out,  # [rows * NEW, heads, V_DIM]
     total,
     out_row_stride,
     out_head_stride,
     SINKS: tl.constexpr,
+    NEW: tl.constexpr,
+    GROUP: tl.constexpr,
     V_DIM: tl.constexpr,
     V_COLS: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (heads, rows). Merges the chunks of a query head."""
-    head = tl.program_id(0)
+    """Grid (heads * NEW, rows). Merges the chunks of a query head."""
+    unit = tl.program_id(0)
+    token, head = tiles.query_of(unit // GROUP, unit % GROUP, NEW, GROUP)
     row = tl.program_id(1).to(tl.int64)
-    unit = row * tl.num_programs(0) + head
+    unit += row * tl.num_programs(0)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, V_COLS)
     _first, count = common.span_of(begin, end, row, total)
@@ -266,7 +288,7 @@ def merge_kernel(
     alpha = tl.exp2(lse - base)
     l_sum = tl.sum(alpha, axis=0) + tl.exp2(sink - base)
     result = tl.sum(part * alpha[:, None], axis=0) / tl.where(l_sum == 0, 1.0, l_sum)
-    o_at = out + row * out_row_stride + head * out_head_stride + column
+    o_at = out + (row * NEW + token) * out_row_stride + head * out_head_stride + column
     tl.store(o_at, result.to(out.dtype.element_ty), mask=column < V_DIM)
 
 
@@ -291,9 +313,11 @@ def constants(
     capped: bool = False,
     rotates: bool = False,
     latent: bool = False,
+    new: int = 1,
 ) -> dict[str, Any]:
-    """Compile-time arguments of :func:`chunk_kernel`. ``rotation``: None if no entry is shifted."""
-    group = query.shape[1] // keys.shape[1]
+    """Compile-time arguments of :func:`chunk_kernel`. ``rotation``: None if no entry is shifted. ``new``:
+    number of queries of a row."""
+    group = query.shape[1] // keys.shape[1] * new
     k_cols = tiles.columns(keys.shape[2])
     v_cols = tiles.columns(values.shape[2])
     lines = tiles.lines(group, max(k_cols, v_cols))
@@ -307,6 +331,7 @@ def constants(
         V_DIM=values.shape[2],
         K_COLS=k_cols,
         V_COLS=v_cols,
+        NEW=new,
         GROUP=group,
         HEADS=lines,
         USES=lines // min(lines, triton.next_power_of_2(group)) if rotates else 1,
@@ -328,19 +353,29 @@ def decode(
     sinks: torch.Tensor | None,
     scale: float,
     logit_cap: float,
+    sees: torch.Tensor | None = None,
 ) -> None:
     """See :func:`sglang_reasoncache.kernels.decode.decode_attention`. Waits for nothing. The chunks' outputs
     take ``min(batch, QUERIES) * heads * v_dim * SPLITS`` fp32 numbers, but at most ``ELEMENTS * SPLITS``."""
-    batch, heads, _ = query.shape
+    batch = len(spans[0])
     if not batch:
         return
+    new = 1 if sees is None else sees.shape[1]
+    heads = query.shape[1] * new
     keys = kv.keys
     values = kv.values
     v_dim = values.shape[2]
     rotates = plan.rotations is not None
     rotation = kv.rotation if rotates or plan.shift is not None else None
     fixed = constants(
-        query, keys, values, rotation, capped=logit_cap > 0, rotates=rotates, latent=kv.latent
+        query,
+        keys,
+        values,
+        rotation,
+        capped=logit_cap > 0,
+        rotates=rotates,
+        latent=kv.latent,
+        new=new,
     )
     options = compiler_options(fixed)
     rows = min(batch, QUERIES, max(1, ELEMENTS // (heads * v_dim)))
@@ -352,8 +387,8 @@ def decode(
     )
     with common.current_device(query.device):
         for first in range(0, batch, rows):
-            queries = query[first : first + rows]
-            outputs = out[first : first + rows]
+            queries = query[first * new : (first + rows) * new]
+            outputs = out[first * new : (first + rows) * new]
             begin = spans[0][first : first + rows]
             end = spans[1][first : first + rows]
             if plan.rotations is None:
@@ -379,6 +414,7 @@ def decode(
                 by=rotations.by,
                 bits=rotations.bits,
                 rotations=count,
+                sees=begin if sees is None else sees[first:],
                 parts=parts,
                 part_lse=part_lse,
                 total=len(plan.kv_indices),
@@ -404,6 +440,8 @@ def decode(
                 out_row_stride=out.stride(0),
                 out_head_stride=out.stride(1),
                 SINKS=sinks is not None,
+                NEW=new,
+                GROUP=fixed["GROUP"],
                 V_DIM=v_dim,
                 V_COLS=fixed["V_COLS"],
                 SPLITS=SPLITS,

@@ -86,14 +86,30 @@ def turned(
 
 
 @triton.jit
-def rotations(by, bits, which, last, bit, ok, table_rows):
+def query_of(kv_head, member, NEW: tl.constexpr, GROUP: tl.constexpr):
+    """Which of a row's NEW queries, and which of its heads, is ``member`` of a KV head's GROUP query heads."""
+    of_query: tl.constexpr = GROUP // NEW
+    return member // of_query, kv_head * of_query + member % of_query
+
+
+@triton.jit
+def visible(word, new):
+    """Which entries each query sees, bool ``[queries, entries]``. ``word``: int64 ``[queries]``, bit i: the
+    query sees the i-th new entry. ``new``: ``[entries]``, which new entry it is; below 0: one that all see."""
+    bit = tl.minimum(tl.maximum(new, 0), 63).to(tl.int64)
+    return (new < 0)[None, :] | (((word[:, None] >> bit[None, :]) & 1) != 0)
+
+
+@triton.jit
+def rotations(by, bits, which, last, bit, readable, table_rows):
     """Load the rotations ``which``: by how many positions each one rotates, and which entries use it, as bool
-    ``[which, entries]``. No entry uses a rotation from index ``last`` on, or one beyond the rotary table."""
+    ``[which, entries]``. No entry uses a rotation from index ``last`` on, or one beyond the rotary table.
+    ``readable``: bool ``[which or 1, entries]``."""
     back = tl.load(by + which, mask=which < last, other=0)
     sound = (back > -table_rows) & (back < table_rows)
     word = tl.load(bits + which, mask=(which < last) & sound, other=0)
     seen = ((word[:, None] >> bit[None, :].to(tl.int64)) & 1) != 0
-    return tl.where(sound, back, 0), seen & ok[None, :]
+    return tl.where(sound, back, 0), seen & readable
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from sglang_reasoncache.filter.process import FilterProcess
 from sglang_reasoncache.filter.segment import ReasoningMarkers
 from sglang_reasoncache.plugin.controller import INTERVAL, Controller
 from sglang_reasoncache.plugin.report import Report, SharingMetrics
+from sglang_reasoncache.sharing.headroom import LEAST
 from sglang_reasoncache.sharing.meter import BlockMeter
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.records import Records
@@ -50,6 +51,7 @@ def assemble(
     documents_off: str | None = None,
     dp_rank: int = 0,
     interval: int = INTERVAL,
+    ahead: float = LEAST,
 ) -> Controller:
     """Make the controller of a scheduler, and attach it to ``allocator``, as its owner.
 
@@ -67,6 +69,7 @@ def assemble(
         documents_off: Why prompts are not composed of cached documents. None if prompts are composed.
         dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
         interval: Decode steps between two polls.
+        ahead: See ``Controller``.
     """
     config, size = resolved.config, pool_size(allocator)
     records = Records(process, stats, markers, groups=config.scope == "prompt")
@@ -114,6 +117,7 @@ def assemble(
         slots=size,
         room=room,
         interval=interval,
+        ahead=ahead,
     )
     allocator.attach(controller, swap, continues, handover, stream)
     return controller

@@ -184,8 +184,6 @@ def _own_backend(
 ) -> tuple[Any, str]:
     """Our backend (None: use ``stock``), and why it cannot correct keys ("" if it can or was not tried)."""
     reason = ""
-    if model_runner.is_draft_worker:
-        return None, reason
     if config.positions != "as-cached":
         try:
             return _corrected(model_runner, name, cached), reason
@@ -275,7 +273,7 @@ def _ready_for_graphs(
     requests = compat.largest_decode_graph(model_runner)
     if requests:
         backend.reserve_plans(requests)
-    warm_up.compile_attention(backend.paged)
+    warm_up.compile_attention(backend.paged, compat.drafted_tokens(model_runner))
     return backend
 
 

@@ -21,7 +21,7 @@ from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing.headroom import Headroom
+from sglang_reasoncache.sharing.headroom import LEAST, Headroom
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.records import Records
 from sglang_reasoncache.sharing.request import RequestRecord, is_running, record_of
@@ -52,6 +52,7 @@ class Controller:
         slots: Number of slots of the KV pool.
         room: Returns how many of these are free or evictable.
         interval: Decode steps between two polls.
+        ahead: How many slots SGLang gives a running request ahead of its tokens: more with speculation.
     """
 
     config: ReasonCacheConfig
@@ -66,11 +67,13 @@ class Controller:
     slots: int
     room: Callable[[], int]
     interval: int = INTERVAL
+    ahead: float = LEAST
 
     def __post_init__(self) -> None:
-        self.headroom = Headroom(self.slots)
+        self.headroom = Headroom(self.slots, self.ahead)
         self.containment = Containment(self.ranks, self._disable)
         self._decode_steps = 0
+        self._tokens_a_step = 0
         self._short_until = 0
         self._is_active = self.config.is_active
         self._holds = False
@@ -206,7 +209,7 @@ class Controller:
         """Start anew: SGLang flushes its cache, while no request runs. Distances
         measured so far are dropped: a request that SGLang retracted for a pause may go on with new weights."""
         with self.containment:
-            self.headroom = Headroom(self.slots)
+            self.headroom = Headroom(self.slots, self.ahead)
             self.pipeline.reset()
             self.stats.reset()
             self.tracker.reset()
@@ -219,15 +222,18 @@ class Controller:
             return self.report.describe(self.headroom.ahead, details, blocks)
         return {"disabled": self.report.disabled}
 
-    def after_decode(self, reqs: Sequence[Request]) -> int:
-        """Called after a decode step. Every ``interval``-th call polls (:meth:`_poll`). Returns how many slots
-        more than before the poll are saved or can be freed (:attr:`_to_have`)."""
+    def after_decode(self, reqs: Sequence[Request], tokens: int | None = None) -> int:
+        """Called after a decode step, which gave ``tokens`` tokens (None: one a request). Every ``interval``-th
+        call polls (:meth:`_poll`). Returns how many slots more than before the poll are saved or can be freed
+        (:attr:`_to_have`)."""
         if self._holds:
             return 0
         self._decode_steps += 1
+        tokens = len(reqs) if tokens is None else tokens
+        self._tokens_a_step = tokens
         self.stats.decode_steps += self._is_active
         if self._is_short:
-            self.headroom.decoded(len(reqs))
+            self.headroom.decoded(tokens)
         if self._decode_steps % self.interval:
             return 0
         before, compared = self._to_have, self.stats.blocks_compared
@@ -279,12 +285,12 @@ class Controller:
             missing -= self.stats.eviction.slots_freed_by_eviction - before
         self.stats.scheduler_seconds += time.perf_counter() - start
 
-    def _make_room(self, running: int) -> None:
+    def _make_room(self) -> None:
         """While slots are short, let blocks share ahead of need, so that the next decode steps find slots. Then
         no step is delayed, and none is short while blocks are left."""
         if not self._is_short:
             return
-        missing = 2 * self.interval * running - self.room()
+        missing = 2 * self.interval * self._tokens_a_step - self.room()
         if missing > 0:
             self.pipeline.reclaim(missing)
 
@@ -303,7 +309,7 @@ class Controller:
             logical += req.kv.kv_allocated_len
         self.tracker.feed(req for req, _ in running)
         self.stats.poll(len(running), self.report.slots_saved, logical, self.pipeline.across)
-        self._make_room(len(running))
+        self._make_room()
         if self.eviction.is_active:
             # After a retraction a row has its full size until its blocks share again. Policies are not asked
             # before that, because they would evict too much.

@@ -93,12 +93,14 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     documents_of(params.custom_params)
 
 
-def _after_build_allocator(result: Any, _configurator: Any, **_kwargs: Any) -> Any:
-    """Replace SGLang's new allocator (``result``) with ours."""
+def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> Any:
+    """Replace SGLang's new allocator (``result``) with ours. A draft model's pool shares that of the target."""
     from sglang_reasoncache.config import config_of
     from sglang_reasoncache.plugin.server import ServerParts
 
     global _server
+    if configurator.is_draft_worker:
+        return None
     config = config_of(compat.get_server_args())
     # No config: this server runs without the plugin; an earlier server in this process installed the hooks.
     _server = None if config is None else ServerParts(config, result)
@@ -123,7 +125,8 @@ def _before_attention_default(server_args: ServerArgs, stock: Callable[[ServerAr
 
 
 def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -> Any:
-    if _server is None:
+    # A draft model reads shared keys as cached: that changes which tokens it drafts, not which are accepted.
+    if _server is None or model_runner.is_draft_worker:
         return stock(model_runner)
     return _server.attention_backend(model_runner, name, stock)
 
@@ -201,9 +204,17 @@ def _after_retract_all(
 
 
 def _after_decode(
-    controller: Controller, _result: None, processor: Any, batch: ScheduleBatch, *_: Any, **__: Any
+    controller: Controller,
+    _result: None,
+    processor: Any,
+    batch: ScheduleBatch,
+    output: Any,
+    *_: Any,
+    **__: Any,
 ) -> None:
-    freed = controller.after_decode(batch.reqs)
+    # With speculation a step may give a request several tokens.
+    accepted = output.accept_lens
+    freed = controller.after_decode(batch.reqs, None if accepted is None else int(accepted.sum()))
     _admit_again(processor, controller.admits_again() or freed > 0)
 
 

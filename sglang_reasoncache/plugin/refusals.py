@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.arguments import flag_of
+from sglang_reasoncache.attention import verification
 from sglang_reasoncache.compat.types import ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig
 
@@ -24,7 +25,6 @@ CONFLICTS: Mapping[str, str] = {
     "enable_unified_cache_external_linker": _OWN_TREE,
     "enable_streaming_session": _OWN_ROW,
     "enable_session_radix_cache": _OWN_ROW,
-    "speculative_algorithm": "its verification is no decode step: it would read shared keys as cached",
     "kv_canary": "a canary marks slots we may free",
     "enable_return_routed_experts": "experts are recorded by slot",
     "enable_return_indexer_topk": "indices are recorded by slot",
@@ -37,6 +37,15 @@ CONFLICTS: Mapping[str, str] = {
     "attn_cp_size": "a request is spread over ranks",
     "enable_prefill_cp": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
+}
+#: Values of --speculative-algorithm that this plugin supports, in upper case.
+SPECULATION = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+#: Fields that exclude this plugin with speculation -> reason.
+SPECULATION_CONFLICTS: Mapping[str, str] = {
+    "speculative_adaptive": "it makes a second attention backend while requests run",
+    "enable_multi_layer_eagle": "its draft workers prepare the verification in another way",
+    "enable_mixed_chunk": "its batches with speculation are not tested",
+    "enable_dp_attention": "its votes on graphs are not tested with speculation",
 }
 #: Fields that exclude this plugin on the decode server of a PD pair -> reason.
 DECODE_CONFLICTS: Mapping[str, str] = {
@@ -76,7 +85,10 @@ def of_policy(policy: str, reason: str) -> ValueError:
 
 def check(args: ServerArgs) -> None:
     """Raises ValueError if flags exclude this plugin, and names all of them. ``args``: raw ``ServerArgs``."""
-    refuse("--enable-reasoncache", [*_found(args, CONFLICTS), *_in_pd(args)])
+    found = [*_found(args, CONFLICTS), *_in_pd(args)]
+    if args.speculative_algorithm is not None:
+        found += _in_speculation(args, args.speculative_algorithm, args.page_size or 1)
+    refuse("--enable-reasoncache", found)
     check_page_size(args.page_size or 1)
 
 
@@ -92,6 +104,48 @@ def _in_pd(args: ServerArgs) -> list[str]:
     receives = args.disaggregation_decode_host_receive_threshold < 1
     why = "prompts would reach the host before the pool"
     return [*_found(args, DECODE_CONFLICTS), *([f"{host} ({why})"] * receives)]
+
+
+def has_draft_model(args: ServerArgs) -> bool:
+    """Whether a draft model, or draft layers, propose tokens and have KV of their own for each slot."""
+    return args.speculative_algorithm is not None and args.speculative_algorithm.upper() != "NGRAM"
+
+
+def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[str]:
+    """The flags of a server that speculates by ``algorithm`` and exclude this plugin, with reasons."""
+    found = _found(args, SPECULATION_CONFLICTS)
+    if algorithm.upper() not in SPECULATION:
+        supported = ", ".join(SPECULATION)
+        found.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")
+    if page_size > 1:
+        found.append(f"--page-size {page_size} with speculation (only 1 is tested)")
+    if has_draft_model(args) and (args.speculative_eagle_topk or 1) > 1:
+        topk = f"--speculative-eagle-topk {args.speculative_eagle_topk}"
+        found.append(f"{topk} (only chains, 1, are tested)")
+    if (args.speculative_num_draft_tokens or 0) > verification.MOST:
+        drafted = f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens}"
+        found.append(f"{drafted} (at most {verification.MOST})")
+    if args.disaggregation_mode != "null":
+        found.append(
+            f"--disaggregation-mode {args.disaggregation_mode} with speculation (untested)"
+        )
+    if _is_set("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
+        found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM (plans of our kernels are in the graph)")
+    return found
+
+
+def check_speculation(
+    args: ServerArgs, algorithm: str, page_size: int, *, has_states: bool, has_windows: bool
+) -> None:
+    """Raises ValueError if what SGLang has settled for speculation, or the model, excludes this plugin. SGLang
+    may choose another ``algorithm`` or ``page_size`` for a model than the operator did.
+
+    ``has_states``: whether the model has state layers. ``has_windows``: whether it has sliding windows."""
+    found = _in_speculation(compat.resolving_view(args), algorithm, page_size)
+    models = {"state layers": has_states, "sliding windows": has_windows}
+    for layers in (layers for layers, there in models.items() if there):
+        found.append(f"--speculative-algorithm for a model with {layers} (untested)")
+    refuse("--enable-reasoncache", found)
 
 
 def in_the_way_of_corrected(args: ServerArgs) -> list[str]:
@@ -135,12 +189,18 @@ def check_policies(config: ReasonCacheConfig, others: Sequence[str]) -> None:
         raise of_policy(config.policy, f"evicts positions, which {others[0]} would read; {use}")
 
 
-def check_policies_in_pd(config: ReasonCacheConfig, args: ServerArgs) -> None:
-    """Raises ValueError if a policy evicts positions on the decode server of a PD pair: SGLang copies the KV of
-    all positions of a request that it retracts."""
-    if config.policies.evictors and args.disaggregation_mode == "decode":
+def check_where_policies_evict(config: ReasonCacheConfig, args: ServerArgs) -> None:
+    """Raises ValueError if a policy evicts positions on the decode server of a PD pair, because SGLang copies
+    the KV of all positions of a request that it retracts, or with speculation, where a request has several
+    queries a step."""
+    if not config.policies.evictors:
+        return
+    if args.disaggregation_mode == "decode":
         evicts = "evicts positions, which a retraction would copy"
         raise of_policy(config.policy, f"{evicts}; use it without --disaggregation-mode decode")
+    if args.speculative_algorithm is not None:
+        reads = "evicts positions by the queries of decode steps"
+        raise of_policy(config.policy, f"{reads}; use it without --speculative-algorithm")
 
 
 def check_page_size(page_size: int) -> None:

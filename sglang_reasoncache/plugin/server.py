@@ -101,6 +101,16 @@ class ServerParts:
         runner = context.tp_worker.model_runner
         page = context.params.page_size
         refusals.check_page_size(page)
+        if not runner.spec_algorithm.is_none():
+            refusals.check_speculation(
+                context.server_args,
+                runner.spec_algorithm.name,
+                page,
+                has_states=context.is_hybrid_ssm,
+                has_windows=any(
+                    models.reach_of(layer) for layer in models.attention_layers(runner)
+                ),
+            )
         config, uncorrected = attention.resolve_positions(
             self._asked(runner), self._attention, runner
         )
@@ -232,6 +242,7 @@ class ServerParts:
             metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,
             documents_off=self._documents_off(tree, config, args),
             dp_rank=_dp_rank(),
+            ahead=compat.get_alloc_reserve_per_decode(),
         )
         logger.info(
             "reasoncache: %s, block %d, page %d, distances by %s, %s",
@@ -285,6 +296,7 @@ def _needs_more_than_kv(
         "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
         "a host tier is in use": tree.cache_controller is not None,
         "a policy evicts positions": bool(config.policies.evictors),
+        "a draft model has KV of its own": refusals.has_draft_model(args),
     }
     return _first(reasons)
 

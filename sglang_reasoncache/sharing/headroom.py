@@ -13,8 +13,10 @@ import math
 ACCEPTED_LOSS = 0.4
 #: What a token costs whose KV is copied to the host and back, as a part of what computing it again costs.
 COPYING = 0.25
-#: The least and the largest number of tokens. SGLang never reserves more than the latter by default.
-LEAST, MOST = 2.0, 4096.0
+#: The least number of tokens without speculation: SGLang gives a request a slot for its next token.
+LEAST = 2.0
+#: The largest number of tokens. SGLang never reserves more by default.
+MOST = 4096.0
 _START = 64.0
 
 
@@ -27,11 +29,13 @@ class Headroom:
 
     Args:
         slots: Number of slots of the KV pool.
+        least: The least number of tokens: how many slots SGLang gives a request ahead of its tokens.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, least: float = LEAST) -> None:
         self._slots = max(slots, 1)
-        self.ahead = _START
+        self._least = least
+        self.ahead = max(_START, least)
 
     def decoded(self, tokens: int) -> None:
         """Count ``tokens`` of output, decoded while a request waited for slots."""
@@ -44,4 +48,4 @@ class Headroom:
     def _scale(self, tokens: float) -> None:
         # One retraction at most doubles the reserve, even if the request held most of a small pool.
         change = min(tokens / self._slots, math.log(2))
-        self.ahead = min(max(self.ahead * math.exp(change), LEAST), MOST)
+        self.ahead = min(max(self.ahead * math.exp(change), self._least), MOST)

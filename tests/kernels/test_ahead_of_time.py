@@ -39,7 +39,7 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
     "tile_ptr by following",
-    "i64": "requests lengths bases dst src bits",
+    "i64": "requests lengths bases dst src bits sees",
     "fp32": "parts part_lse sinks cosines sines",
     "fp64": "out",
     "bf16": "query keys values out_k out_v",
@@ -106,32 +106,38 @@ def resources_of(compiled: Any) -> Resources:
     return Resources(int(found[1]), int(found[2]), compiled.metadata.shared)
 
 
-def _decode(heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False) -> _Kernel:
-    """``heads``: query/KV x dim. ``kind`` of plan: "merged" (rotations), "shifted" (shifts), "own" (none)."""
+def _decode(
+    heads: str, dtype: torch.dtype, kind: str, interleaved: bool = False, new: int = 1
+) -> _Kernel:
+    """``heads``: query/KV x dim. ``kind`` of plan: "merged" (rotations), "shifted" (shifts), "own" (none).
+    ``new``: queries a row."""
     query_heads, kv_heads, dim = map(int, re.split("[/x]", heads))
     pool = torch.empty(1, kv_heads, dim, dtype=dtype, device="meta")
     query = torch.empty(1, query_heads, dim, dtype=BF16, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=dim, is_neox=not interleaved)
-    return _decode_of(query, pool, pool, rotation, kind)
+    return _decode_of(query, pool, pool, rotation, kind, new)
 
 
-def _decode_of(query: Any, keys: Any, values: Any, rotation: Any, kind: str) -> _Kernel:
+def _decode_of(
+    query: Any, keys: Any, values: Any, rotation: Any, kind: str, new: int = 1
+) -> _Kernel:
     constants = decode_triton.constants(
         *(query, keys, values),
         None if kind == "own" else rotation,
         rotates=kind == "merged",
         latent=keys.shape[2] != values.shape[2],
+        new=new,
     )
     stored = _stored(keys.dtype)
     return decode_triton.chunk_kernel, constants, dict(keys=stored, values=stored, out="bf16")
 
 
-def _latent(heads: int, dtype: torch.dtype, kind: str) -> _Kernel:
+def _latent(heads: int, dtype: torch.dtype, kind: str, new: int = 1) -> _Kernel:
     """A decode kernel for DeepSeek's latent (MLA) layout."""
     values, keys = (torch.empty(1, 1, dim, dtype=dtype, device="meta") for dim in (512, 64))
     query = torch.empty(1, heads, 576, dtype=BF16, device="meta")
     rotation: Any = SimpleNamespace(rotary_dim=64, is_neox=False)
-    return _decode_of(query, keys, values, rotation, kind)
+    return _decode_of(query, keys, values, rotation, kind, new)
 
 
 def _distance(dtype: torch.dtype, rotary: bool, neox: bool = True) -> _Kernel:
@@ -159,7 +165,7 @@ def _rotations(write: bool) -> _Kernel:
 
 def _merge(dim: int) -> _Kernel:
     sizes = dict(SPLITS=decode_triton.SPLITS, CHUNK=decode_triton.CHUNK)
-    constants = dict(SINKS=True, V_DIM=dim, V_COLS=dim, **sizes)
+    constants = dict(SINKS=True, NEW=1, GROUP=4, V_DIM=dim, V_COLS=dim, **sizes)
     return decode_triton.merge_kernel, constants, dict(out="bf16")
 
 
@@ -190,6 +196,18 @@ _KERNELS: dict[str, tuple[_Kernel, tuple[int, int, int]]] = {
     "decode, merged, bf16 8x512+64 interleaved": (_latent(8, BF16, "merged"), (168, 0, 39060)),
     "decode, own, bf16 128x512+64 interleaved": (_latent(128, BF16, "own"), (104, 0, 37440)),
     "decode, merged, e4m3 128x512+64 interleaved": (_latent(128, E4M3, "merged"), (248, 0, 42068)),
+    "decode, merged, 4 new, bf16 32/8x128": (
+        _decode("32/8x128", BF16, "merged", new=4),
+        (176, 0, 83480),
+    ),
+    "decode, merged, 8 new, bf16 28/4x128": (
+        _decode("28/4x128", BF16, "merged", new=8),
+        (176, 0, 83480),
+    ),
+    "decode, merged, 2 new, bf16 128x512+64 interleaved": (
+        _latent(128, BF16, "merged", 2),
+        (176, 0, 39060),
+    ),
     "distance, bf16": (_distance(BF16, False), (48, 0, 16)),
     "distance, bf16 rotated": (_distance(BF16, True), (64, 0, 16)),
     "distance, bf16 interleaved": (_distance(BF16, True, neox=False), (64, 0, 16)),

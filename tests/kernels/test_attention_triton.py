@@ -8,7 +8,7 @@ import torch
 from sglang_reasoncache.kernels.extend import gather_kv
 from sglang_reasoncache.kernels.row_plan import RowPlan
 from tests.kernels.attention_cases import TABLE, Case, assert_attention, assert_plans, make
-from tests.kernels.test_attention import cut, decode, kv_of, placed
+from tests.kernels.test_attention import cut, decode, kv_of, placed, plan_of
 from tests.triton_runs import DEVICE, INTERPRETED, on_device, there
 from tests.triton_runs import small_launches as small_launches
 
@@ -130,3 +130,67 @@ def test_plans_that_do_not_fit_are_refused() -> None:
         buffers = plan_triton.PlanBuffers.of(requests, 10, DEVICE)
         with pytest.raises(ValueError, match=message):
             plan_triton.plan_into(buffers, some, *ints, num_slots=99)
+
+
+@on_device
+@pytest.mark.parametrize(
+    ("case", "new", "tree"),
+    [
+        (Case(lengths=(5, 70, 300), shared=0.1, repeated=0.4), 4, False),
+        (Case((64, 150), 6, 2, shared=0.3, repeated=2.0, evicted=0.1), 5, True),
+        (Case(lengths=(5, 150), heads=32, kv_heads=2), 4, False),
+        (Case(lengths=(70,), heads=3, kv_heads=3, rotary_dim=0, shared=0.0), 2, False),
+        (Case((20, 150), shared=0.1, repeated=0.4).latent(heads=8), 3, True),
+    ],
+    ids=str,
+)
+def test_queries_of_drafted_tokens(
+    case: Case, new: int, tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each query of a request sees its prefix and the new entries that its word names: in a chain all up to its
+    own, in a tree its ancestors. The reference is dense attention over the entries of each query by itself."""
+    monkeypatch.setattr(decode_triton, "QUERIES", 2)
+    rig = make(case)
+    rig.rows = torch.cat((rig.rows, rig.rows[:, :new]), dim=1)
+    used = rig.lengths.tolist()
+    rows = [
+        rig.rows[request, :n].tolist()
+        for request, n in zip(rig.requests.tolist(), used, strict=True)
+    ]
+    taken = {slot for row in rows for slot in row}
+    spare = [slot for slot in range(1, len(rig.keys)) if slot not in taken][: len(used) * new]
+    order = torch.tensor(spare)
+    for i, (request, length) in enumerate(zip(rig.requests.tolist(), used, strict=True)):
+        slots = order[i * new : (i + 1) * new]
+        rig.rows[request, length : length + new] = slots.int()
+        rig.cached_at[slots] = torch.arange(length, length + new, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(i)
+        for buffer in (rig.keys, rig.values):
+            shape = (new, *buffer.shape[1:])
+            buffer[slots] = torch.randn(shape, generator=generator).to(buffer.dtype)
+    rig.lengths += new
+    own = torch.arange(new)
+    sees = (torch.ones(len(used), new, dtype=torch.int64) << (own + 1)) - 1
+    if tree:  # the parent of node i is node (i - 1) // 2
+        for i in range(new):
+            sees[:, i] = 1 << i | (sees[:, (i - 1) // 2] if i else 0)
+    shape = (len(used) * new, case.heads, case.query_dim)
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(case.query_dtype)
+    plan = plan_of(rig, "triton")
+    merged = plan_of(rig, "triton", merge=True)
+    indptr, entries = [0], []
+    for b, words in enumerate(sees.tolist()):
+        begin, end = plan.kv_indptr[b : b + 2].tolist()
+        for word in words:
+            seen = [end - new + i for i in range(new) if word >> i & 1]
+            entries += [*range(begin, end - new), *seen]
+            indptr.append(len(entries))
+    at = torch.tensor(entries)
+    alone = RowPlan(
+        torch.tensor(indptr).int(),
+        plan.kv_indices[at],
+        None if plan.shift is None else plan.shift[at],
+    )
+    expected = rig.expected(alone, query=query)
+    for each in (plan, merged):
+        assert_attention(decode(rig, "triton", each, query=query, sees=sees), expected)

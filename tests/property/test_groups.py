@@ -18,6 +18,7 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache
+from sglang.srt.runtime_context import get_spec
 
 from sglang_reasoncache.cache.continuations import Continued, and_children
 from sglang_reasoncache.filter.process import FilterProcess
@@ -36,6 +37,8 @@ SETUPS = [
     Setup(page=1, block=3, slots=170, when="short", core="rust"),
     Setup(page=1, block=3, slots=220, continues=True),
     Setup(page=4, block=4, slots=260, core="rust", continues=True),
+    Setup(page=1, block=3, slots=230, drafts=3, continues=True),
+    Setup(page=1, block=2, slots=210, when="short", core="rust", drafts=4),
 ]
 QUICK_RULES = 7_800
 MIN_AGE = 6
@@ -67,6 +70,12 @@ def engine_of(setup: Setup) -> FilterProcess:
     return FilterProcess(config, Words.vocabulary)
 
 
+def _said(phrase: int, at: int) -> int:
+    """The token at ``at`` of a response that repeats a phrase."""
+    said = PHRASES[phrase // 2 % len(PHRASES)]
+    return said[(at + phrase // 16) % len(said)]
+
+
 class GroupMachine(RuleBasedStateMachine):
     """Random operations of one scheduler that serves siblings."""
 
@@ -89,7 +98,7 @@ class GroupMachine(RuleBasedStateMachine):
 
     def _compute(self, req: Req, slots: np.ndarray) -> None:
         """Write what a forward would write into the last slots of a row."""
-        end = req.kv.kv_allocated_len
+        end = req.kv.kv_committed_len
         self.world.write(slots, self._shown(req, end)[end - len(slots) :])
 
     def _shown(self, req: Req, end: int) -> list[int]:
@@ -179,19 +188,33 @@ class GroupMachine(RuleBasedStateMachine):
     def _decode(self, phrases: list[int], steps: int) -> None:
         for step in range(steps):
             self._make_room()
-            batch = [req for req in self.running if req.kv.kv_allocated_len < MAX_CONTEXT - 2]
+            most = MAX_CONTEXT - 2 - 2 * self.world.drafts
+            batch = [req for req in self.running if req.kv.kv_allocated_len < most]
             if not batch:
                 return
-            slots = self.world.decode(batch)
+            if self.world.drafts:
+                self.world.draft(batch)
+                slots = None
+            else:
+                slots = self.world.decode(batch)
             for i, req in enumerate(batch):
-                self._compute(req, slots[i : i + 1])
                 phrase = phrases[i % len(phrases)]
-                said = PHRASES[phrase // 2 % len(PHRASES)]
-                req.output_ids.append(said[(step + phrase // 16) % len(said)])
+                if slots is None:
+                    self._accept(req, phrase, step)
+                else:
+                    self._compute(req, slots[i : i + 1])
+                    req.output_ids.append(_said(phrase, step))
             if step % 4 == 3:
                 before = self.world.to_have()
                 freed = self.world.controller.after_decode(batch)
                 assert self.world.to_have() - before == freed
+
+    def _accept(self, req: Req, phrase: int, step: int) -> None:
+        """A verification accepts one to all of the drafted tokens. KV of the others stays behind them."""
+        accepted = 1 + (step + phrase) % self.world.drafts
+        start = len(req.output_ids)
+        req.output_ids.extend(_said(phrase, start + i) for i in range(accepted))
+        self._compute(req, self.world.accept(req, accepted))
 
     def _make_room(self) -> None:
         while self.running and not self.world.can_decode(self.running):
@@ -264,7 +287,9 @@ class GroupMachine(RuleBasedStateMachine):
         private = 0
         for req in self.holding():
             row, protected = world.row(req), req.kv.cache_protected_len
-            assert stored[row].tolist() == self._shown(req, len(row))
+            # Slots of drafted tokens that were not accepted hold nothing that is read.
+            written = req.kv.kv_committed_len
+            assert stored[row[:written]].tolist() == self._shown(req, written)
             mine = (row[protected::page] // page).tolist()
             uses.update(mine)
             readers.update(set(mine))
@@ -368,6 +393,10 @@ def test_siblings_share_and_lose_nothing(
 ) -> None:
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
     engine = engine_of(setup)
+    drafts = setup.drafts or None
+    speculation = get_spec().override(
+        speculative_algorithm="NGRAM" if drafts else None, speculative_num_draft_tokens=drafts
+    )
 
     class Machine(GroupMachine):
         """A subclass, so that each setup has its own counters."""
@@ -383,7 +412,8 @@ def test_siblings_share_and_lose_nothing(
         return all(rare) and Machine.across > Machine.operations // 30
 
     try:
-        explore(Machine, QUICK_RULES, len(SETUPS), rate=1, seen=all_seen)
+        with speculation:
+            explore(Machine, QUICK_RULES, len(SETUPS), rate=1, seen=all_seen)
     finally:
         engine.shut_down()
     record_property("operations", Machine.operations)

@@ -19,6 +19,7 @@ from sglang.srt.mem_cache.allocation import (
     alloc_paged_token_slots_extend,
     alloc_token_slots,
 )
+from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
@@ -64,7 +65,8 @@ class Setup:
     unsorted until an allocation runs short. ``prompts``: policies may evict positions of prompts. ``when``:
     ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust". ``swap``: bytes of
     host memory for KV of retracted requests. ``continues``: whether what finished requests shared stays
-    cached. ``decodes``: this is the decode server of a PD pair."""
+    cached. ``decodes``: this is the decode server of a PD pair. ``drafts``: how many drafted tokens of a
+    request a step verifies; 0 without speculation."""
 
     page: int
     block: int
@@ -76,11 +78,12 @@ class Setup:
     swap: int = 0
     continues: bool = False
     decodes: bool = False
+    drafts: int = 0
 
     def __str__(self) -> str:
         flags = ["sorted"] * self.need_sort + ["prompts"] * self.prompts
         flags += ["swap"] * (self.swap > 0) + ["continues"] * self.continues
-        flags += ["decodes"] * self.decodes
+        flags += ["decodes"] * self.decodes + [f"drafts{self.drafts}"] * (self.drafts > 0)
         return "-".join([f"page{self.page}", f"block{self.block}", *flags, self.when, self.core])
 
 
@@ -241,6 +244,7 @@ class World:
         (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
         ``engine``: replaces the scripted engine; requests with the same prompt then may share."""
         self.setup, self.page, self.max_rows = setup, setup.page, max_rows
+        self.drafts = setup.drafts
         #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots
         self.pool = MHATokenToKVPool(
@@ -366,10 +370,35 @@ class World:
         return slots
 
     def can_decode(self, reqs: Sequence[Req]) -> bool:
+        if self.drafts:
+            _, _, needed = self._ahead(reqs)
+            return self.allocator.check_decode_capacity(num_tokens=needed, tree_cache=self.tree)
         pages = sum(req.kv.kv_allocated_len % self.page == 0 for req in reqs)
         return self.allocator.check_decode_capacity(
             num_tokens=pages * self.page, tree_cache=self.tree
         )
+
+    def _ahead(self, reqs: Sequence[Req]) -> Any:
+        """SGLang's slots for drafted tokens: the rows' lengths now and then, and how many slots are needed."""
+        return page_aligned_decode_alloc_lens(reqs, reserve=2 * self.drafts, page_size=self.page)
+
+    def draft(self, reqs: Sequence[Req]) -> None:
+        """Allocate slots for drafted tokens, as ``alloc_for_spec_decode`` does."""
+        before, after, needed = self._ahead(reqs)
+        slots = alloc_token_slots(self.tree, needed) if needed else torch.empty(0)
+        at = 0
+        for req, start, end in zip(reqs, before, after, strict=True):
+            own = slots[at : at + end - start]
+            self.rows.write((req.kv.req_pool_idx, slice(start, end)), own.to(torch.int32))
+            self.written_at[in_host(own).long().numpy()] = np.arange(start, end)
+            req.kv.kv_allocated_len = end
+            at += end - start
+
+    def accept(self, req: Req, tokens: int) -> np.ndarray:
+        """Commit ``tokens`` tokens of a verification; return the slots that hold their KV."""
+        start = req.kv.kv_committed_len
+        req.kv.kv_committed_len += tokens
+        return self.row_table[req.kv.req_pool_idx, start : start + tokens]
 
     def decode(self, reqs: Sequence[Req]) -> np.ndarray:
         """Allocate one slot for each request, as ``alloc_for_decode`` does; return the slots."""

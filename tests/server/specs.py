@@ -12,6 +12,7 @@ import pytest
 import sglang
 
 from eval.serving import LEAN_START
+from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.arguments import arguments_of
 from tests.server.faulty.waiting_reasoncache import WAITS
 
@@ -100,8 +101,8 @@ ACROSS = SHARED.having(
 #: Shares whole pages.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, CROWDED)
 
-#: Has slots for a few responses. Responses to one prompt also share with each other. Blocks share at the default
-#: age: at 32 tokens, sharing a quarter of all positions costs this model 3 answers of a hundred.
+#: Has slots for a few responses. Responses to one prompt also share with each other. Blocks share at the
+#: default age: at 32 tokens, sharing a quarter of all positions costs this model 3 answers of a hundred.
 SWINGING = SHARED.having(
     "swinging", *("--max-total-tokens 4000", CROWDED, CHUNKED, "--reasoncache-scope prompt")
 ).for_long_runs()
@@ -309,6 +310,32 @@ DECODES_CACHED = _DECODES.having(
 
 PREFILLS_ON_TWO_RANKS = PREFILLS.having("tp2", "--tp 2", **TWO_CORES)
 DECODES_ON_TWO_RANKS = DECODES_SHORT.having("tp2", "--tp 2", **TWO_CORES).for_long_runs()
+
+#: Servers that speculate: NGRAM drafts trees of tokens that followed equal tokens before, STANDALONE drafts
+#: chains by a model, here the served model itself.
+_SPECULATES = {
+    WAITS: "1",
+    "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "speculating"))),
+}
+_BY_NGRAMS = (
+    "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6",
+    "--speculative-ngram-max-bfs-breadth 4",
+)
+_BY_MODEL = (
+    f"--speculative-algorithm STANDALONE --speculative-draft-model-path {CHECKPOINT} "
+    "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+)
+NGRAMS = SHARED.having("ngrams", FP32, *EAGER, *_BY_NGRAMS, **_SPECULATES)
+DRAFTS = SHARED.having("drafts", FP32, *EAGER, _BY_MODEL, **_SPECULATES).for_long_runs()
+#: Have slots for a few responses, so that SGLang retracts requests between two verifications.
+NGRAMS_SHORT = SHARED.having(
+    "ngrams-short", FP32, *SOON, *_BY_NGRAMS, TIGHT, CROWDED, **_SPECULATES, **retracting(25)
+).for_long_runs()
+DRAFTS_SHORT = SHARED.having(
+    "drafts-short", FP32, *SOON, _BY_MODEL, TIGHT, CROWDED, **_SPECULATES, **retracting(25)
+).for_long_runs()
+SPECULATING = (NGRAMS, DRAFTS)
+SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT)
 
 #: How much log-probabilities of the tests' models may differ if fp16 rounds them (measured on a CPU: 0.0053).
 OF_FP16 = 0.02

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """KV pools, rows (block tables) and batches to test attention backends, and the expected results."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -179,6 +180,28 @@ class Rig:
             rids=[f"r{i}" for i in range(len(new))],
         )
 
+    def verification(self, tree: torch.Tensor, topk: int = -1) -> ForwardBatch:
+        """A batch that verifies the last tokens of each row as drafted tokens. ``tree``: which of them each one
+        sees, bool ``[drafted, drafted]``. With ``topk`` 1 the backend takes them for a chain."""
+        count = len(tree)
+        batch = self.batch([count] * len(self.lengths))
+        before = torch.tensor(self.lengths) - count
+        masks = [torch.cat((torch.ones(count, n), tree), dim=1).flatten() for n in before.tolist()]
+        depths = tree.sum(1) - 1
+        return dataclasses.replace(
+            batch,
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            seq_lens=before,
+            seq_lens_cpu=before,
+            seq_lens_sum=int(before.sum()),
+            positions=(before[:, None] + depths).flatten(),
+            extend_seq_lens_cpu=None,
+            extend_prefix_lens_cpu=None,
+            spec_info=SimpleNamespace(
+                draft_token_num=count, tree_topk=topk, custom_mask=torch.cat(masks).bool()
+            ),
+        )
+
     def evict(self, new: list[int], share: float = 0.4) -> None:
         """Evict random positions of each row ``i``, but none of its last ``new[i] + 1`` positions."""
         self.allocator.has_evicted = True
@@ -225,6 +248,7 @@ class Rig:
         layer = self.layer.layer_id
         keys, values = (side.double() for side in compat.kv_of(self.pool, layer))
         found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
+        masks = iter(self._drafts_hidden(batch))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
             at, evicted = torch.arange(end), slots < 0
@@ -238,12 +262,22 @@ class Rig:
             q = next(query)
             own = torch.arange(end - len(q), end)[:, None]
             hidden = evicted | (at > own)
+            if batch.forward_mode.is_target_verify():
+                hidden = next(masks)
             if layer and self.window:
                 decode = batch.forward_mode.is_decode()
                 hidden |= at < own - self.window + (self.unread if decode else 0)
             out, _ = dense(q, k, values[slots], self.scale, hidden=hidden, cap=logit_cap)
             found.append(out)
         return torch.cat(found)
+
+    def _drafts_hidden(self, batch: Any) -> list[torch.Tensor]:
+        """For each request that a batch verifies: what each drafted token does not see of the row."""
+        if not batch.forward_mode.is_target_verify():
+            return []
+        count = batch.spec_info.draft_token_num
+        masks = batch.spec_info.custom_mask.split([count * length for length in self.lengths])
+        return [~mask.view(count, -1) for mask in masks]
 
 
 def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
@@ -292,7 +326,6 @@ UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),
     (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
     (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
-    (lambda r: setattr(r.runner.spec_algorithm, "is_none", lambda: False), "--speculative-algo"),
     (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
     (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
 ]

@@ -311,7 +311,7 @@ def test_auto_goes_on_where_ours_fails(
 
     first = fails if at == "__init__" else make
     monkeypatch.setattr(attention, "backend_class", lambda *_: first)
-    compiled = fails if at == "warm_up" else lambda _paged: None
+    compiled = fails if at == "warm_up" else lambda *_: None
     monkeypatch.setattr(warm_up, "compile_attention", compiled)
     monkeypatch.setattr(graph_votes, "install", fails)
     warned = list[str]()

@@ -418,6 +418,108 @@ def test_latent_rows_and_window_pools_on_a_stand_in(kind: str) -> None:
         check_on_stand_in(rig, backend, NEW["with-prefix"])
 
 
+#: What each of four drafted tokens sees of them: a chain, and a tree whose root has two children.
+CHAIN = torch.ones(4, 4, dtype=torch.bool).tril()
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]], dtype=torch.bool)
+
+
+def verifying(rig: Rig, backend: Any, tree: torch.Tensor, topk: int = -1) -> Any:
+    """A batch on the device that verifies drafted tokens, marked as having shifted slots."""
+    batch = rig.verification(tree, topk)
+    there = {name: on_device(getattr(batch, name)) for name in ON_DEVICE}
+    info = SimpleNamespace(**vars(batch.spec_info))
+    info.custom_mask = on_device(info.custom_mask)
+    with no_wait():
+        batch = dataclasses.replace(batch, **there, spec_info=info)
+        return announced(backend, batch, True, [0] * len(rig.lengths))
+
+
+def check_drafts(
+    rig: Rig, backend: Any, tree: torch.Tensor, topk: int = -1, runner: Any = None
+) -> None:
+    batch = verifying(rig, backend, tree, topk)
+    with no_wait():
+        found = rig.forward(runner or backend, batch)
+    rig.query = in_host(rig.query)
+    plain = rig.verification(tree)
+    # A slot is recorded at its place in the row, where SGLang moves the KV of an accepted token.
+    assert torch.equal(
+        rig.cached_at.positions[plain.out_cache_loc].long(),
+        torch.cat([torch.arange(end - len(tree), end) for end in rig.lengths]),
+    )
+    expected = rig.expected(plain)
+    torch.testing.assert_close(in_host(found).double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
+
+
+class VerifyingGraph:
+    """Stands in for a graph that verifies drafted tokens of three requests. It is captured once with other
+    rows, and a replay repeats only the calls that the capture recorded."""
+
+    def __init__(self, rig: Rig, backend: Any, count: int) -> None:
+        self._backend, self._layer = backend, rig.layer
+        backend.init_cuda_graph_state(3, 3 * count)
+        fill = 1
+        ints = functools.partial(torch.zeros, dtype=torch.int64)
+        self._sides = dict(
+            req_pool_indices=on_device(ints(3)),
+            seq_lens=on_device(ints(3) + fill),
+            out_cache_loc=on_device(ints(3 * count)),
+            positions=on_device(ints(3 * count)),
+        )
+        # At capture SGLang's mask is a buffer without meaning.
+        mask = on_device(torch.zeros(8, dtype=torch.bool))
+        info = SimpleNamespace(draft_token_num=count, tree_topk=-1, custom_mask=mask)
+        self._captured = ForwardBatch(
+            **self._sides, forward_mode=ForwardMode.TARGET_VERIFY, batch_size=3, input_ids=None,
+            seq_lens_sum=3 * fill, spec_info=info,
+        )  # fmt: skip
+        _set_capture_attention_variant(SHIFTED)
+        backend.init_forward_metadata_out_graph(self._captured, in_capture=True)
+        _set_capture_attention_variant(None)
+        paged = backend.paged
+        self._state = paged.rows, paged._sees
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        assert self._backend.choose_graph(batch) == SHIFTED
+        real = batch.batch_size
+        for name, side in self._sides.items():
+            value = getattr(batch, name)
+            side[: len(value)] = value
+        self._sides["seq_lens"][real:] = 1
+        view = dataclasses.replace(batch, batch_size=3, **self._sides)
+        self._backend.init_forward_metadata_out_graph(view)
+
+    def forward_extend(self, q: Any, k: Any, v: Any, _layer: Any, _batch: Any) -> Any:
+        paged = self._backend.paged
+        paged.rows, paged._sees = self._state
+        self._backend.init_forward_metadata_in_graph(self._captured)
+        padded = []
+        for side in (q, k, v):
+            whole = side.new_zeros((len(self._sides["positions"]), *side.shape[1:]))
+            whole[: len(side)] = side
+            padded.append(whole)
+        return self._backend.forward_extend(*padded, self._layer, self._captured)[: len(q)]
+
+
+@under_interpreter
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("kind", ["plain", "latent"])
+def test_drafted_tokens_read_shifted_slots(kind: str) -> None:
+    """Verified outside of graphs and in a graph: chains and trees, which change from replay to replay, as rows,
+    lengths and the number of requests do. Nothing waits for the device."""
+    rig = Rig(shifted=0.4, lengths=[5, 19, 70], heads=2, kv_heads=1, **KINDS[kind])
+    backend = on_stand_in(rig)
+    check_drafts(rig, backend, CHAIN, topk=1)
+    check_drafts(rig, backend, TREE)
+    graph = VerifyingGraph(rig, backend, 4)
+    check_drafts(rig, backend, TREE, runner=graph)
+    rig.lengths = [5, 12, 33]
+    check_drafts(rig, backend, CHAIN, runner=graph)
+    rig.row_of, rig.lengths = rig.row_of[1:], [18, 60]
+    check_drafts(rig, backend, TREE, runner=graph)
+    check_drafts(rig, backend, CHAIN, topk=1, runner=graph)
+
+
 @pytest.fixture
 def made(
     published_config: None, device: None, monkeypatch: pytest.MonkeyPatch

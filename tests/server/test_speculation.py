@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests servers that speculate: by n-grams (trees of tokens) and by a draft model (chains). SGLang's operations
+on drafted tokens have CPU stand-ins (``speculating``); this project's attention verifies drafted tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from eval.serving import ServerProcess
+from tests.server import specs
+from tests.server.harness import assert_whole, wait_until_idle
+from tests.server.problems import OPT_OUT, accuracy, problems, prompts, report, respond, solve
+from tests.server.reference import ROUNDING, Beside, Loop, joined
+
+
+@pytest.fixture(scope="module")
+def loop(model_path: Path) -> Loop:
+    return Loop(model_path)
+
+
+@pytest.mark.parametrize("server", specs.SPECULATING, indirect=True)
+def test_what_is_verified_is_what_a_loop_computes(server: ServerProcess, loop: Loop) -> None:
+    """Log-probabilities are those of a loop that redirects the same blocks, and not those of a loop that
+    rotates no keys or redirects nothing. A request that opts out reads exact KV."""
+    todo = prompts(10, seed=5)
+    responses = respond(server, todo)
+    seen = report(server)
+    assert seen["uncorrected"] is None and seen["totals"]["blocks_missed"] == 0
+    beside = Beside(loop, server)
+    for text, found in zip(todo, responses, strict=True):
+        beside.add(text, found)
+    beside.check("nothing shared", "keys rotated otherwise")
+    tokens = sum(len(found["tokens"]) for found in responses)
+    # A step without drafts gives a request one token. The requests run together.
+    longest = max(len(found["tokens"]) for found in responses)
+    assert seen["totals"]["decode_steps"] < 0.9 * longest, "drafts are accepted"
+    assert sum(len(found["blocks"]) for found in responses) * 8 > 0.05 * tokens
+    exact = Beside(loop, server)
+    for text, found in zip(
+        todo[:3], respond(server, todo[:3], sampling_params=OPT_OUT), strict=True
+    ):
+        assert not found["blocks"]
+        exact.add(text, found)
+    assert joined(exact.ours).off.max() < ROUNDING
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("server", specs.SPECULATING_SHORT, indirect=True)
+def test_a_short_server_that_speculates_loses_nothing(server: ServerProcess) -> None:
+    """SGLang retracts requests between two verifications, and some come back from the host."""
+    todo = problems(24, seed=9)
+    assert accuracy(todo, solve(server, todo)) >= 0.9
+    wait_until_idle(server)
+    totals = report(server)["totals"]
+    assert totals["blocks_shared"] > 0 and totals["blocks_missed"] == 0
+    assert totals["shortages"] > 0
+    assert_whole(server)
