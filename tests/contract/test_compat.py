@@ -48,7 +48,8 @@ HOOKS = {
     "prefill_done": "self batch result", "count_uncached": "self", "decode_log_parts": "self",
     "internal_state": "self recv_req", "hybrid_backend": "runner full_attn_backend",
     "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
-    "load_batch": "self forward_batch pp_proxy_tensors", "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
+    "load_batch": "self forward_batch pp_proxy_tensors",
+    "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "retract_all": "reqs req_to_token_pool token_to_kv_pool_allocator ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",
@@ -112,7 +113,8 @@ def _calls_of_super() -> Iterator[tuple[type, str, list[type]]]:
         stock = [base for base in cls.__mro__ if base.__module__.startswith("sglang.")]
         for base in cls.__mro__ if stock else ():
             if base.__module__.startswith("sglang_reasoncache."):
-                yield from ((base, name, stock) for name in re.findall(r"\bsuper\(\)\.(\w+)", _text(base)))
+                names = re.findall(r"\bsuper\(\)\.(\w+)", _text(base))
+                yield from ((base, name, stock) for name in names)
 
 
 def _text(cls: type) -> str:
