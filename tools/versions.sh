@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 #
 # tools/versions.sh PYTHON: for each supported SGLang version runs the contract tests and one test with a live
-# server. PYTHON must have the project and its tests installed (tools/setup.sh). Each version is unpacked beside
-# it, in build/sglang-VERSION, and uses the packages of PYTHON, also where it asks for other versions of them.
+# server. PYTHON must have the project and its tests installed (tools/setup.sh). Each version is unpacked in
+# build/sglang-VERSION and uses the packages of PYTHON, also where it asks for other versions of them.
 set -eu
 python=$(realpath -s "$1")
 cd "$(dirname "$0")/.."
