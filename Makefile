@@ -12,7 +12,7 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,8 @@ help:
 	@echo "make test-all     the same with every kind of server"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
+	@echo "make test-versions  contract tests and a live server with each supported SGLang version"
+	@echo "make release      sdist and wheel in dist/, checked, nothing uploaded"
 	@echo "make bench-filter TRACES=FOLDER    what the filter costs"
 	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
@@ -62,6 +64,12 @@ test-long: setup
 
 test-sanitized: setup
 	tools/sanitize.sh $(PYTHON_ENV) $(TEST_ARGS)
+
+test-versions: setup
+	tools/versions.sh $(PYTHON_ENV)
+
+release:
+	@tools/release.sh
 
 with-traces:
 	@test -n "$(TRACES)" || { echo "TRACES=FOLDER must name a folder of recorded responses (*.jsonl), got none" >&2; exit 2; }

@@ -15,49 +15,7 @@ root=$(pwd)
 venv=$root/.venv
 stamp=$venv/.reasoncache-setup
 
-fail() {
-    echo "set-up: $*" >&2
-    exit 1
-}
-
-supported() {
-    # "python3" may be a version manager's shim, which is on PATH but fails when run.
-    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
-}
-
-find_python() {
-    if [ -n "${PYTHON:-}" ]; then
-        supported "$PYTHON" || fail "PYTHON=$PYTHON is not a Python from 3.11 to 3.13" \
-            "($("$PYTHON" --version 2>&1 | tail -n 1))"
-        echo "$PYTHON"
-        return
-    fi
-    for candidate in python3 python3.11 python3.12 python3.13 python; do
-        if supported "$candidate"; then
-            echo "$candidate"
-            return
-        fi
-    done
-    fail "needs a Python from 3.11 to 3.13 on PATH; python3 is" \
-        "$(python3 --version 2>&1 | tail -n 1). Install one, or set PYTHON=/path/to/python3.11"
-}
-
-find_uv() {
-    if uv --version >/dev/null 2>&1; then
-        echo uv
-        return
-    fi
-    tool=$root/.tools/uv
-    if ! "$tool/bin/uv" --version >/dev/null 2>&1; then
-        echo "set-up: fetching uv into .tools" >&2
-        rm -rf "$tool"
-        "$1" -m venv "$tool" >&2 || fail "$1 cannot create a virtual environment." \
-            "Install its venv module (Debian, Ubuntu: python3-venv), or put uv on PATH"
-        "$tool/bin/python" -m pip install --quiet --disable-pip-version-check uv >&2 ||
-            fail "could not install uv from the package registry"
-    fi
-    echo "$tool/bin/uv"
-}
+. tools/uv.sh
 
 if [ "${1:-}" = constraints ]; then
     python=$(find_python)
@@ -75,7 +33,7 @@ fi
 
 # The stamp includes the path, because after the checkout is moved or copied, the scripts
 # and the editable install in .venv still point to the old place.
-wanted="$root ${PYTHON:-} $(cat pyproject.toml constraints.txt tools/setup.sh | cksum)"
+wanted="$root ${PYTHON:-} $(cat pyproject.toml constraints.txt tools/setup.sh tools/uv.sh | cksum)"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ] && [ -x "$venv/bin/python" ]; then
     exit 0
 fi
@@ -89,7 +47,7 @@ fi
 
 python=$(find_python)
 uv=$(find_uv "$python")
-echo "set-up: installing SGLang and this project into .venv (about 9 GB; once)" >&2
+echo "setup: installing SGLang and this project into .venv (about 9 GB; once)" >&2
 rm -f "$stamp"
 # On a slow line, the download of a wheel of a gigabyte can exceed uv's default timeout of 30 s.
 export UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-600}"
@@ -102,4 +60,4 @@ command -v "${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v c
 "$uv" pip install --quiet --python "$venv/bin/python" \
     --constraint constraints.txt --editable ".[$extras]"
 echo "$wanted" >"$stamp"
-echo "set-up: done" >&2
+echo "setup: done" >&2

@@ -88,8 +88,8 @@ def window_age(context: TreeCacheBuildContext) -> int:
         if given:
             raise ValueError(f"{_FLAG} does not support {name} {BESIDE_WINDOWS}")
     interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
-    # Two more tokens, for the step in flight and for the next step.
-    return context.params.swa_retain_window + interval + 2
+    # Two more tokens, for the step in flight and for the next step. No draft model reads further back.
+    return context.params.sliding_window_size + interval + 2
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:

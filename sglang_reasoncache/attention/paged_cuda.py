@@ -110,7 +110,8 @@ class SharedSlotReads(PagedBackend):
         return stock is None or stock(forward_batch)
 
     def choose_graph(self, forward_batch: ForwardBatch) -> str:
-        """Choose the graph variant for the next replay, which is prepared right after this call."""
+        """Choose the graph variant for the next replay, before the replay is prepared. A second call for the
+        same batch gives the same answer."""
         # All DP groups must replay the same variant: SGLang's collectives use different memory in each variant.
         agreed = forward_batch.can_run_decode_cuda_graph is GraphVote.SHIFTED
         self._graph_variant = SHIFTED if agreed or self.needs_ours(forward_batch) else PLAIN

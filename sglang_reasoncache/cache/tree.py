@@ -213,9 +213,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         allocator = self.token_to_kv_pool_allocator
         return allocator.commit(self.owner.once_more(allocator.prepare_known, slots, known))
 
-    def _apply_eviction_result(self, result: Any) -> None:
+    def _free_values(self, *freed: Any) -> None:
         with self._freed.of_nodes():
-            super()._apply_eviction_result(result)
+            super()._free_values(*freed)
 
     def _host_row(self, kv: Any) -> HostRow:
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, NOTHING_SHARED)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_reasoncache.arguments import SET
 
-SUPPORTED_SGLANG = ("0.5.23",)
+SUPPORTED_SGLANG = ("0.5.22", "0.5.23")
 
 #: Module below ``sglang.srt`` -> names that we take from it.
 _MODULES: dict[str, list[str]] = {
@@ -64,7 +64,6 @@ _MODULES: dict[str, list[str]] = {
         "GetInternalStateReqOutput",
     ],
     "disaggregation.utils": ["DisaggregationMode"],
-    "utils.common": ["get_free_cpu_memory"],
     "utils.auth": ["AuthLevel", "auth_level"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
@@ -144,6 +143,8 @@ CPU_HOOK_TARGETS: dict[str, str] = {"last_loc": "sglang.srt.mem_cache.allocation
 #: The hooks that our CUDA attention backends install when they are made.
 CUDA_HOOK_TARGETS: dict[str, str] = {
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+    "load_batch": "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+    ".DecodeCudaGraphRunner.load_batch",
     "graph_variants": "sglang.srt.layers.attention.graph_variants.create_attention_graph_variants",
     "decode_vote": _COMPONENTS + "dp_attn._local_decode_cuda_graph_vote",
     "prefill_vote": _COMPONENTS + "dp_attn._local_prefill_cuda_graph_vote",

@@ -234,7 +234,8 @@ class CacheInitParams(Protocol):
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool_allocator: Any
     tp_cache_group: Any
-    swa_retain_window: int
+    #: None without windows in a pool of their own.
+    sliding_window_size: Any
 
 
 class TpWorker(Protocol):

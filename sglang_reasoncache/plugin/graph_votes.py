@@ -33,6 +33,10 @@ def install(backend: Any) -> None:
         functools.partial(_around_graph_variants, backend),
         compat.HookType.AROUND,
     )
+    hooks[compat.CUDA_HOOK_TARGETS["load_batch"]] = (
+        functools.partial(_before_load_batch, backend),
+        compat.HookType.BEFORE,
+    )
     compat.apply_hooks(hooks)
 
 
@@ -100,6 +104,14 @@ def _after_votes(_result: None, info: Any, *_: Any, **__: Any) -> None:
     ``[groups, columns]``. The batch carries this vote to ``SharedSlotReads.choose_graph``."""
     votes = info.tp0_info_cpu[:, _DECODE_VOTE]
     info.can_run_decode_cuda_graph = GraphVote(int(votes.min()))
+
+
+def _before_load_batch(
+    backend: SharedSlotReads, _runner: Any, forward_batch: Any, *_: Any, **__: Any
+) -> None:
+    """Choose the decode graph before SGLang prepares its replay. SGLang asks for the choice (``select``) before
+    or after that, depending on its version."""
+    backend.choose_graph(forward_batch)
 
 
 def _around_graph_variants(backend: Any, original: Callable[[Any], Any], hf_config: Any) -> Any:

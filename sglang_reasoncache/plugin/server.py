@@ -22,6 +22,7 @@ from sglang_reasoncache.compat.types import (
     TreeCacheBuildContext,
 )
 from sglang_reasoncache.config import ReasonCacheConfig, ResolvedConfig, filter_config, flag_of
+from sglang_reasoncache.device.host_memory import free_host_memory
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.eviction.held import KeySource
@@ -165,7 +166,7 @@ class ServerParts:
             return None
         if asked is None:
             schedulers = max(args.tp_size * args.pp_size * args.dp_size // args.nnodes, 1)
-            size = int(_DEFAULT_SWAP * compat.get_free_cpu_memory()) // schedulers
+            size = int(_DEFAULT_SWAP * free_host_memory()) // schedulers
         else:
             size = int(asked * 2**30)
         logger.info(

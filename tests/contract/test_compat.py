@@ -48,6 +48,7 @@ HOOKS = {
     "prefill_done": "self batch result", "count_uncached": "self", "decode_log_parts": "self",
     "internal_state": "self recv_req", "hybrid_backend": "runner full_attn_backend",
     "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
+    "load_batch": "self forward_batch pp_proxy_tensors",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
     "retract_all": "reqs req_to_token_pool token_to_kv_pool_allocator ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
@@ -106,16 +107,52 @@ def test_an_overridden_method_is_called_as_it_is_written(ours: Any, theirs: Any)
     assert len(named) < len(found) or len(named) == len(names)
 
 
+def _calls_of_super() -> Iterator[tuple[type, str, list[type]]]:
+    """Our class, the name of a method that it calls of ``super()``, and the SGLang classes below our class."""
+    for cls in _ours():
+        stock = [base for base in cls.__mro__ if base.__module__.startswith("sglang.")]
+        for base in cls.__mro__ if stock else ():
+            if base.__module__.startswith("sglang_reasoncache."):
+                names = re.findall(r"\bsuper\(\)\.(\w+)", _text(base))
+                yield from ((base, name, stock) for name in names)
+
+
+def _text(cls: type) -> str:
+    try:
+        return _source(cls)
+    except OSError:  # A class that was made at run time has no text.
+        return ""
+
+
+SUPER = {(ours.__qualname__, name): (name, stock) for ours, name, stock in _calls_of_super()}
+
+
+@pytest.mark.parametrize(("name", "stock"), SUPER.values(), ids=map(".".join, SUPER))
+def test_what_we_extend_exists(name: str, stock: list[type]) -> None:
+    """SGLang still has the method that ours extends. If it does not, it never calls ours."""
+    assert any(hasattr(base, name) for base in stock)
+
+
 #: Functions of SGLang, each followed by texts that its source must contain in this order. Without this test, a
 #: change of such a function would be noticed only on a GPU or in a race. If the first text begins with ``>``,
-#: only the source after that text is searched.
+#: only the source after that text is searched. ``||`` stands between the texts of two supported versions.
 STEPS = """
-# The decode runner selects a variant before it prepares a replay, and captures every one.
+# The decode runner prepares a replay, and selects its variant for the same batch, in ``load_batch``, before
+# which our hook chooses. It captures every variant.
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute
+    self.load_batch(forward_batch, pp_proxy_tensors)
+    self.backend.replay(self._replay_graph_key, forward_batch)
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
     > buffers = self.buffers
-    self._resolve_attention_variant(forward_batch, bs)
     self.buffer_registry.fill_from(
-    self._init_replay_attn_metadata(
+    self._init_replay_attn_metadata( || attn_backend.init_forward_metadata_out_graph(fb_view)
+    self._replay_graph_key = self._make_graph_key(
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.load_batch
+    > buffers = self.buffers
+    attention_variant = self._resolve_attention_variant(forward_batch, bs)
+    graph_size_key, stream_idx, variant_label, attention_variant
+model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._resolve_attention_variant
+    return variants.select(forward_batch)
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._capture_one_stream
     variants.capture_labels if variants is not None
     _set_capture_attention_variant(attention_variant)
@@ -123,7 +160,7 @@ model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._capture_on
     _set_capture_attention_variant(None)
 model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.capture_one_shape
     init_forward_metadata_out_graph(forward_batch, in_capture=True)
-    self._run_in_graph_metadata_prep(attn_backend, forward_batch)
+    self._run_in_graph_metadata_prep( || attn_backend.init_forward_metadata_in_graph(
     out = forward(
     self.backend.capture_one(
 # Decode graphs are sized by what ``compat.largest_decode_graph`` asks, after backends are made.
@@ -167,6 +204,9 @@ managers.tokenizer_manager.TokenizerManager.generate_request
     obj.normalize_batch_and_arguments()
     self._init_req_state(obj, request)
     await
+# The slots of evicted nodes are freed here and nowhere else. Our tree says of which they are.
+mem_cache.unified_radix_cache.UnifiedRadixCache._free_values
+    self._drain_device_frees(device_frees)
 # Groups of DP attention agree on a batch after its slots were allocated, and decode steps may become prefills.
 managers.scheduler.Scheduler.get_next_batch_to_run
     self.update_running_batch(running_batch)
@@ -184,7 +224,7 @@ def test_source_has_steps_in_order(case: str) -> None:
     source = " ".join(_source(pkgutil.resolve_name(f"sglang.srt.{target}")).split())
     if steps[0].startswith("> "):
         source = source.partition(steps.pop(0)[2:])[2]
-    at = [source.find(step) for step in steps]
+    at = [max(map(source.find, step.split(" || "))) for step in steps]
     assert -1 not in at and at == sorted(at), dict(zip(steps, at, strict=True))
 
 
@@ -200,6 +240,10 @@ def test_fields_exist() -> None:
         assert {field.name for field in found} >= set(fields.split())
 
 
+#: The method that copies what a prefill reads late, as the supported versions call it.
+_SNAPSHOTS = ("prepare_prefill_shared_read_snapshot", "_snapshot_prefill_shared_reads")
+
+
 def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
     """SGLang's backends prepare CUDA graphs only in methods that we override."""
     assert set(STOCK) == set(compat.CUDA_BACKENDS)
@@ -207,8 +251,9 @@ def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
     for stock in map(compat.resolve, {*STOCK.values(), *STOCK_OF_LATENT.values()}):
         assert not stock.use_captured_forward_metadata_for_breakable_cuda_graph
         assert not stock.supports_full_cuda_graph_chunked_prefix
-        for method in ("init_forward_metadata_in_graph", "_snapshot_prefill_shared_reads"):
-            assert getattr(stock, method) is getattr(base, method)
+        assert stock.init_forward_metadata_in_graph is base.init_forward_metadata_in_graph
+        found = [name for name in _SNAPSHOTS if hasattr(base, name)]
+        assert len(found) == 1 and getattr(stock, found[0]) is getattr(base, found[0])
         assert stock.forward is base.forward
     ends = compat.SharedReadEnds
     assert ends.max_of((ends.PRE_REPLAY, ends.IN_REPLAY)) is ends.IN_REPLAY

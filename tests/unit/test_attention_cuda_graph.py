@@ -136,9 +136,7 @@ class Graphs:
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         real = batch.batch_size
         self.size = min(size for size in SIZES if size >= real)
-        label = DecodeCudaGraphRunner._resolve_attention_variant(self.runner, batch, self.size)
-        assert label is not None
-        self.replayed.append(label)
+        graph_votes._before_load_batch(self.backend, self.runner, batch)
         for name in ("positions", "req_pool_indices", "seq_lens", "seq_lens_cpu"):
             getattr(self.buffers, name)[:real] = getattr(batch, name)
             getattr(self.buffers, name)[real:] = self.fill if "seq_lens" in name else 0
@@ -157,6 +155,10 @@ class Graphs:
             is_encoder_decoder=False,
         )
         self.backend.init_forward_metadata_out_graph(view)
+        # As in SGLang 0.5.22, the runner asks for the variant only now. 0.5.23 asks before it prepares.
+        label = DecodeCudaGraphRunner._resolve_attention_variant(self.runner, batch, self.size)
+        assert label is not None
+        self.replayed.append(label)
 
     def forward_decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _layer: Any, _batch: Any
@@ -300,6 +302,11 @@ def test_hooks_reach_the_runner_and_every_batch(rig: Rig, backend: Any) -> None:
     assert variants.select(batch) == SHIFTED
     mark(batch, False)
     assert variants.select(batch) == PLAIN
+    mark(batch, True)
+    with pytest.raises(AttributeError, match="dllm_uses_input_embeds"):
+        DecodeCudaGraphRunner.load_batch(SimpleNamespace(), batch)
+    assert backend._graph_variant == SHIFTED
+    mark(batch, False)
     # Checks only that the hook is there; tests/contract checks its parameters.
     assert isinstance(ForwardBatch.__dict__["init_new"], classmethod)
     assert ForwardBatch.init_new.__wrapped__ is not None

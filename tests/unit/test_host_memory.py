@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Free host memory is what the machine has, or what a container's limit leaves."""
+
+from pathlib import Path
+
+import pytest
+
+from sglang_reasoncache.device.host_memory import free_host_memory
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free"),
+    [("4096", "1024", 3072), ("4096", "5000", 0), ("max", "1024", None), ("4096", None, None)],
+)
+def test_free_host_memory(tmp_path: Path, limit: str, used: str | None, free: int | None) -> None:
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    if used is not None:
+        (tmp_path / "memory.current").write_text(f"{used}\n")
+    found = free_host_memory(tmp_path)
+    assert found == free if free is not None else found > 2**20
