@@ -112,7 +112,7 @@ docs: setup
 lint: setup
 	$(PYTHON_ENV) -m ruff check .
 	$(PYTHON_ENV) -m ruff format --check .
-	$(PYTHON_ENV) -m mypy sglang_reasoncache eval tests
+	$(PYTHON_ENV) -m mypy sglang_reasoncache eval tests examples
 
 format: setup
 	$(PYTHON_ENV) -m ruff check --fix .
