@@ -12,13 +12,14 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         compare stock SGLang, plain and tuned, with reasoncache on the embedded model (no GPU); see it in a browser"
 	@echo "make test         quick test suite, real servers included (no GPU)"
 	@echo "make test-all     the same with every kind of server"
+	@echo "make test-quick   unit tests alone, without a server"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make bench-filter TRACES=FOLDER    what the filter costs"
@@ -53,6 +54,9 @@ IN_PARALLEL := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) $(IN_PARALLEL) -m "not long" $(TEST_ARGS)
+
+test-quick: setup
+	$(PYTEST) $(IN_PARALLEL) -m "not slow" tests/unit tests/contract tests/eviction tests/test_flags.py $(TEST_ARGS)
 
 test-all: setup
 	$(PYTEST) $(IN_PARALLEL) $(TEST_ARGS)
