@@ -55,8 +55,11 @@ IN_PARALLEL := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 test: setup
 	$(PYTEST) $(IN_PARALLEL) -m "not long" $(TEST_ARGS)
 
+# Attention and failures are tested at length, so they are left to make test.
+QUICK := tests/unit tests/contract tests/eviction tests/test_flags.py
+QUICK += --ignore-glob="*/test_attention*" --ignore=tests/unit/test_containment.py
 test-quick: setup
-	$(PYTEST) $(IN_PARALLEL) -m "not slow" tests/unit tests/contract tests/eviction tests/test_flags.py $(TEST_ARGS)
+	$(PYTEST) $(IN_PARALLEL) -m "not slow" $(QUICK) $(TEST_ARGS)
 
 test-all: setup
 	$(PYTEST) $(IN_PARALLEL) $(TEST_ARGS)
