@@ -12,13 +12,14 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo         compare stock SGLang, plain and tuned, with reasoncache on the embedded model (no GPU); see it in a browser"
 	@echo "make test         quick test suite, real servers included (no GPU)"
 	@echo "make test-all     the same with every kind of server"
+	@echo "make test-quick   unit tests alone, without a server"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-versions  contract tests and a live server with each supported SGLang version"
@@ -55,6 +56,12 @@ IN_PARALLEL := -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test: setup
 	$(PYTEST) $(IN_PARALLEL) -m "not long" $(TEST_ARGS)
+
+# Attention and failures are tested at length, so they are left to make test.
+QUICK := tests/unit tests/contract tests/eviction tests/test_flags.py
+QUICK += --ignore-glob="*/test_attention*" --ignore=tests/unit/test_containment.py
+test-quick: setup
+	$(PYTEST) $(IN_PARALLEL) -m "not slow" $(QUICK) $(TEST_ARGS)
 
 test-all: setup
 	$(PYTEST) $(IN_PARALLEL) $(TEST_ARGS)
@@ -120,7 +127,7 @@ docs: setup
 lint: setup
 	$(PYTHON_ENV) -m ruff check .
 	$(PYTHON_ENV) -m ruff format --check .
-	$(PYTHON_ENV) -m mypy sglang_reasoncache eval tests
+	$(PYTHON_ENV) -m mypy sglang_reasoncache eval tests examples
 
 format: setup
 	$(PYTHON_ENV) -m ruff check --fix .

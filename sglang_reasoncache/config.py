@@ -54,8 +54,8 @@ class ReasonCacheConfig:
         "reasoncache",
         "What to do with the KV of running requests. reasoncache: repeated blocks share slots. "
         f"{', '.join(BUILT_IN)}: evict positions beyond budget=N or share=F; with when=short, only "
-        "when SGLang would retract a request. none: nothing. Join several by +. See "
-        "docs/eviction.md.",
+        "when SGLang would retract a request. module:Class: an evicting policy of another package. "
+        "none: nothing. Join several by +. See docs/eviction.md.",
         values=_POLICY_BOUND,
     )
     preset: str = _setting(

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parses ``--reasoncache-policy``: which policies act, with which options.
 
-A policy's options are separated by ``,`` or ``:``. With ``:`` only, the flag's value can also be an item of a
-comma-separated list, such as the value of ``--reasoncache-set``.
+A NAME may be ``module:Class``, a policy of another package. A policy's options are separated by ``,`` or ``:``.
+With ``:`` only, the flag's value can also be an item of a comma-separated list, such as the value of
+``--reasoncache-set``.
 ``reasoncache+keydiff:budget=512,recent=64`` means the same as ``reasoncache+keydiff:budget=512:recent=64``."""
 
 import dataclasses
@@ -19,6 +20,8 @@ from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
 from sglang_reasoncache.registry import NOTHING, SHARING
 
 _LONGEST = 1000
+#: ``module:Class``, perhaps with options. Where a name's first option would be is no ``=``, so it is the class.
+_OF_A_PACKAGE = re.compile(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)\s*(?:[,:](.*))?")
 
 
 class PolicyError(ValueError):
@@ -38,9 +41,9 @@ def parse(text: str) -> PolicyChoice:
     """Parses ``NAME[:key=value,...][+NAME...]``. Raises PolicyError for any other text."""
     if not isinstance(text, str) or len(text) > _LONGEST:
         raise PolicyError(f"a text of at most {_LONGEST} characters")
-    parts = [part.strip().partition(":") for part in text.split("+")]
-    names = [name for name, _, _ in parts]
-    for name, _, options in parts:
+    parts = [_name_and_options(part.strip()) for part in text.split("+")]
+    names = [name for name, _ in parts]
+    for name, options in parts:
         if name and names.count(name) > 1:
             raise PolicyError(f"with {name} once")
         if name in (NOTHING, SHARING) and options:
@@ -49,17 +52,30 @@ def parse(text: str) -> PolicyChoice:
             raise PolicyError(f"{NOTHING} alone, or without it")
     evictors = [
         NamedPolicy(name, _make(name, options))
-        for name, _, options in parts
+        for name, options in parts
         if name not in (NOTHING, SHARING)
     ]
     return PolicyChoice(SHARING in names, tuple(evictors))
 
 
+def _name_and_options(part: str) -> tuple[str, str]:
+    name, _, options = part.partition(":")
+    of_a_package = _OF_A_PACKAGE.fullmatch(part)
+    if of_a_package is None or name in (NOTHING, SHARING, *registry.BUILT_IN):
+        return name, options
+    return of_a_package[1], of_a_package[2] or ""
+
+
 def _make(name: str, options: str) -> Evictor:
-    if name not in registry.BUILT_IN:
+    try:
+        kind = registry.evictor_class(name)
+    except KeyError as error:
         known = ", ".join((NOTHING, SHARING, *registry.BUILT_IN))
-        raise PolicyError(f"with every NAME one of {known}, not {name!r}")
-    kind = registry.evictor_class(name)
+        raise PolicyError(
+            f"with every NAME one of {known} or module:Class, not {name!r}"
+        ) from error
+    except ValueError as error:
+        raise PolicyError(f"with {name} an evicting policy ({error})") from error
     fields = [field.name for field in dataclasses.fields(kind)]
     types_of = typing.get_type_hints(kind)
     given: dict[str, Any] = {}

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lists the policies, which share or evict KV of running requests, by name."""
+"""Finds the policies, which share or evict KV of running requests, by name."""
 
+import importlib
 import pkgutil
 from collections.abc import Mapping
 
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 
 _POLICIES = "sglang_reasoncache.eviction.policies"
-#: Name -> class of each evicting policy; a new policy needs one line here.
+#: Name -> class of each evicting policy of this package, which needs one line here.
 BUILT_IN: Mapping[str, str] = {
     "streamingllm": f"{_POLICIES}.streamingllm:StreamingLLM",
     "random": f"{_POLICIES}.random_attention:RandomAttention",
@@ -25,6 +26,16 @@ NOTHING = "none"
 
 
 def evictor_class(name: str) -> type[Evictor]:
-    """The class of an evicting policy. Raises KeyError for a name that is not in ``BUILT_IN``."""
-    kind: type[Evictor] = pkgutil.resolve_name(BUILT_IN[name])
-    return kind
+    """The class of an evicting policy: a name in ``BUILT_IN``, or the ``module:Class`` of an installed package.
+    Raises KeyError for any other name, and ValueError, which says why, if there is no such policy."""
+    module, colon, of = name.partition(":")
+    if not colon:
+        kind: type[Evictor] = pkgutil.resolve_name(BUILT_IN[name])
+        return kind
+    try:
+        found = getattr(importlib.import_module(module), of)
+    except Exception as error:  # the module may raise anything
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Evictor) and found is not Evictor):
+        raise ValueError("not a class that extends Evictor")
+    return found

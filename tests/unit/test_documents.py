@@ -2,7 +2,6 @@
 """The docs build in strict mode. Links, paths, commands, tables and examples of docs and READMEs are right."""
 
 import dataclasses
-import importlib.util
 import pkgutil
 import re
 import subprocess
@@ -23,8 +22,9 @@ from tests.eviction.rows import evict, view
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXT = {page.stem: page.read_text() for page in PAGES}
-#: READMEs are not part of the site, so MkDocs does not check their links.
-READMES = [ROOT / "README.md", ROOT / "csrc/README.md", *sorted(ROOT.glob("eval/*/README.md"))]
+#: These pages are not part of the site, so MkDocs does not check their links.
+READMES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("*/README.md"))]
+READMES += sorted(ROOT.glob("eval/*/README.md"))
 _LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
 #: Finds `sharing/rules.py`, `config.py: ReasonCacheConfig`, `filter/structure/`, `eval/tiny_reasoner/README.md`
 _SOURCE = re.compile(
@@ -130,24 +130,19 @@ def test_every_policy_and_option_is_in_the_tables() -> None:
 
 
 def test_the_example_of_a_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example policy in docs/eviction.md, imported as a module, evicts what the page says."""
+    """The example policy in docs/eviction.md, in a module outside the package, evicts what the page says."""
     [source] = re.findall(r"```python\n(.*?)```", TEXT["eviction"], flags=re.DOTALL)
-    path = tmp_path / "thinning_of_the_document.py"
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # ``dataclass`` looks up a class's module in ``sys.modules``.
-    monkeypatch.setitem(sys.modules, path.stem, module)
-    spec.loader.exec_module(module)
-    registered = {**registry.BUILT_IN, "thinning": f"{path.stem}:Thinning"}
-    monkeypatch.setattr(registry, "BUILT_IN", registered)
+    [flag] = re.findall(r"`--reasoncache-policy (thin:.*?)`", TEXT["eviction"])
+    (tmp_path / "thin.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
     try:
-        [(_, policy)] = policy_options.parse("thinning:budget=10:keep=4:recent=2").evictors
-        with pytest.raises(policy_options.PolicyError, match="keep of thinning between 2 and 1000"):
-            policy_options.parse("thinning:budget=10:keep=1")
+        [(_, policy)] = policy_options.parse(flag).evictors
+        with pytest.raises(policy_options.PolicyError, match="keep of thin:Thinning between 2 and"):
+            policy_options.parse(flag.replace("keep=4", "keep=1"))
     finally:
         policy_options.parse.cache_clear()
+        sys.modules.pop("thin")
+    policy = dataclasses.replace(policy, budget=10, recent=2)
     assert evict(policy, view(20, owned=3), 20, 8) == [3, 5, 6, 7, 9, 10, 11, 13]
     assert evict(policy, view(30, page=2), 30, 5) == [2, 3, 4, 5, 6, 7]
 

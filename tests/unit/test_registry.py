@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests how ``--reasoncache-policy`` is parsed, on a server's command line and in a method of ``eval.run``."""
 
+import pickle
 import shlex
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+import torch
 
 from eval.methods import MethodError, find_method
 from sglang_reasoncache import policy_options, registry
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
+from sglang_reasoncache.eviction.policies.contract import View
+from sglang_reasoncache.eviction.policies.evictor import Evictor, bounded
 from sglang_reasoncache.eviction.policies.snapkv import SnapKV
+from tests.eviction.rows import evict, view
 
 
 @pytest.mark.parametrize(
@@ -58,7 +64,24 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("keydiff:budget=64+keydiff:budget=32", "with keydiff once"),
         ("reasoncache:block=8", "reasoncache without options"),
         ("none+streamingllm:budget=64", "none alone"),
-        ("tova:budget=64", "not 'tova'"),
+        ("tova:budget=64", "or module:Class, not 'tova'"),
+        (
+            "tova:Tova:budget=64",
+            "tova:Tova an evicting policy (ModuleNotFoundError: No module named 'tova'",
+        ),
+        ("json:Tova:budget=64", "json:Tova an evicting policy (AttributeError: "),
+        (
+            "json:JSONDecoder:budget=64",
+            "json:JSONDecoder an evicting policy (not a class that extends",
+        ),
+        (
+            "tests.unit.test_registry:Evens:budget=64:step=1",
+            "step of tests.unit.test_registry:Evens between",
+        ),
+        (
+            "tests.unit.test_registry:Evens",
+            "budget or share of tests.unit.test_registry:Evens given",
+        ),
         ("+", "every NAME one of none, reasoncache, "),
         ("streamingllm:budget=1_0", "budget of streamingllm an integer, not '1_0'"),
         ("streamingllm:budget=\u0663", "budget of streamingllm an integer, not"),
@@ -75,6 +98,28 @@ def test_a_bad_text_names_flag_bound_and_value(text: Any, message: str) -> None:
     assert shown.startswith("--reasoncache-policy must be NAME[:key=value,...][+NAME...]")
     assert message in shown
     assert repr(text) in shown
+
+
+@dataclass(frozen=True)
+class Evens(Evictor):
+    """A policy outside the package: evicts every ``step``-th position first."""
+
+    step: int = bounded(2, 2, 9)
+
+    def scores(self, view: View) -> torch.Tensor:
+        return torch.from_numpy(view.held % self.step)
+
+
+@pytest.mark.parametrize("separator", [":", ","])
+def test_a_policy_of_another_package(separator: str) -> None:
+    """Its settings reach a scheduler pickled; there it evicts what its scores say."""
+    words = separator.join(("reasoncache+tests.unit.test_registry:Evens", "budget=6", "step=4"))
+    config = pickle.loads(pickle.dumps(ReasonCacheConfig(policy=words + ":recent=1")))
+    assert config.shares
+    [(name, policy)] = config.policies.evictors
+    assert name == "tests.unit.test_registry:Evens"
+    assert policy == Evens(budget=6, step=4, recent=1)
+    assert evict(policy, view(12, owned=1), 12, 3) == [1, 4, 8]
 
 
 def test_what_is_on() -> None:
