@@ -19,7 +19,7 @@ help:
 	@echo "make demo         compare stock SGLang, plain and tuned, with reasoncache on the embedded model (no GPU); see it in a browser"
 	@echo "make test         quick test suite, real servers included (no GPU)"
 	@echo "make test-all     the same with every kind of server"
-	@echo "make test-quick   unit tests alone, without a server"
+	@echo "make test-quick   unit tests alone, without a server (some 4 minutes of CPU time on 2 processes)"
 	@echo "make test-long    property test with PROPERTY_OPERATIONS=$(PROPERTY_OPERATIONS) operations"
 	@echo "make test-sanitized  native code under AddressSanitizer, UBSan and ThreadSanitizer"
 	@echo "make test-versions  contract tests and a live server with each supported SGLang version"
