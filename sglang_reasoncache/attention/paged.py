@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import verification
+from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.attention.models import attention_layers, reach_of
 from sglang_reasoncache.attention.rotations import key_rotations
 from sglang_reasoncache.attention.slots import slots_of
@@ -216,7 +217,13 @@ class PagedAttention:
                 lengths = lengths + drafted
             if lengths is not None and seen:
                 lengths = lengths.clamp(max=seen)
-            entries = None if lengths is None else int(lengths.sum())
+            entries: int | None
+            if lengths is not None:
+                entries = int(lengths.sum())
+            else:
+                # With speculation only the device knows how many tokens were accepted.
+                mark = mark_of(batch)
+                entries = None if mark is None else mark.slots
             buffers = self.buffers(len(batch.seq_lens), entries, merge=merge)
             return self.plan_into(buffers, batch.req_pool_indices, ends, reach)
         plan = plan_rows(

@@ -49,9 +49,6 @@ class SharedSlotReads(PagedBackend):
     speculative decoding verifies drafted tokens, which our kernels compute like a decode step.
     """
 
-    #: Whether SGLang copies row lengths to the host before each forward. They size the plans outside of graphs.
-    needs_cpu_seq_lens = True
-
     def __init__(
         self, model_runner: ModelRunner, cached: CachedPositions | None, **named: Any
     ) -> None:

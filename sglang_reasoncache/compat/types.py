@@ -117,6 +117,8 @@ class ServerArgs(Protocol):
     speculative_num_draft_tokens: int | None
     enable_mixed_chunk: bool
     moe_a2a_backend: str
+    moe_dense_tp_size: int | None
+    enable_hierarchical_cache: bool
     #: ``decode`` or ``prefill`` for a server of a PD pair, else ``null``.
     disaggregation_mode: str
     disaggregation_decode_host_receive_threshold: float

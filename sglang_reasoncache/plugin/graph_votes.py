@@ -61,7 +61,8 @@ def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
     tree = batch.tree_cache
     evicted = tree.evicted_of(batch.reqs)
     shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
-    return MarkedRids(rids, shifted or any(evicted), evicted)
+    slots = sum(req.kv.kv_allocated_len for req in batch.reqs)
+    return MarkedRids(rids, shifted or any(evicted), evicted, slots)
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:

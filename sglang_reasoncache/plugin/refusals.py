@@ -38,6 +38,7 @@ CONFLICTS: Mapping[str, str] = {
     "enable_prefill_cp": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
+_VOTES = "its padded batches and votes on graphs are not tested with speculation"
 #: Values of --speculative-algorithm that this plugin supports, in upper case.
 SPECULATION = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 #: Fields that exclude this plugin with speculation -> reason.
@@ -45,7 +46,9 @@ SPECULATION_CONFLICTS: Mapping[str, str] = {
     "speculative_adaptive": "it makes a second attention backend while requests run",
     "enable_multi_layer_eagle": "its draft workers prepare the verification in another way",
     "enable_mixed_chunk": "its batches with speculation are not tested",
-    "enable_dp_attention": "its votes on graphs are not tested with speculation",
+    "enable_dp_attention": _VOTES,
+    "moe_a2a_backend": _VOTES,
+    "enable_lora": "adapters are not tested with speculation",
 }
 #: Fields that exclude this plugin on the decode server of a PD pair -> reason.
 DECODE_CONFLICTS: Mapping[str, str] = {
@@ -117,6 +120,10 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
     if algorithm.upper() not in SPECULATION:
         supported = ", ".join(SPECULATION)
         found.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")
+    if args.moe_dense_tp_size is not None:
+        found.append(f"--moe-dense-tp-size {args.moe_dense_tp_size} ({_VOTES})")
+    if has_draft_model(args) and args.enable_hierarchical_cache:
+        found.append("--enable-hierarchical-cache with a draft model (untested)")
     if page_size > 1:
         found.append(f"--page-size {page_size} with speculation (only 1 is tested)")
     if has_draft_model(args) and (args.speculative_eagle_topk or 1) > 1:

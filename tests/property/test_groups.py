@@ -40,7 +40,7 @@ SETUPS = [
     Setup(page=1, block=3, slots=230, drafts=3, continues=True),
     Setup(page=1, block=2, slots=210, when="short", core="rust", drafts=4),
 ]
-QUICK_RULES = 7_800
+QUICK_RULES = 6_800
 MIN_AGE = 6
 #: Phrases that responses are made of, so that responses repeat themselves and each other.
 PHRASES = [[10 * i + j for j in range(1, 2 + 3 * i)] for i in range(1, 5)]

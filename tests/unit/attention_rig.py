@@ -303,7 +303,7 @@ def announced(
 
 def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
     """A scheduler's batch with a stand-in for the prefix tree, which returns ``shifted`` and ``evicted``."""
-    reqs: list[Any] = [object()]
+    reqs: list[Any] = [SimpleNamespace(kv=SimpleNamespace(kv_allocated_len=3 * CONTEXT))]
     tree = SimpleNamespace(
         owner=NoOwner(),
         reads_shifted=lambda of: shifted and of is reqs,

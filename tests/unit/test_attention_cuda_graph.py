@@ -30,6 +30,7 @@ from transformers import Qwen3Config
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import paged
+from sglang_reasoncache.attention.batch_mark import MarkedRids
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED, GraphVariants
 from sglang_reasoncache.attention.warm_up import compile_attention
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -438,7 +439,11 @@ def verifying(rig: Rig, backend: Any, tree: torch.Tensor, topk: int = -1) -> Any
     info.custom_mask = on_device(info.custom_mask)
     with no_wait():
         batch = dataclasses.replace(batch, **there, spec_info=info)
-        return announced(backend, batch, True, [0] * len(rig.lengths))
+        batch = announced(backend, batch, True, [0] * len(rig.lengths))
+    # SGLang's Triton backend does without lengths on the host: rows name at most so many slots.
+    assert isinstance(batch.rids, MarkedRids)
+    batch.rids.slots = sum(rig.lengths)
+    return dataclasses.replace(batch, seq_lens_cpu=None) if topk == 1 else batch
 
 
 def check_drafts(
