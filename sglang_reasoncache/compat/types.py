@@ -180,6 +180,17 @@ class ForwardMode(Protocol):
     def is_target_verify(self) -> bool: ...
 
 
+class VerifyInput(Protocol):
+    """The drafted tokens that a forward verifies, by a draft model or by n-grams."""
+
+    #: Number of drafted tokens of each request.
+    draft_token_num: int
+    #: Whether they may form a tree: 1 if they form a chain.
+    tree_topk: int
+    #: What each token sees of its row and of the drafted tokens, bool. A chain may have none.
+    custom_mask: torch.Tensor
+
+
 class ForwardBatch(Protocol):
     """One forward. Lengths and indices are ``[batch]``. Fields that end in ``_cpu`` are on the host."""
 
@@ -197,7 +208,7 @@ class ForwardBatch(Protocol):
     mrope_positions: torch.Tensor | None
     #: A ``GraphVote`` once the groups of DP attention have voted on the graph to run, else a bool.
     can_run_decode_cuda_graph: bool
-    #: Drafted tokens, in the mode TARGET_VERIFY.
+    #: Drafted tokens, in the mode TARGET_VERIFY: a ``VerifyInput``.
     spec_info: Any
 
 

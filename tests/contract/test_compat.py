@@ -273,6 +273,7 @@ CLASSES: dict[type, str] = {
     types.AttentionLayer: "layers.radix_attention.RadixAttention",
     types.ForwardMode: "model_executor.forward_batch_info.ForwardMode",
     types.ForwardBatch: "model_executor.forward_batch_info.ForwardBatch",
+    types.VerifyInput: "speculative.eagle_info.EagleVerifyInput",
     types.ScheduleBatch: "managers.schedule_batch.ScheduleBatch",
     types.PreallocQueue: "disaggregation.decode.DecodePreallocQueue",
     types.CacheInitParams: "mem_cache.cache_init_params.CacheInitParams",
@@ -293,6 +294,14 @@ ATTRIBUTES = [
 def test_every_protocol_has_a_class() -> None:
     ours = [value for value in vars(types).values() if getattr(value, "_is_protocol", False)]
     assert {value for value in ours if value.__module__ == types.__name__} == set(CLASSES)
+
+
+def test_n_grams_are_verified_like_a_draft_model() -> None:
+    ngram = pkgutil.resolve_name("sglang.srt.speculative.ngram_info.NgramVerifyInput")
+    for name in types.VerifyInput.__annotations__:
+        assert hasattr(ngram, name) or f"self.{name} = " in _source(ngram)
+    result = pkgutil.resolve_name("sglang.srt.managers.utils.GenerationBatchResult")
+    assert "accept_lens" in result.__dataclass_fields__
 
 
 @pytest.mark.parametrize(
