@@ -226,6 +226,9 @@ KERNELS = {name: kernel for name, (kernel, _) in _KERNELS.items()}
 _LIMITS_OF_GPU = {
     (100, "decode, merged, bf16 32/8x128"): Resources(224, 0, 74776),
     (80, "decode, merged, e4m3 32/8x128"): Resources(255, 0, 54296),
+    (80, "decode, merged, 4 new, bf16 32/8x128"): Resources(240, 0, 83480),
+    (80, "decode, merged, 8 new, bf16 28/4x128"): Resources(224, 0, 83480),
+    (100, "decode, merged, 4 new, bf16 32/8x128"): Resources(184, 0, 83480),
     (100, "decode, shifted, e4m3 32/8x128"): Resources(248, 0, 61440),
     (80, "decode, shifted, e4m3 32/8x128"): Resources(200, 0, 61440),
 }

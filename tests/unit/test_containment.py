@@ -193,7 +193,8 @@ class Load:
         scheduler = SimpleNamespace(running_batch=SimpleNamespace(batch_is_full=True))
         processor = SimpleNamespace(metrics_reporter=SimpleNamespace(scheduler=scheduler))
         before = self.world.to_have()
-        self._hook(name, None, processor, SimpleNamespace(decoding_reqs=None, **batch))
+        output = SimpleNamespace(accept_lens=None)
+        self._hook(name, None, processor, SimpleNamespace(decoding_reqs=None, **batch), output)
         more = self.world.to_have() - before
         if self.controller.report.disabled is None and not self.world.ranks.failed:
             assert scheduler.running_batch.batch_is_full == (more <= 0)
