@@ -59,18 +59,6 @@ class PagedBackend(_Stock):
         self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        return self._decode(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-
-    def _decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
-        layer: AttentionLayer,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        kwargs: dict[str, Any],
-    ) -> torch.Tensor:
         q = _whole(q, kwargs.pop("q_rope", None))
         k = _whole(k, kwargs.pop("k_rope", None))
         sinks = self._sinks(kwargs)
@@ -88,10 +76,10 @@ class PagedBackend(_Stock):
         **kwargs: Any,
     ) -> torch.Tensor:
         """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
-        self.paged.keep(q, layer)
         if self.paged.rows is not None:
             # The verification of drafted tokens, which SGLang runs as an extend.
-            return self._decode(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        self.paged.keep(q, layer)
         if self.paged.extend_plan is None and not self.always_ours:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         sinks = self._sinks(kwargs)

@@ -17,20 +17,16 @@ class MarkedRids(list[str]):
         rids: The request ids.
         needs_ours: Whether some row has shifted slots or evicted positions: only our kernels can read these.
         evicted: How many positions of each row were evicted; None if unknown.
-        slots: How many slots the rows name at most; None if unknown.
     """
 
     def __init__(
-        self,
-        rids: Sequence[str],
-        needs_ours: bool,
-        evicted: Sequence[int] | None = None,
-        slots: int | None = None,
+        self, rids: Sequence[str], needs_ours: bool, evicted: Sequence[int] | None = None
     ) -> None:
         super().__init__(rids)
         self.needs_ours = needs_ours
         self.evicted = evicted
-        self.slots = slots
+        #: How many slots the rows name at most. None if the host knows their lengths.
+        self.slots: int | None = None
 
 
 def mark_of(batch: Any) -> MarkedRids | None:

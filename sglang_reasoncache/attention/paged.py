@@ -183,7 +183,7 @@ class PagedAttention:
     def plan_graph(self, buffers: dict[int, PlanBuffers], batch: ForwardBatch) -> None:
         """Queue the planning as a part of a decode graph. Call :meth:`begin_graph` before."""
         # Use the returned plans. For a window pool these are new tensors, which ``buffers`` does not hold.
-        lengths = batch.seq_lens + verification.drafted(batch)
+        lengths = verification.row_ends(batch)
         self._use(
             {
                 reach: self.plan_into(memory, batch.req_pool_indices, lengths, reach)
@@ -206,22 +206,23 @@ class PagedAttention:
         """Plan the rows of a batch. ``reach``: see :meth:`plan_into`. ``lengths``: row lengths, int64
         ``[batch]`` in host memory; None uses the lengths in ``batch``, with drafted tokens."""
         drafted = verification.drafted(batch)
-        ends = batch.seq_lens if lengths is None else upload(lengths.numpy(), self.device)
-        ends = ends + drafted if drafted else ends
+        ends = (
+            verification.row_ends(batch)
+            if lengths is None
+            else upload(lengths.numpy(), self.device)
+        )
         own_pool = self._has_window_pool(reach)
         seen = self._reaches.get(reach, 0)
         merge = merge and not own_pool
         if self.backend == "triton":
-            lengths = batch.seq_lens_cpu if lengths is None else lengths
-            if lengths is not None and drafted:
-                lengths = lengths + drafted
+            if lengths is None and batch.seq_lens_cpu is not None:
+                lengths = batch.seq_lens_cpu + drafted
             if lengths is not None and seen:
                 lengths = lengths.clamp(max=seen)
             entries: int | None
             if lengths is not None:
                 entries = int(lengths.sum())
             else:
-                # With speculation only the device knows how many tokens were accepted.
                 mark = mark_of(batch)
                 entries = None if mark is None else mark.slots
             buffers = self.buffers(len(batch.seq_lens), entries, merge=merge)

@@ -58,8 +58,8 @@ class SharedSlotReads(PagedBackend):
         # on one stream. A graph keeps using the buffers that were the newest when it was captured.
         self._graphs: list[dict[int, PlanBuffers]] = []
         self._graph_variant: str | None = None
-        # For each number of drafted tokens: what the tokens of a graph's requests see of one another.
-        self._sees: dict[int, torch.Tensor] = {}
+        # What the drafted tokens of a graph's requests see of one another. None without speculation.
+        self._sees: torch.Tensor | None = None
 
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether rows of a batch may have shifted slots or evicted positions."""
@@ -176,12 +176,10 @@ class SharedSlotReads(PagedBackend):
         if not drafted:
             return None
         requests = self._graphs[-1][0].batch
-        found = self._sees.get(drafted)
-        if found is None or len(found) < requests:
+        if self._sees is None or len(self._sees) < requests:
             # A captured graph goes on using the memory that it was captured with.
-            found = torch.zeros(requests, drafted, dtype=torch.int64, device=self.paged.device)
-            self._sees[drafted] = found
-        return found
+            self._sees = torch.zeros(requests, drafted, dtype=torch.int64, device=self.paged.device)
+        return self._sees
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Queue the work that becomes part of a decode graph: record the positions of new keys, choose which

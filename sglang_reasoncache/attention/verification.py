@@ -20,6 +20,12 @@ def drafted(batch: ForwardBatch) -> int:
     return int(batch.spec_info.draft_token_num) if verifies else 0
 
 
+def row_ends(batch: ForwardBatch) -> Tensor:
+    """The lengths of a batch's rows on the device, with drafted tokens, int ``[batch]``."""
+    count = drafted(batch)
+    return batch.seq_lens + count if count else batch.seq_lens
+
+
 def row_positions(batch: ForwardBatch, count: int) -> Tensor:
     """The position in its row of each drafted token's slot, int64 ``[batch * count]``. In a tree a token's own
     position is smaller. SGLang moves the KV of an accepted token to the slot whose position is the token's."""

@@ -55,14 +55,16 @@ def _after_forward_batch(
     with tree.owner.contained():
         tree.owner.hold_polls(False)
         result.rids = _marked(backend, batch, result.rids)
+        if result.seq_lens_cpu is None:
+            # With speculation only the device may know how many tokens were accepted.
+            result.rids.slots = sum(req.kv.kv_allocated_len for req in batch.reqs)
 
 
 def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
     tree = batch.tree_cache
     evicted = tree.evicted_of(batch.reqs)
     shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
-    slots = sum(req.kv.kv_allocated_len for req in batch.reqs)
-    return MarkedRids(rids, shifted or any(evicted), evicted, slots)
+    return MarkedRids(rids, shifted or any(evicted), evicted)
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:
