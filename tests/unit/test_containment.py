@@ -384,14 +384,17 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
     backend.paged = SimpleNamespace(cached=True)
     runner: Any = SimpleNamespace(attn_backend=backend)
-    made = SimpleNamespace(rids=["r"], forward_mode=None)
-    batch = SimpleNamespace(tree_cache=world.tree, reqs=[world.start()])
+    made = SimpleNamespace(rids=["r"], forward_mode=None, seq_lens_cpu=None)
+    req = world.start()
+    batch = SimpleNamespace(tree_cache=world.tree, reqs=[req])
     if fails is not None:
         monkeypatch.setattr(world.tree, fails, None)
     graph_votes._after_forward_batch(made, object, batch, runner)
     mark, disabled = mark_of(made), world.controller.report.disabled
     assert (mark is None) == (disabled is not None) == (fails is not None)
     assert mark is None or (mark.needs_ours, mark.evicted) == (False, [0])
+    # The host does not know the row's length, so the mark bounds it.
+    assert mark is None or mark.slots == req.kv.kv_allocated_len > 0
 
 
 def _rank(rank: int, group: Any) -> list[Any]:
