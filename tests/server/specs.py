@@ -334,8 +334,8 @@ NGRAMS_SHORT = SHARED.having(
 DRAFTS_SHORT = SHARED.having(
     "drafts-short", FP32, *SOON, _BY_MODEL, TIGHT, CROWDED, **_SPECULATES, **retracting(25)
 ).for_long_runs()
-SPECULATING = (NGRAMS, DRAFTS)
-SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT)
+SPECULATING = (NGRAMS, DRAFTS, *map(on_two_ranks, (NGRAMS, DRAFTS)))
+SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT, *map(on_two_ranks, (NGRAMS_SHORT, DRAFTS_SHORT)))
 
 #: How much log-probabilities of the tests' models may differ if fp16 rounds them (measured on a CPU: 0.0053).
 OF_FP16 = 0.02
