@@ -198,18 +198,23 @@ def _beside(model: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join(paths)}
 
 
+def _importing(*modules: str) -> dict[str, str]:
+    """Lets a server import only these modules of SGLang's models: importing all takes many seconds."""
+    folder = Path(sglang.__file__).parent / "srt/models"
+    others = {file.stem for file in folder.glob("*.py")} - {"__init__", *modules}
+    return {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others))}
+
+
 def _of(model: str, name: str, *flags: str, **env: str) -> ServerSpec:
     """A server of a tiny model. The overlap schedule is off: for state layers it needs extra copies of
-    states, which SGLang lacks on a CPU. Only one SGLang model is imported: importing all takes many seconds."""
+    states, which SGLang lacks on a CPU."""
     states = "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500"
     states *= model not in STATELESS  # empty for other models
     flags = ("--dtype float32 --disable-overlap-schedule", states, *flags)
     if model in WINDOW_POOL:
         env["SGLANG_SWA_EVICTION_INTERVAL"] = "1"
     flags += tuple(arguments_of({"min_age": 32, "max_step_tokens": 64}))
-    folder = Path(sglang.__file__).parent / "srt/models"
-    others = {file.stem for file in folder.glob("*.py")} - {STATELESS.get(model, model), "__init__"}
-    env = _beside(model) | {"SGLANG_DISABLED_MODEL_ARCHS": ",".join(sorted(others)), **env}
+    env = _beside(model) | _importing(STATELESS.get(model, model)) | env
     env |= {WAITS: "1", "SGLANG_MAMBA_CONV_DTYPE": "float32", **UNCOMPILED}
     return replace(SHARED, name=model, model=model).having(name, *flags, **env)
 
@@ -334,6 +339,18 @@ NGRAMS_SHORT = SHARED.having(
 DRAFTS_SHORT = SHARED.having(
     "drafts-short", FP32, *SOON, _BY_MODEL, TIGHT, CROWDED, **_SPECULATES, **retracting(25)
 ).for_long_runs()
+#: DeepSeek's layer of multi-token prediction drafts. Latent rows are verified.
+MTP = (
+    at_once("deepseek_v3")
+    .having(
+        "mtp",
+        "--speculative-algorithm NEXTN --speculative-eagle-topk 1",
+        "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
+        **_SPECULATES,
+        **_importing("deepseek_v2", "deepseek_nextn"),
+    )
+    .for_long_runs()
+)
 SPECULATING = (NGRAMS, DRAFTS, *map(on_two_ranks, (NGRAMS, DRAFTS)))
 SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT, *map(on_two_ranks, (NGRAMS_SHORT, DRAFTS_SHORT)))
 

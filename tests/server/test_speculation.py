@@ -8,8 +8,18 @@ import pytest
 
 from eval.serving import ServerProcess
 from tests.server import specs
-from tests.server.harness import assert_whole, wait_until_idle
-from tests.server.problems import OPT_OUT, accuracy, problems, prompts, report, respond, solve
+from tests.server.harness import ServerPool, assert_whole, wait_until_idle
+from tests.server.problems import (
+    OPT_OUT,
+    accuracy,
+    letters,
+    problems,
+    prompts,
+    report,
+    respond,
+    solve,
+    together,
+)
 from tests.server.reference import ROUNDING, Beside, Loop, joined
 
 
@@ -54,4 +64,22 @@ def test_a_short_server_that_speculates_loses_nothing(server: ServerProcess) -> 
     totals = report(server)["totals"]
     assert totals["blocks_shared"] > 0 and totals["blocks_missed"] == 0
     assert totals["shortages"] > 0
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("spec", [specs.MTP])
+def test_latent_rows_are_verified_as_a_loop_reads_them(
+    servers: ServerPool, spec: specs.ServerSpec
+) -> None:
+    """DeepSeek's layer of multi-token prediction drafts, and rows are latent."""
+    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    responses = together(server, letters(10), 400)
+    seen = report(server)
+    assert seen["uncorrected"] is None and seen["totals"]["blocks_missed"] == 0
+    assert seen["totals"]["blocks_shared"] >= 200
+    assert seen["totals"]["decode_steps"] < 0.7 * 400, "drafts are accepted"
+    beside = Beside(loop, server)
+    for text, found in zip(letters(10), responses, strict=True):
+        beside.add(text, found)
+    beside.check("nothing shared", "keys rotated otherwise")
     assert_whole(server)

@@ -34,6 +34,8 @@ _DEEPSEEK: Fields = dict(
 )
 _DEEPSEEK |= dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1)
 _DEEPSEEK |= dict(moe_intermediate_size=16, routed_scaling_factor=1.0, topk_group=1)
+#: The number of layers that draft tokens (multi-token prediction).
+_MTP = "num_nextn_predict_layers"
 #: Every second layer sees all positions, the others a window. OLMo 3 has the rope fields of real checkpoints.
 _WINDOW: Fields = dict(num_hidden_layers=4, head_dim=16, sliding_window=48)
 _WINDOW |= dict(layer_types=["sliding_attention", _FULL] * 2)
@@ -96,7 +98,7 @@ MODELS: dict[str, tuple[str, Fields]] = {
     "deepseek_v2": ("DeepseekV2Config", {**_DEEPSEEK, "topk_method": "greedy", "head_dim": 16}),
     "deepseek_v3": (
         "DeepseekV3Config",
-        {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8},
+        {**_DEEPSEEK, "q_lora_rank": 24, "n_group": 2, "n_routed_experts": 8, _MTP: 1},
     ),
     "qwen3": ("Qwen3Config", dict(num_hidden_layers=4, head_dim=64)),
     # Four KV heads: on a CPU, SGLang needs one for each rank, counted over all DP attention groups.
@@ -166,6 +168,9 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(tokenizer / file, path / file)
     described = json.loads((path / "config.json").read_text())
+    if arguments.get(_MTP):
+        described[_MTP] = arguments[_MTP]
+        _add_drafting_layer(path / "model.safetensors", arguments["num_hidden_layers"])
     # SGLang's Nemotron-H reads older field names, and accepts no infinite ``time_step_limit``.
     if "layers_block_type" in arguments:
         described["layers_block_type"] = arguments["layers_block_type"]
@@ -184,3 +189,25 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         described |= {key: arguments[key] for key in ("rope_theta", "rope_scaling")}
     (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
     return path
+
+
+def _add_drafting_layer(file: Path, layers: int) -> None:
+    """Adds DeepSeek-V3's layer of multi-token prediction behind ``layers`` layers: a copy of the last one, which
+    gets the newest token's embedding and little of the last layer's output. So it drafts what the model says."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    last = f"model.layers.{layers - 1}."
+    drafting = f"model.layers.{layers}."
+    for name in [name for name in weights if name.startswith(last)]:
+        weights[name.replace(last, drafting)] = weights[name].clone()
+    hidden = weights["model.norm.weight"].numel()
+    one = torch.eye(hidden)
+    weights[drafting + "eh_proj.weight"] = torch.cat([one, 0.1 * one], dim=1)
+    for norm in ("enorm", "hnorm"):
+        weights[f"{drafting}{norm}.weight"] = torch.ones(hidden)
+    weights[drafting + "shared_head.norm.weight"] = weights["model.norm.weight"].clone()
+    weights[drafting + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    weights[drafting + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, metadata={"format": "pt"})

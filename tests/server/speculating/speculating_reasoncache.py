@@ -198,6 +198,8 @@ def register() -> None:
                 if function in vars(module):
                     setattr(module, function, ours)
 
+    # DeepSeek's draft model waits for the GPU when it takes the served model's embeddings.
+    torch.cuda.synchronize = lambda _=None: None
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
