@@ -152,7 +152,7 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         r"--speculative-algorithm DFLASH \(NGRAM": {"speculative_algorithm": "DFLASH"},
         r"--speculative-eagle-topk 2 \(only chains": {"speculative_eagle_topk": 2},
         r"--speculative-num-draft-tokens 64 \(at most 63": {"speculative_num_draft_tokens": 64},
-        r"--moe-dense-tp-size 1 \(its padded": {"moe_dense_tp_size": 1},
+        r"--moe-a2a-backend pplx with speculation": {"moe_a2a_backend": "pplx"},
         r"--enable-hierarchical-cache with a draft": {"enable_hierarchical_cache": True},
         r"--page-size 64 with speculation": {"page_size": 64},
         r"--disaggregation-mode decode with spec": {"disaggregation_mode": "decode"},

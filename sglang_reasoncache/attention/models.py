@@ -32,6 +32,8 @@ LAYER_ATTRIBUTES = (
     ("logit capping", "logit_capping_method", ("tanh",)),
     ("attention temperature length", "xai_temperature_len", (-1,)),
 )
+#: Values of --moe-a2a-backend with which SGLang may run decode steps of a group of DP attention as prefills.
+DECODES_AS_PREFILLS = ("pplx", "deepep_v2")
 #: Dims of a head that SGLang's FlashInfer backend supports. For other dims SGLang's Triton backend is chosen.
 FLASHINFER_DIMS = (64, 128, 256)
 #: The same for latent attention: dims of the latent and of the rotated part of a row.
@@ -98,10 +100,8 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
     reads = "a prefill would read keys of shared slots as they are cached"
     given = {
         "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),
-        # With these backends a DP group decodes by SGLang's prefill code while another group prefills.
         "--moe-a2a-backend with DP attention": (
-            compat.get_parallel().attn_dp_size > 1
-            and args.moe_a2a_backend in ("pplx", "deepep_v2"),
+            compat.get_parallel().attn_dp_size > 1 and args.moe_a2a_backend in DECODES_AS_PREFILLS,
             reads,
         ),
     }

@@ -219,12 +219,7 @@ class PagedAttention:
                 lengths = batch.seq_lens_cpu + drafted
             if lengths is not None and seen:
                 lengths = lengths.clamp(max=seen)
-            entries: int | None
-            if lengths is not None:
-                entries = int(lengths.sum())
-            else:
-                mark = mark_of(batch)
-                entries = None if mark is None else mark.slots
+            entries = _most_entries(batch, drafted) if lengths is None else int(lengths.sum())
             buffers = self.buffers(len(batch.seq_lens), entries, merge=merge)
             return self.plan_into(buffers, batch.req_pool_indices, ends, reach)
         plan = plan_rows(
@@ -284,7 +279,9 @@ class PagedAttention:
             slots = batch.out_cache_loc
             drafted = verification.drafted(batch)
             own = verification.row_positions(batch, drafted) if drafted else batch.positions
-            self.cached.record(slots, own[: slots.shape[0]])
+            # SGLang may pad either: with requests that hold no slots, or with slots of no request.
+            count = min(len(own), len(slots))
+            self.cached.record(slots[:count], own[:count])
         self._new_peers = None  # A captured graph must look up its peers, not use a trial run's.
         rows = batch.req_pool_indices
         positions = batch.positions
@@ -376,12 +373,15 @@ class PagedAttention:
     @once_more
     def decode(self, q: Tensor, layer: AttentionLayer, sinks: Tensor | None) -> Tensor:
         """A layer's decode attention. ``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. In
-        the verification of drafted tokens these have a row for each token."""
+        the verification of drafted tokens these have a row for each token, and may have more rows."""
         if self.rows is None:
             raise RuntimeError("forward_decode without a plan of its batch")
         rows = self.windows.get(reach_of(layer), self.rows)
         run = functools.partial(decode_attention, sees=self._sees)
-        return self._attend(run, q, layer, rows, sinks)
+        planned = len(rows.kv_indptr) - 1
+        if self._sees is not None:
+            planned *= self._sees.shape[1]
+        return _padded(self._attend(run, q[:planned], layer, rows, sinks), len(q))
 
     @once_more
     def extend(self, q: Tensor, layer: AttentionLayer, batch: ForwardBatch, sinks: Any) -> Tensor:
@@ -414,8 +414,7 @@ class PagedAttention:
                         received=scored.received,
                         reach=reach,
                     )
-        # Under DP attention SGLang pads ``q``, so that all groups gather the same number of tokens.
-        return F.pad(out, (0, 0, 0, len(q) - len(out))) if len(q) > len(out) else out
+        return _padded(out, len(q))
 
     @once_more
     def keep(self, q: Tensor, layer: AttentionLayer) -> None:
@@ -453,3 +452,19 @@ class PagedAttention:
         k_scale = 1.0 if layer.k_scale_float is None else layer.k_scale_float
         v_scale = 1.0 if layer.v_scale_float is None else layer.v_scale_float
         return layer.scaling * k_scale, v_scale
+
+
+def _padded(out: Tensor, rows: int) -> Tensor:
+    """``out`` with zeros up to ``rows`` rows. SGLang pads the tokens of a forward if several ranks gather them:
+    so that all groups of DP attention gather equally many, or a number that the ranks of a group divide."""
+    return F.pad(out, (0, 0, 0, rows - len(out))) if rows > len(out) else out
+
+
+def _most_entries(batch: ForwardBatch, drafted: int) -> int | None:
+    """How many slots the rows of a batch name at most, if only the device knows their lengths. None if the
+    batch is not marked. A request that SGLang adds to pad the batch has a length of 1."""
+    mark = mark_of(batch)
+    if mark is None or mark.slots is None:
+        return None
+    padding = max(0, len(batch.seq_lens) - len(mark))
+    return mark.slots + padding * (1 + drafted)

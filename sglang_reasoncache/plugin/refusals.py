@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.arguments import flag_of
-from sglang_reasoncache.attention import verification
+from sglang_reasoncache.attention import models, verification
 from sglang_reasoncache.compat.types import ServerArgs
 from sglang_reasoncache.config import ReasonCacheConfig
 
@@ -38,7 +38,6 @@ CONFLICTS: Mapping[str, str] = {
     "enable_prefill_cp": "a request is spread over ranks",
     "use_ray": "plugins are not tested under Ray",
 }
-_VOTES = "its padded batches and votes on graphs are not tested with speculation"
 #: Values of --speculative-algorithm that this plugin supports, in upper case.
 SPECULATION = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 #: Fields that exclude this plugin with speculation -> reason.
@@ -46,8 +45,6 @@ SPECULATION_CONFLICTS: Mapping[str, str] = {
     "speculative_adaptive": "it makes a second attention backend while requests run",
     "enable_multi_layer_eagle": "its draft workers prepare the verification in another way",
     "enable_mixed_chunk": "its batches with speculation are not tested",
-    "enable_dp_attention": _VOTES,
-    "moe_a2a_backend": _VOTES,
     "enable_lora": "adapters are not tested with speculation",
 }
 #: Fields that exclude this plugin on the decode server of a PD pair -> reason.
@@ -120,8 +117,8 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
     if algorithm.upper() not in SPECULATION:
         supported = ", ".join(SPECULATION)
         found.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")
-    if args.moe_dense_tp_size is not None:
-        found.append(f"--moe-dense-tp-size {args.moe_dense_tp_size} ({_VOTES})")
+    if args.moe_a2a_backend in models.DECODES_AS_PREFILLS:
+        found.append(f"--moe-a2a-backend {args.moe_a2a_backend} with speculation (untested)")
     if has_draft_model(args) and args.enable_hierarchical_cache:
         found.append("--enable-hierarchical-cache with a draft model (untested)")
     if page_size > 1:
@@ -149,8 +146,8 @@ def check_speculation(
 
     ``has_states``: whether the model has state layers. ``has_windows``: whether it has sliding windows."""
     found = _in_speculation(compat.resolving_view(args), algorithm, page_size)
-    models = {"state layers": has_states, "sliding windows": has_windows}
-    for layers in (layers for layers, there in models.items() if there):
+    untested = {"state layers": has_states, "sliding windows": has_windows}
+    for layers in (layers for layers, there in untested.items() if there):
         found.append(f"--speculative-algorithm for a model with {layers} (untested)")
     refuse("--enable-reasoncache", found)
 

@@ -351,6 +351,15 @@ MTP = (
     )
     .for_long_runs()
 )
+#: The same in two groups of DP attention, a rank with a core each. SGLang pads their verifications.
+MTP_GROUPS = MTP.having(
+    "groups",
+    "--enable-dp-attention --tp 2 --dp-size 2",
+    PYTHONPATH=os.pathsep.join(
+        (str(LEAN_START), _beside_ours("faulty", "attention_groups", "speculating"))
+    ),
+    **TWO_CORES,
+).for_long_runs()
 SPECULATING = (NGRAMS, DRAFTS, *map(on_two_ranks, (NGRAMS, DRAFTS)))
 SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT, *map(on_two_ranks, (NGRAMS_SHORT, DRAFTS_SHORT)))
 

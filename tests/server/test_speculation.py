@@ -16,6 +16,7 @@ from tests.server.problems import (
     problems,
     prompts,
     report,
+    reports,
     respond,
     solve,
     together,
@@ -67,19 +68,22 @@ def test_a_short_server_that_speculates_loses_nothing(server: ServerProcess) -> 
     assert_whole(server)
 
 
-@pytest.mark.parametrize("spec", [specs.MTP])
+@pytest.mark.parametrize("spec", [specs.MTP, pytest.param(specs.MTP_GROUPS, marks=specs.FEW_CORES)])
 def test_latent_rows_are_verified_as_a_loop_reads_them(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """DeepSeek's layer of multi-token prediction drafts, and rows are latent."""
+    """DeepSeek's layer of multi-token prediction drafts, and rows are latent. With two groups of DP
+    attention, one has more requests than the other, so SGLang pads verifications."""
     server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
-    responses = together(server, letters(10), 400)
-    seen = report(server)
-    assert seen["uncorrected"] is None and seen["totals"]["blocks_missed"] == 0
-    assert seen["totals"]["blocks_shared"] >= 200
-    assert seen["totals"]["decode_steps"] < 0.7 * 400, "drafts are accepted"
+    todo = letters(9)
+    responses = together(server, todo, 400)
+    for seen in reports(server):
+        totals = seen["totals"]
+        assert seen["uncorrected"] is None and totals["blocks_missed"] == 0
+        assert totals["blocks_shared"] >= 50
+        assert totals["decode_steps"] < 0.7 * 400, "drafts are accepted"
     beside = Beside(loop, server)
-    for text, found in zip(letters(10), responses, strict=True):
+    for text, found in zip(todo, responses, strict=True):
         beside.add(text, found)
     beside.check("nothing shared", "keys rotated otherwise")
     assert_whole(server)

@@ -192,8 +192,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
 
 
 def _add_drafting_layer(file: Path, layers: int) -> None:
-    """Adds DeepSeek-V3's layer of multi-token prediction behind ``layers`` layers: a copy of the last one, which
-    gets the newest token's embedding and little of the last layer's output. So it drafts what the model says."""
+    """Adds DeepSeek-V3's layer of multi-token prediction behind ``layers`` layers: a copy of the last one that
+    gets the newest token's embedding and little of the last output, so it drafts what the model says."""
     import torch
     from safetensors.torch import load_file, save_file
 

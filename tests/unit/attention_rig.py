@@ -198,7 +198,10 @@ class Rig:
             extend_seq_lens_cpu=None,
             extend_prefix_lens_cpu=None,
             spec_info=SimpleNamespace(
-                draft_token_num=count, tree_topk=topk, custom_mask=torch.cat(masks).bool()
+                draft_token_num=count,
+                tree_topk=topk,
+                custom_mask=torch.cat(masks).bool(),
+                is_draft_input=lambda: False,
             ),
         )
 

@@ -463,6 +463,34 @@ def check_drafts(
     torch.testing.assert_close(in_host(found).double(), expected, rtol=0, atol=TOLERANCE[rig.dtype])
 
 
+class Padded:
+    """Runs a verification that SGLang pads: with a request, and with two tokens of no request, as for ranks
+    that gather a number of tokens which they divide."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        length = SimpleNamespace(get_cuda_graph_seq_len_fill_value=lambda: 1)
+        self._runner: Any = SimpleNamespace(attn_backend=length)
+        self._padded: Any = None
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        self._padded = dataclasses.replace(batch)
+        requests = batch.batch_size + 1
+        tokens = requests * batch.spec_info.draft_token_num + 2
+        self._padded._pad_inputs_to_size(self._runner, tokens, requests)
+        self._backend.init_forward_metadata(self._padded)
+
+    def forward_extend(self, q: Any, k: Any, v: Any, layer: Any, _batch: Any) -> Any:
+        tokens = len(self._padded.out_cache_loc)
+        padded = (
+            torch.cat((side, side.new_zeros(tokens - len(side), *side.shape[1:])))
+            for side in (q, k, v)
+        )
+        found = self._backend.forward_extend(*padded, layer, self._padded)
+        assert len(found) == tokens
+        return found[: len(q)]
+
+
 class VerifyingGraph:
     """Stands in for a graph that verifies drafted tokens of three requests. It is captured once with other
     rows, and a replay repeats only the calls that the capture recorded."""
@@ -523,6 +551,8 @@ def test_drafted_tokens_read_shifted_slots(kind: str) -> None:
     backend = on_stand_in(rig)
     check_drafts(rig, backend, CHAIN, topk=1)
     check_drafts(rig, backend, TREE)
+    if kind == "plain":
+        check_drafts(rig, backend, CHAIN, topk=1, runner=Padded(backend))
     graph = VerifyingGraph(rig, backend, 4)
     check_drafts(rig, backend, TREE, runner=graph)
     rig.lengths = [5, 12, 33]
