@@ -155,17 +155,24 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         r"--moe-a2a-backend pplx with speculation": {"moe_a2a_backend": "pplx"},
         r"--enable-hierarchical-cache with a draft": {"enable_hierarchical_cache": True},
         r"--page-size 64 with speculation": {"page_size": 64},
-        r"--disaggregation-mode decode with spec": {"disaggregation_mode": "decode"},
+        r"--speculative-algorithm NGRAM with --disaggregation-mode decode": {
+            "speculative_algorithm": "NGRAM",
+            "disaggregation_mode": "decode",
+        },
         **{
-            f"--{field.replace('_', '-')} \\(": {
-                field: "deepep" if field.startswith("moe") else True
-            }
+            f"--{field.replace('_', '-')} \\(": {field: True}
             for field in refusals.SPECULATION_CONFLICTS
         },
     }
     for message, fields in wrong.items():
         with pytest.raises(ValueError, match=f"cannot be combined .*{message}"):
             refusals.check(_server_args(**{**eagle, **fields}))
+    served = {
+        "disaggregation_mode": "decode",
+        "moe_a2a_backend": "deepep",
+        "enable_dp_attention": True,
+    }
+    refusals.check(_server_args(**eagle, **served))
     evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
     with pytest.raises(ValueError, match="keydiff.* without --speculative-algorithm"):
         refusals.check_where_policies_evict(evicts, _server_args(**eagle))

@@ -40,6 +40,8 @@ CONFLICTS: Mapping[str, str] = {
 }
 #: Values of --speculative-algorithm that this plugin supports, in upper case.
 SPECULATION = ("NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
+#: Those of them for which a prefill server of SGLang hands over what the first draft needs.
+PD_SPECULATION = ("EAGLE", "EAGLE3", "NEXTN")
 #: Fields that exclude this plugin with speculation -> reason.
 SPECULATION_CONFLICTS: Mapping[str, str] = {
     "speculative_adaptive": "it makes a second attention backend while requests run",
@@ -129,10 +131,9 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
     if (args.speculative_num_draft_tokens or 0) > verification.MOST:
         drafted = f"--speculative-num-draft-tokens {args.speculative_num_draft_tokens}"
         found.append(f"{drafted} (at most {verification.MOST})")
-    if args.disaggregation_mode != "null":
-        found.append(
-            f"--disaggregation-mode {args.disaggregation_mode} with speculation (untested)"
-        )
+    if args.disaggregation_mode == "decode" and algorithm.upper() not in PD_SPECULATION:
+        drafts = f"--speculative-algorithm {algorithm} with --disaggregation-mode decode"
+        found.append(f"{drafts} (SGLang hands over what {', '.join(PD_SPECULATION)} need)")
     if _is_set("SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
         found.append("SGLANG_ENABLE_OVERLAP_PLAN_STREAM (plans of our kernels are in the graph)")
     return found

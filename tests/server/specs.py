@@ -340,17 +340,12 @@ DRAFTS_SHORT = SHARED.having(
     "drafts-short", FP32, *SOON, _BY_MODEL, TIGHT, CROWDED, **_SPECULATES, **retracting(25)
 ).for_long_runs()
 #: DeepSeek's layer of multi-token prediction drafts. Latent rows are verified.
-MTP = (
-    at_once("deepseek_v3")
-    .having(
-        "mtp",
-        "--speculative-algorithm NEXTN --speculative-eagle-topk 1",
-        "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
-        **_SPECULATES,
-        **_importing("deepseek_v2", "deepseek_nextn"),
-    )
-    .for_long_runs()
+_BY_MTP = (
+    "--speculative-algorithm NEXTN --speculative-eagle-topk 1",
+    "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
 )
+_MTP_MODULES = _importing("deepseek_v2", "deepseek_nextn")
+MTP = at_once("deepseek_v3").having("mtp", *_BY_MTP, **_SPECULATES, **_MTP_MODULES).for_long_runs()
 #: The same in two groups of DP attention, a rank with a core each. SGLang pads their verifications.
 MTP_GROUPS = MTP.having(
     "groups",
@@ -360,6 +355,19 @@ MTP_GROUPS = MTP.having(
     ),
     **TWO_CORES,
 ).for_long_runs()
+#: A PD pair of servers that speculate. Prefills write the KV of the draft layer, too.
+_MTP_PAIRED = {
+    **UNCOMPILED,
+    **_MTP_MODULES,
+    **_PAIRED,
+    "PYTHONPATH": os.pathsep.join(
+        (str(LEAN_START), _beside_ours("faulty", "host_tier", "handing_over", "speculating"))
+    ),
+}
+MTP_PREFILLS = replace(STOCK, name="mtp", model="deepseek_v3").having(
+    "prefills", *_BY_MTP, _PAIR, "prefill --disable-overlap-schedule", **_MTP_PAIRED
+)
+MTP_DECODES = MTP.having("decodes", _PAIR, "decode", _TENSORS, **_MTP_PAIRED).for_long_runs()
 SPECULATING = (NGRAMS, DRAFTS, *map(on_two_ranks, (NGRAMS, DRAFTS)))
 SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT, *map(on_two_ranks, (NGRAMS_SHORT, DRAFTS_SHORT)))
 

@@ -15,10 +15,15 @@ from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.handing_over.handing_over_reasoncache import FAILING, FOLDER
 from tests.server.harness import ServerPool, assert_whole, generate
-from tests.server.problems import OPT_OUT, prompts, report, told
-from tests.server.reference import assert_computed, replays_of
+from tests.server.problems import OPT_OUT, TO_THE_END, letters, prompts, report, told
+from tests.server.reference import Beside, Loop, assert_computed, replays_of
 
 _rooms = itertools.count(1)
+#: Prefill servers of decode servers that need another one than ``PREFILLS``.
+_PREFILLS = {
+    specs.DECODES_ON_TWO_RANKS: specs.PREFILLS_ON_TWO_RANKS,
+    specs.MTP_DECODES: specs.MTP_PREFILLS,
+}
 
 
 class Pair:
@@ -26,8 +31,7 @@ class Pair:
 
     def __init__(self, servers: ServerPool, folder: Path, decodes: specs.ServerSpec) -> None:
         env = {FOLDER: str(folder)}
-        two = decodes is specs.DECODES_ON_TWO_RANKS
-        prefills = specs.PREFILLS_ON_TWO_RANKS if two else specs.PREFILLS
+        prefills = _PREFILLS.get(decodes, specs.PREFILLS)
         self.prefill = servers.get(prefills.having("pair", **env))
         self.decode = servers.get(decodes.having("pair", **env))
 
@@ -90,3 +94,22 @@ def test_what_a_decode_server_shares_is_what_the_harness_computes(
     assert report(pair.decode)["totals"]["blocks_missed"] == 0
     assert 'engine_type="decode"' in pair.decode.get("/metrics").text
     assert_whole(pair.decode, log)
+
+
+@pytest.mark.parametrize("spec", [specs.MTP_DECODES])
+def test_a_decode_server_that_speculates_shares(
+    servers: ServerPool, folder: Path, spec: specs.ServerSpec
+) -> None:
+    """Its prompts' KV, the draft layer's too, comes from the prefill server."""
+    pair = Pair(servers, folder, spec)
+    loop = Loop(servers.model(spec.model), spec.model)
+    todo = letters(9)
+    responses = pair.respond(todo, 400, **TO_THE_END)
+    totals = report(pair.decode)["totals"]
+    assert totals["blocks_missed"] == 0 and totals["blocks_shared"] >= 100
+    assert totals["decode_steps"] < 0.7 * 400, "drafts are accepted"
+    beside = Beside(loop, pair.decode)
+    for text, found in zip(todo, responses, strict=True):
+        beside.add(text, found)
+    beside.check("nothing shared", "keys rotated otherwise")
+    assert_whole(pair.decode)

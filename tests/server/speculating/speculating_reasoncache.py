@@ -199,7 +199,7 @@ def register() -> None:
                     setattr(module, function, ours)
 
     # DeepSeek's draft model waits for the GPU when it takes the served model's embeddings.
-    torch.cuda.synchronize = lambda _=None: None
+    torch.cuda.synchronize = lambda *_: None
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
