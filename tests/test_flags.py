@@ -154,7 +154,11 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         r"--speculative-num-draft-tokens 64 \(at most 63": {"speculative_num_draft_tokens": 64},
         r"--moe-a2a-backend pplx with speculation": {"moe_a2a_backend": "pplx"},
         r"--enable-hierarchical-cache with a draft": {"enable_hierarchical_cache": True},
-        r"--page-size 64 with speculation": {"page_size": 64},
+        r"--page-size 64 with trees": {
+            "speculative_algorithm": "NGRAM",
+            "page_size": 64,
+            "speculative_eagle_topk": 4,
+        },
         r"--speculative-algorithm NGRAM with --disaggregation-mode decode": {
             "speculative_algorithm": "NGRAM",
             "disaggregation_mode": "decode",
@@ -181,7 +185,6 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     refusals.check_speculation(_server_args(**eagle), "EAGLE", 1, **kinds)
     for settled, page, kind in (
         ("FROZEN_KV_MTP", 1, {}),
-        ("EAGLE", 64, {}),
         ("EAGLE", 1, {"has_states": True}),
         ("EAGLE", 1, {"has_windows": True}),
     ):

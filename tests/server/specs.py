@@ -368,7 +368,9 @@ MTP_PREFILLS = replace(STOCK, name="mtp", model="deepseek_v3").having(
     "prefills", *_BY_MTP, _PAIR, "prefill --disable-overlap-schedule", **_MTP_PAIRED
 )
 MTP_DECODES = MTP.having("decodes", _PAIR, "decode", _TENSORS, **_MTP_PAIRED).for_long_runs()
-SPECULATING = (NGRAMS, DRAFTS, *map(on_two_ranks, (NGRAMS, DRAFTS)))
+MTP_PAGES = MTP.having("page16", PAGE16).for_long_runs()
+DRAFT_PAGES = DRAFTS.having("page16", PAGE16, *EAGER_PAGES).for_long_runs()
+SPECULATING = (NGRAMS, DRAFTS, DRAFT_PAGES, *map(on_two_ranks, (NGRAMS, DRAFTS)))
 SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT, *map(on_two_ranks, (NGRAMS_SHORT, DRAFTS_SHORT)))
 
 #: How much log-probabilities of the tests' models may differ if fp16 rounds them (measured on a CPU: 0.0053).

@@ -68,7 +68,9 @@ def test_a_short_server_that_speculates_loses_nothing(server: ServerProcess) -> 
     assert_whole(server)
 
 
-@pytest.mark.parametrize("spec", [specs.MTP, pytest.param(specs.MTP_GROUPS, marks=specs.FEW_CORES)])
+@pytest.mark.parametrize(
+    "spec", [specs.MTP, specs.MTP_PAGES, pytest.param(specs.MTP_GROUPS, marks=specs.FEW_CORES)]
+)
 def test_latent_rows_are_verified_as_a_loop_reads_them(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
