@@ -115,8 +115,10 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> st
     if not known:
         return "no finished request with shared steps to show"
     entry = max(known, key=lambda e: e["shared_positions"])
-    start, block, positions = entry["prompt_tokens"], entry["block"], entry["shared_positions"]
-    shared = {at - start for _, dst, _ in entry["blocks"] for at in range(dst, dst + block)}
+    start, positions = entry["prompt_tokens"], entry["shared_positions"]
+    shared = {
+        at - start for _, dst, _, length in entry["blocks"] for at in range(dst, dst + length)
+    }
     share = f"{positions / (start + entry['output_tokens']):.0%}"
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     ids = tokenizer.encode(answers[entry["rid"]].text, add_special_tokens=False).ids

@@ -60,7 +60,7 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     ``candidates``: steps similar to an earlier step. ``end_RULE``: tokens in all blocks that a rule proposes.
     ``held``, ``time_RULE``: tokens so far, and those in blocks proposed so far, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
-    rules = {"default": filter_config(default, default.block, 1)}
+    rules = {"default": filter_config(default)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
     found: dict[str, float] = {"tokens": tokens, "held": tokens * (tokens + 1) // 2}
     for name, rule in rules.items():

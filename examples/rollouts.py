@@ -44,8 +44,8 @@ def main() -> None:
         record = meta["reasoncache"]
         shared = len(record["blocks"]) + len(record["blocks_across"])
         print(
-            f"sample {number}: {meta['completion_tokens']} tokens, {shared} blocks of "
-            f"{record['block']} shared, the first {exact_tokens(meta)} tokens before any of them"
+            f"sample {number}: {meta['completion_tokens']} tokens, {shared} blocks "
+            f"shared, the first {exact_tokens(meta)} tokens before any of them"
         )
 
 

@@ -102,8 +102,8 @@ class ReasonCacheConfig:
     )
     block: int = _setting(
         8,
-        "Tokens per shared block (d in the ReasonCache paper); at --page-size > 1 the page is "
-        "the block.",
+        "Tokens per shared block (d in the ReasonCache paper); at --page-size > 1 a page shares once "
+        "blocks cover it.",
         bounds=(1, 1024),
     )
     percentile: float = _setting(
@@ -318,19 +318,17 @@ class ResolvedConfig:
         config: The operator's settings with three changes: ``positions`` is what this model and its backends
             can do, ``percentile`` is 0 if nothing can be shared, and ``min_age`` is at least what the model's
             sliding windows need.
-        block: Tokens per block that shares: the page if that is above 1, else ``config.block``.
         page: Page size, in tokens.
         uncorrected: Why keys cannot be rotated to the positions that read them, so that nothing is shared.
     """
 
     config: ReasonCacheConfig
-    block: int
     page: int
     uncorrected: str | None = None
 
 
-def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> FilterConfig:
-    """The filter's settings. Raises ValueError if ``page_size`` is above 1 and differs from ``block``."""
+def filter_config(config: ReasonCacheConfig) -> FilterConfig:
+    """The filter's settings."""
     return FilterConfig(
         strict=config.tau_strict,
         soft=config.tau_soft,
@@ -342,8 +340,7 @@ def filter_config(config: ReasonCacheConfig, block: int, page_size: int) -> Filt
         direction=config.direction,  # type: ignore[arg-type]
         min_age=config.min_age,
         min_run=config.min_run,
-        block=block,
-        page_size=page_size,
+        block=config.block,
         align=config.align,  # type: ignore[arg-type]
         max_step_tokens=config.max_step_tokens,
         max_history_steps=config.max_history_steps,

@@ -135,7 +135,7 @@ def work(options: Options) -> None:
     vocabulary = vocabulary_of(tokenizer)
     streams = [tokenizer.encode(text) for text in texts]
     default = ReasonCacheConfig()
-    rules = {"runs": filter_config(default, default.block, 1), "steps": FilterConfig(block=16)}
+    rules = {"runs": filter_config(default), "steps": FilterConfig(block=16)}
     results: dict[str, Any] = {"machine": describe_machine()}
     for name, rule in rules.items():
         step_filter = FilterProcess(rule, vocabulary, max_pending=256)

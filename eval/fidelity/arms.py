@@ -64,7 +64,7 @@ def parse(name: str) -> Arm:
         raise ValueError(f"{name!r}: {error}") from error
     if not 0 < need <= 100:
         raise ValueError(f"{name!r}: needN must be between 1 and 100, got {need}")
-    rule = filter_config(config, config.block, 1)
+    rule = filter_config(config)
     return Arm(name, rule, cached is None, percentile, need=need / 100, pool=pool)
 
 

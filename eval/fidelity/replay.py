@@ -24,7 +24,7 @@ from sglang_reasoncache.filter.request_filter import RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
-from sglang_reasoncache.sharing.blocks import Candidate
+from sglang_reasoncache.sharing.blocks import Candidate, Run
 from sglang_reasoncache.sharing.request import RequestRecord
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
@@ -86,7 +86,7 @@ class ArmCache:
     def _claim(self, pair: BlockPair) -> bool:
         if self._record.overlaps(pair.dst_start, self._block):
             return False
-        self._record.candidates[pair.dst_start] = Candidate(*pair)
+        self._record.candidates[pair.dst_start] = Candidate((Run(*pair, self._block),))
         return True
 
     def read(self, dst_start: int, src_start: int, lender: "ArmCache") -> None:
@@ -129,7 +129,14 @@ class ArmCache:
         source = KeySource(pool, at[None], positions, rotations)
         layers = source.layers(0, held, written, shifted=False)
         where: Any = dict(prompt=self.prompt, written=written, owned=self.prompt, page=1)
-        view = View(**where, held=held, first_readers=held, seed=seed, layers=layers)
+        view = View(
+            **where,
+            held=held,
+            first_readers=held,
+            worth=np.ones_like(held),
+            seed=seed,
+            layers=layers,
+        )
         policy = dataclasses.replace(self.arm.evictor, budget=written - target, share=None)
         candidates = policy.candidates(view)
         if len(candidates):

@@ -70,6 +70,9 @@ class PagedAttention:
         self._pool = pool
         self.dtype = model_runner.dtype
         self.cached = cached
+        #: Whether only our kernels can read rows that share: keys are rotated, or a page of positions names
+        #: slots of several pages, which SGLang's page tables cannot say.
+        self.reads_shared = cached is not None or pool.page_size > 1
         #: Whether decode plans are merged (:class:`RowPlan`), so that a slot that a row repeats is read once.
         self.merges = cached is not None
         self._cached_at = None if cached is None else cached.positions

@@ -2,9 +2,10 @@
 """SGLang's attention backends on CUDA, extended to read shifted slots and to skip evicted positions.
 
 A *shifted* slot is read at a position other than the one that its key was rotated for. Our kernels run forwards
-with shifted slots or evicted positions, SGLang's kernels run all others. A decode graph with our kernels also
-contains the planning, which lists the slots to read. With latent attention SGLang's kernels run every prefill,
-because no slot in a cached prefix is shifted then."""
+with shifted slots or evicted positions, SGLang's kernels run all others. At page sizes above 1 our kernels run
+all forwards whose rows share slots, rotated or not: SGLang's kernels may look up only the first slot of each page.
+A decode graph with our kernels also contains the planning, which lists the slots to read. With latent attention
+SGLang's kernels run every prefill, because no slot in a cached prefix is shared then."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class GraphVote(enum.IntEnum):
 class SharedSlotReads(PagedBackend):
     """A mixin in front of one of SGLang's backends, as in ``class C(SharedSlotReads, TritonAttnBackend)``.
 
-    If keys are read as cached, our kernels run only if rows have evicted positions. A decode graph with
-    speculative decoding verifies drafted tokens, which our kernels compute like a decode step.
+    If keys are read as cached at page size 1, our kernels run only if rows have evicted positions. A decode
+    graph with speculative decoding verifies drafted tokens, which our kernels compute like a decode step.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class SharedSlotReads(PagedBackend):
     def needs_ours(self, forward_batch: ForwardBatch) -> bool:
         """Whether rows of a batch may have shifted slots or evicted positions."""
         slots = self.paged.slots
-        shifted = self.paged.cached is not None and slots.has_shifted_slots
-        if not (slots.has_evicted or shifted):
+        shared = self.paged.reads_shared and slots.has_shifted_slots
+        if not (slots.has_evicted or shared):
             return False
         mark = mark_of(forward_batch)
         return mark is None or mark.needs_ours

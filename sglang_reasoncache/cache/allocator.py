@@ -7,7 +7,7 @@ The host knows which slots of a row are shared (:class:`HostRow`), so freeing ro
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,14 @@ from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudge
 from sglang_reasoncache.cache.continuations import Continuations
 from sglang_reasoncache.cache.freed import FreedEntries
 from sglang_reasoncache.cache.handover import Handover
-from sglang_reasoncache.cache.host_row import EVICTED, HostRow
+from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import NO_OWNER, SlotOwner
-from sglang_reasoncache.cache.references import Change, PageReferences
+from sglang_reasoncache.cache.references import (
+    Change,
+    PageReferences,
+    moved_references,
+    named_pages,
+)
 from sglang_reasoncache.cache.repair import Repairs
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.types import PrefixTree, Request
@@ -97,30 +102,41 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
     @property
     def saved(self) -> int:
         """Number of slots that sharing saves running requests now, within requests and across requests."""
-        return self.references.extra * self.page_size - self.continuations.aliased
+        return self.references.saved * self.page_size - self.continuations.aliased
 
-    def prepare(self, lost: Sequence[int], gained: Sequence[int] = ()) -> Change:
+    def prepare(self, lost: Sequence[int], gained: Sequence[int] = (), several: int = 0) -> Change:
         """Prepare a change that adds a reference to every page in ``gained``, then takes a reference from
-        every page in ``lost``. Nothing changes yet."""
+        every page in ``lost``. Nothing changes yet. ``several``: see :meth:`PageReferences.set`."""
         counts, freed = self.references.changed(gained, lost)
-        return Change(counts, upload(freed, self.device))
+        return Change(counts, upload(freed, self.device), several)
+
+    def prepare_moved(self, moved: Iterable[tuple[HostRow, Mapping[int, int]]]) -> Change:
+        """Prepare a change after positions were redirected in the host's rows. Nothing changes yet.
+
+        ``moved``: rows, and for each redirected position of the row the slot that it named before."""
+        lost, gained = list[int](), list[int]()
+        for row, slots in moved:
+            more = moved_references(row, slots, self.page_size)
+            lost += more[0].tolist()
+            gained += more[1].tolist()
+        return self.prepare(lost, gained, several=len(gained) - len(lost))
 
     def prepare_known(self, slots: torch.Tensor, known: np.ndarray) -> Change:
-        """Prepare a change that takes a reference from each page of consecutive entries of a row or node.
-        Nothing changes yet, and nothing waits for the device.
+        """Prepare a change that takes away the references of consecutive entries of a row or node. Nothing
+        changes yet, and nothing waits for the device.
 
         Args:
             slots: The entries, int ``[entries]`` on the device. Only the last page may be incomplete.
             known: What the host knows of these entries, see :meth:`FreedEntries.known`.
         """
-        page, first = self.page_size, known[:: self.page_size]
+        page = self.page_size
         pages = slots[::page] // page if page > 1 else slots
-        named = np.flatnonzero(first)
-        if not len(named):
+        if not known.any():
             return Change({}, pages)
-        change = self.prepare([n // page for n in first[named].tolist() if n != EVICTED])
-        kept = upload(np.delete(np.arange(len(first)), named), self.device)
-        return Change(change.counts, torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
+        holders, named, unknown = named_pages(known, page)
+        change = self.prepare(named.tolist(), several=len(np.unique(holders)) - len(holders))
+        kept = upload(unknown, self.device)
+        return change._replace(freed=torch.cat((pages[kept].to(change.freed.dtype), change.freed)))
 
     @property
     def evicted(self) -> int:
@@ -157,16 +173,22 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
             self._held.append(self.owner.once_more(change.freed.clone))
         elif freed:
             self.owner.once_more(self._release_unreferenced, change.freed)
-        self.references.set(change.counts)
+        self.references.set(change.counts, change.several)
         return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         """Free slots of a node, or of consecutive positions of a row from ``start_pos`` on. Only the last page
         may be incomplete."""
-        if not (self.references or self.has_evicted) or not self.freed.is_told:
+        if self._is_plain or not self.freed.is_told:
             super().free_segment(free_index, start_pos=start_pos)
         else:
             self._free_known(free_index, start_pos)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether SGLang's own code may free entries of a row or node: each holds one page, which nobody else
+        holds."""
+        return not (self.references or self.references.several or self.has_evicted)
 
     def _free_known(self, free_index: torch.Tensor, start_pos: int) -> None:
         if len(free_index):
@@ -232,11 +254,13 @@ class SharedTokenAllocator(_ReferenceCounted, compat.TokenToKVPoolAllocator):
 
 
 class SharedPagedAllocator(_ReferenceCounted, compat.PagedTokenToKVPoolAllocator):
-    """An allocator for page sizes above 1. Only whole pages are shared."""
+    """An allocator for page sizes above 1. Positions share slots one by one, but a page becomes free only once
+    no position names any slot of it."""
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots, given in any order. A page may occur several times, wholly or in part, so the page loses
-        as many references as its most frequent slot has occurrences. SGLang's method frees each page once."""
+        """Free slots that are in no row, given in any order. A page may occur several times, wholly or in part,
+        so the page loses as many references as its most frequent slot has occurrences. SGLang's method frees
+        each page once."""
         if self.free_group is None:
             free_index = self.owner.once_more(self._without_evicted, free_index)
         if self.free_group is not None or not self.references:

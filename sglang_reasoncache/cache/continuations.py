@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from sglang_reasoncache.cache.host_row import UNKNOWN
+from sglang_reasoncache.cache.references import named_pages
 
 #: At least one token in so many of a continuation is evicted at once.
 _LEAST_EVICTED = 8
@@ -42,7 +42,7 @@ class Continuation:
     """KV of consecutive positions behind a path of the tree, or behind a part of another continuation.
 
     Its pages are named by its positions only: a page may be named several times here, and by no row or node
-    elsewhere but rows of requests that pin the continuation.
+    elsewhere but rows of requests that pin the continuation. A position may name any slot of a page.
 
     Attributes:
         path: The path of the tree that this one goes on with. None if it goes on with ``parent``.
@@ -54,7 +54,7 @@ class Continuation:
             memory.
         exact: Number of leading positions whose KV is exact and read where it was computed.
         head: The first token.
-        aliased: Number of positions that name a slot which an earlier position names.
+        aliased: By how many its positions are more than the slots of the pages that they name.
         pins: Number of running requests that read it or a continuation behind it.
         children: The continuations that go on with a part of this one.
     """
@@ -88,9 +88,8 @@ class Continuation:
         self.slots = self.slots[:length]
         self.known = self.known[:length]
         self.exact = min(self.exact, length)
-        named = self.known[:: self._page]
-        named = named[named != UNKNOWN]
-        self.aliased = self._page * (len(named) - len(np.unique(named)))
+        holders, named, _ = named_pages(self.known, self._page)
+        self.aliased = self._page * (len(np.unique(holders)) - len(np.unique(named)))
 
     def extend(self, tail: Continuation) -> None:
         """Append a continuation that goes on with all of this one. No other request reads this one."""
@@ -237,8 +236,7 @@ class Continuations:
     Attributes:
         evictable: Number of slots that :meth:`evict` can free.
         protected: Number of slots of pinned continuations.
-        aliased: Number of positions that name a slot which an earlier position of their continuation names: as
-            many slots does the cache save.
+        aliased: The sum of its continuations' ``aliased``: as many slots does the cache save.
 
     Args:
         page: Tokens per page.

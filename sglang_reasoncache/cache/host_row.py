@@ -93,13 +93,27 @@ class HostRow:
         slot = int(self._slots[position]) if position < len(self._slots) else UNKNOWN
         return self._readers.get(slot, [position])
 
-    def first_readers(self, positions: np.ndarray) -> np.ndarray:
-        """For each of ``positions`` (int64 ``[n]``, ascending), the lowest of ``positions`` that names the same
-        slot. Returns int64 ``[n]``."""
+    def first_readers(self, positions: np.ndarray, page: int) -> tuple[np.ndarray, np.ndarray]:
+        """Which of ``positions`` (int64 ``[n]``, ascending) can be evicted only together.
+
+        At page size 1 these are the positions that name one slot. Else they are all positions of the pages of
+        positions that are linked: two are if they name slots of the same page.
+
+        Returns two int64 ``[n]``: for each position the lowest one that goes with it (in a linked page: at the
+        same place), and how many slots all that go together name. ``page``: tokens per page."""
+        numbers, at = np.unique(positions // page, return_inverse=True)
         slots = self.at(positions)
-        labels = np.where(slots == UNKNOWN, -1 - positions, slots)
-        _, first, label = np.unique(labels, return_index=True, return_inverse=True)
-        return positions[first][label]
+        if page == 1:
+            labels = np.where(slots == UNKNOWN, -1 - positions, slots)
+            _, first, label = np.unique(labels, return_index=True, return_inverse=True)
+            return positions[first][label], np.ones(len(positions), dtype=np.int64)
+        known = slots > UNKNOWN
+        linked = _Linked(len(numbers))
+        named = (slots[known] // page).tolist()
+        for link in set(zip(at[known].tolist(), named, strict=True)):
+            linked.join(*link)
+        first, named_by = linked.lowest_and_named()
+        return numbers[first][at] * page + positions % page, named_by[at] * page
 
     def first_in_other_rows(self, end: int) -> int:
         """The lowest position below ``end`` whose slot another row names or named; ``end`` if there is none."""
@@ -164,6 +178,37 @@ class HostRow:
                     self.in_other_rows.discard(slot)
         self._slots[positions] = EVICTED
         self.evicted += int(np.count_nonzero(slots != EVICTED))
+
+
+class _Linked:
+    """Groups of pages of positions, numbered from 0 to ``size - 1``, that name slots of the same pages."""
+
+    def __init__(self, size: int) -> None:
+        self._before = list(range(size))
+        # A page -> a page of positions that names it.
+        self._namer: dict[int, int] = {}
+
+    def join(self, number: int, named: int) -> None:
+        """Page ``number`` of positions names slots of the page ``named``."""
+        low, high = sorted(
+            (self._lowest(number), self._lowest(self._namer.setdefault(named, number)))
+        )
+        self._before[high] = low
+
+    def _lowest(self, number: int) -> int:
+        while self._before[number] != number:
+            self._before[number] = number = self._before[self._before[number]]
+        return number
+
+    def lowest_and_named(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each page of positions the lowest one in its group, and how many pages the group names."""
+        lowest = np.array(
+            [self._lowest(number) for number in range(len(self._before))], dtype=np.int64
+        )
+        namers = [lowest[number] for number in self._namer.values()]
+        named = np.bincount(np.array(namers, dtype=np.int64), minlength=len(lowest))
+        # A page of which the host knows no slot names a page of its own.
+        return lowest, np.maximum(named[lowest], 1)
 
 
 class Moved(NamedTuple):

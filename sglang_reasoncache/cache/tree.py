@@ -114,15 +114,19 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # After a retraction, a request that is prefilled again already has output.
             up_to = min(up_to, len(req.origin_input_ids))
         row = self._host_row(req.kv)
-        # KV behind the first evicted position may have been computed without that position.
-        up_to = min([up_to, *row.evicted_from(0)[:1].tolist()])
-        # The tree would count as evictable a slot that another row names, but evicting it would free nothing.
-        up_to = row.first_in_other_rows(up_to)
-        bounds = [_first_shared(req, row)]
+        bounds = [
+            # KV behind the first evicted position may have been computed without that position.
+            *row.evicted_from(0)[:1].tolist(),
+            # The tree would count a page that another row names as evictable: evicting it would free nothing.
+            row.first_in_other_rows(up_to),
+            _first_shared(req, row),
+        ]
         if not running and self.token_to_kv_pool_allocator.continues:
-            # A slot that a continuation names belongs to the continuation.
+            # A page that a continuation names belongs to the continuation.
             bounds.append(row.first_named_twice())
-        up_to = min([up_to, *(bound for bound in bounds if bound is not None)])
+        for bound in bounds:
+            if bound is not None and bound < up_to:
+                up_to = bound - bound % self.page_size
         return max(up_to, req.kv.cache_protected_len)
 
     def _continue(self, req: Request, up_to: int) -> None:

@@ -60,6 +60,7 @@ class KVPool(Protocol):
     """Buffers are ``[slots, heads, head_dim]``."""
 
     dtype: torch.dtype
+    page_size: int
     start_layer: int
     layer_num: int
     head_num: int

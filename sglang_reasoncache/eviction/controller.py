@@ -175,6 +175,7 @@ class EvictionController:
     def _view(self, policy: Evictor, req: Request, state: RowState, written: int) -> View:
         row = self._row(req)
         held = row.held(written)
+        first, worth = row.first_readers(held, self._page)
         owned = req.kv.cache_protected_len
         if not policy.prompt:
             # The prompt stays, whether the prefix tree or the request owns its slots.
@@ -185,7 +186,8 @@ class EvictionController:
             owned=owned,
             page=self._page,
             held=held,
-            first_readers=row.first_readers(held),
+            first_readers=first,
+            worth=worth,
             seed=zlib.crc32(array("q", req.origin_input_ids)),
         )
 
@@ -224,14 +226,19 @@ class EvictionController:
         positions: np.ndarray,
         written: int,
     ) -> int:
-        """Evict ``positions``, int64 ``[n]`` ascending, except those already evicted. Returns how many slots
-        became free.
+        """Evict ``positions``, int64 ``[n]`` ascending, except those already evicted and pages that are linked
+        by now to pages that stay (``HostRow.first_readers``). Returns how many slots became free.
 
         A forward in flight may still read the old slots. That is safe, because only a later forward on the same
         stream overwrites freed slots.
         """
         known = self._row(req)
         positions = positions[known.at(positions) != EVICTED]
+        if self._page > 1:
+            held = known.held(written)
+            first, _ = known.first_readers(held, self._page)
+            goes = np.isin(held, positions)
+            positions = held[goes & ~np.isin(first, first[~goes])]
         if not len(positions):
             return 0
         rows = self._rows.req_to_token

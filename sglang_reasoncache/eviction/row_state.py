@@ -51,7 +51,8 @@ class Decision(Download):
     ) -> None:
         at = np.searchsorted(view.held, candidates)
         super().__init__(scores[upload(at, scores.device)].double())
-        self._candidates, self._slots = candidates, view.first_readers[at]
+        self._candidates = candidates
+        self._first, self._worth = view.first_readers[at], view.worth[at]
         self._page, self._count = view.page, count
 
     def positions(self, ranks: Ranks) -> np.ndarray:
@@ -59,7 +60,7 @@ class Decision(Download):
         On a GPU this waits for the scores unless they are :meth:`ready`."""
         [sums] = self.wait()
         ranks.add(sums)
-        chosen = lowest(sums.numpy(), self._slots, self._page, self._count)
+        chosen = lowest(sums.numpy(), self._first, self._worth, self._page, self._count)
         return self._candidates[chosen]
 
 

@@ -86,7 +86,7 @@ class RandomPairs(Matcher):
         config = self._config
         earlier = self._starts
         ratio = config.random_ratio or 0.0
-        starts = block_starts(step, config.block, config.page_size)
+        starts = block_starts(step, config.block)
         pairs = [
             BlockPair(start, self._random.choice(earlier))
             for start in starts
@@ -100,7 +100,6 @@ class RandomPairs(Matcher):
         return pairs
 
 
-def block_starts(step: Step, block: int, page_size: int) -> range:
-    """Starts of consecutive blocks of ``step``. The first block begins at the step's first page boundary."""
-    first = step.start + -step.start % page_size
-    return range(first, step.end - block + 1, block)
+def block_starts(step: Step, block: int) -> range:
+    """Starts of the consecutive blocks of ``step``."""
+    return range(step.start, step.end - block + 1, block)

@@ -46,7 +46,6 @@ class RunMatcher(Matcher):
 
     def __init__(self, config: FilterConfig, start: int) -> None:
         self._block = config.block
-        self._page = config.page_size
         self._min_age = config.min_age
         self._keeps_first = config.direction == "oldest"
         self._start = start
@@ -89,7 +88,7 @@ class RunMatcher(Matcher):
             later = self._next
             earlier = self._earlier(later)
             if earlier is None or not self._take(later, earlier):
-                self._next += self._page
+                self._next += 1
                 continue
             self._distance = later - earlier
             pairs.append(BlockPair(self._start + later, self._start + earlier))
@@ -99,9 +98,8 @@ class RunMatcher(Matcher):
 
     def _begin(self, offset: int) -> None:
         """Let no window begin before ``offset``."""
-        first = offset + self._context
-        # Offset of the next block to look up, the first on a page's boundary.
-        self._next = first + -(self._start + first) % self._page
+        # Offset of the next block to look up.
+        self._next = offset + self._context
         # Offset of the next block to put in ``_runs``.
         self._next_run = self._next
         # Tokens from the earlier to the later block of the last pair; 0 until a pair is found.
@@ -144,7 +142,7 @@ class RunMatcher(Matcher):
             return pairs
         while self._next_in_group + self._block <= len(self._tokens) - self._min_age:
             reader = self._next_in_group
-            self._next_in_group += self._page
+            self._next_in_group += 1
             roles = self._roles[reader : reader + self._block]
             window = self._window(reader)
             if _READS in roles or -1 in window:
@@ -215,14 +213,14 @@ class RunMatcher(Matcher):
     def _remember(self, last: int) -> None:
         """Enter the windows of blocks up to offset ``last`` into ``_runs``. Later blocks are not entered
         yet, because they overlap the block that is looked up next."""
-        for start in range(self._next_run, last + 1, self._page):
+        for start in range(self._next_run, last + 1):
             if len(self._runs) >= _MAX_RUNS:
                 self._runs.clear()
             if self._keeps_first:
                 self._runs.setdefault(self._hash(start), start)
             else:
                 self._runs[self._hash(start)] = start
-            self._next_run = start + self._page
+            self._next_run = start + 1
 
     def _earlier(self, later: int) -> int | None:
         """Offset of an earlier block with the same window as the block at ``later``. The block ``_distance``

@@ -54,9 +54,6 @@ class FilterConfig:
 
     Most fields are settings of ``ReasonCacheConfig``, which has their bounds and help texts. ``strict`` and
     ``soft`` are named ``tau_strict`` and ``tau_soft`` there. Comments below explain the other fields.
-
-    Raises:
-        ValueError: ``page_size`` is above 1 and ``block`` differs from it.
     """
 
     strict: float = 0.9
@@ -72,7 +69,6 @@ class FilterConfig:
     min_age: int = 0
     min_run: int = 1
     block: int = 16
-    page_size: int = 1  # if above 1, a block is one whole page, so ``block`` equals ``page_size``
     align: AlignMode = "tokens"
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
@@ -80,10 +76,3 @@ class FilterConfig:
     max_blocks_per_step: int = 256  # block pairs proposed for one step
     random_ratio: float | None = None
     limits: Limits = field(default_factory=Limits)  # bounds for comparing formulas and code
-
-    def __post_init__(self) -> None:
-        if self.page_size > 1 and self.block != self.page_size:
-            raise ValueError(
-                f"--reasoncache-block must equal the page size {self.page_size} above 1, "
-                f"got {self.block}"
-            )

@@ -78,9 +78,7 @@ class StepMatcher(Matcher):
             if config.use_structure and not self._passes(step, earlier):
                 continue
             num_used += 1
-            found = align_blocks(
-                step, earlier, config.block, config.page_size, config.align, covered
-            )
+            found = align_blocks(step, earlier, config.block, config.align, covered)
             for dst, src in found[:left]:
                 pairs.append(BlockPair(dst, src))
                 at = dst - step.start
@@ -114,7 +112,6 @@ def align_blocks(
     dst: Step,
     src: Step,
     block: int,
-    page_size: int = 1,
     mode: AlignMode = "tokens",
     covered: bytes | bytearray = b"",
 ) -> list[BlockPair]:
@@ -123,7 +120,6 @@ def align_blocks(
 
     Args:
         block: Tokens per block.
-        page_size: If above 1, each paired block is one whole page, and ``block`` equals ``page_size``.
         mode: ``tokens`` pairs blocks of equal tokens, greedily from the left. If several blocks of ``src``
             match, it takes the block that continues the last pair (for the first pair: the block at the same
             offset), else the next matching block behind that place, else the first. A ``src`` block may be in
@@ -132,26 +128,24 @@ def align_blocks(
         covered: One byte per token of ``dst``: 1 if the token is already in a pair and must not be in another.
     """
     if mode == "index":
-        starts = (block_starts(step, block, page_size) for step in (dst, src))
+        starts = (block_starts(step, block) for step in (dst, src))
         return [
             BlockPair(i, j)
             for i, j in zip(*starts, strict=False)
             if covered.find(1, i - dst.start, i - dst.start + block) < 0
         ]
-    first = -src.start % page_size
     # Maps the tokens of a block to the offsets of all equal blocks in ``src``, in ascending order.
     sources: dict[tuple[int, ...], list[int]] = {}
-    for j in range(first, len(src) - block + 1, page_size):
+    for j in range(len(src) - block + 1):
         sources.setdefault(src.token_ids[j : j + block], []).append(j)
     pairs: list[BlockPair] = []
-    i = -dst.start % page_size
-    diagonal = first - i
+    i = diagonal = 0
     while i <= len(dst) - block:
         taken = covered.rfind(1, i, i + block)
         found = sources.get(dst.token_ids[i : i + block]) if taken < 0 else None
         if found is None:
-            # Continue at the next page boundary, behind any covered tokens of this block.
-            i += -(-max(1, taken + 1 - i) // page_size) * page_size
+            # Continue behind any covered tokens of this block.
+            i += max(1, taken + 1 - i)
             continue
         at = bisect_left(found, i + diagonal)
         j = found[at] if at < len(found) else found[0]

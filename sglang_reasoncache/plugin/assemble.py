@@ -79,7 +79,6 @@ def assemble(
         records=records,
         rules=Rules(
             min_age=config.min_age,
-            page=resolved.page,
             has_window_pool=allocator.has_window_pool,
         ),
         meter=meter,
@@ -87,7 +86,8 @@ def assemble(
         redirector=Redirector(allocator, rows, stats, ranks),
         stats=stats,
         ranks=ranks,
-        block=resolved.block,
+        block=config.block,
+        page=resolved.page,
         at_once=config.shares_at_once,
         use=lambda: 1.0 - room() / size,
     )

@@ -16,7 +16,6 @@ from sglang_reasoncache.config import (
     SETTINGS,
     ReasonCacheConfig,
     config_of,
-    filter_config,
     parse_settings,
     type_of,
 )
@@ -167,8 +166,6 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
             raise ValueError(f"{flag} does nothing without --enable-reasoncache")
         return server_args
     config = ReasonCacheConfig.from_mapping(given)
-    # The scheduler process repeats this check with the real page size. An error here is easier to read.
-    filter_config(config, config.block, page_size=1)
     if config.span == "reasoning" and not server_args.reasoning_parser:
         raise ValueError("--reasoncache-span reasoning needs a --reasoning-parser, got none")
     compat.check_version(config.allow_untested_sglang)

@@ -63,8 +63,8 @@ def _after_forward_batch(
 def _marked(backend: Any, batch: Any, rids: list[str]) -> MarkedRids:
     tree = batch.tree_cache
     evicted = tree.evicted_of(batch.reqs)
-    shifted = backend.paged.cached is not None and tree.reads_shifted(batch.reqs)
-    return MarkedRids(rids, shifted or any(evicted), evicted)
+    shared = backend.paged.reads_shared and tree.reads_shifted(batch.reqs)
+    return MarkedRids(rids, shared or any(evicted), evicted)
 
 
 def _needs_ours(backend: Any, batch: Any) -> bool:

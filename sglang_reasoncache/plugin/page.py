@@ -43,8 +43,8 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
     # Position -> the position that it reads, and the index of that position's request if it is another one.
     source = {
         dst + at: (src + at, *of)
-        for _, dst, src, *of in (*found["blocks"], *found["blocks_across"])
-        for at in range(found["block"])
+        for _, dst, src, length, *of in (*found["blocks"], *found["blocks_across"])
+        for at in range(length)
     }
     end = first + len(ids)
     cuts = {first, end}

@@ -163,7 +163,6 @@ class Report:
                 "shared_positions": shared,
                 "evicted_positions": evicted,
                 "retractions": req.retraction_count,
-                "block": self.pipeline.block,
                 **_what_was_read(record, _RECENT_BLOCKS),
             }
         )
@@ -176,7 +175,6 @@ class Report:
         said = len(req.output_ids_through_stop)
         if said and asked_by(req).record:
             told = {
-                "block": self.pipeline.block,
                 "continued": getattr(req, CONTINUED, None),
                 **_what_was_read(record or RequestRecord(), None),
             }
@@ -270,10 +268,10 @@ def _what_was_read(record: RequestRecord, most: int | None) -> dict[str, Any]:
     # Each source's id is listed once: its blocks refer to it by its index.
     sources = {rid: at for at, rid in enumerate(dict.fromkeys(b.source_rid for b in across))}
     return {
-        "blocks": [(b.shared_at, b.dst_start, b.src_start) for b in within],
+        "blocks": [(b.shared_at, *run) for b in within for run in b.runs][:most],
         "blocks_across": [
-            (b.shared_at, b.dst_start, b.src_start, sources[b.source_rid]) for b in across
-        ],
+            (b.shared_at, *run, sources[b.source_rid]) for b in across for run in b.runs
+        ][:most],
         "sources": list(sources),
         "evictions": list(record.eviction.evictions),
     }

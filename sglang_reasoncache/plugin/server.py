@@ -118,15 +118,13 @@ class ServerParts:
         attention.check_policies(config, self._attention, runner)
         if config.shares and page > 1:
             logger.warning(
-                "reasoncache: at --page-size %d a repeat shares only if it begins at the same place of a page; "
-                "--page-size 1 shares more",
+                "reasoncache: at --page-size %d only what covers whole pages shares; smaller pages share more",
                 page,
             )
         # A block may share only after the sliding window has passed it.
         min_age = max(config.min_age, models.window_age(context))
         return ResolvedConfig(
             config=dataclasses.replace(config, min_age=min_age),
-            block=page if page > 1 else config.block,
             page=page,
             uncorrected=uncorrected,
         )
@@ -248,7 +246,7 @@ class ServerParts:
         logger.info(
             "reasoncache: %s, block %d, page %d, distances by %s, %s",
             "on" if config.is_active else "idle",
-            resolved.block,
+            config.block,
             resolved.page,
             meter.backend,
             config,
@@ -272,12 +270,13 @@ def _filter(
     markers: ReasoningMarkers | None,
 ) -> FilterProcess:
     """Start the filter process, once the meter has compiled its kernels."""
-    meter.warm_up(resolved.block)
+    config, page = resolved.config, resolved.page
+    meter.warm_up(page if page > 1 else config.block)
     return FilterProcess(
-        filter_config(resolved.config, resolved.block, resolved.page),
+        filter_config(config),
         vocabulary_of(context.tp_worker.tokenizer),
         None if markers is None else markers[:2],
-        resolved.config.max_pending,
+        config.max_pending,
     )
 
 

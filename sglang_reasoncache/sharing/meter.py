@@ -72,11 +72,10 @@ class BlockMeter:
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
         """Compare K and V of block pairs, all of one length. On a GPU this does not wait for the kernels."""
         device = self._rows.device
-        within = torch.arange(blocks[0].length, device=device)
         reqs = [(b.req.kv.req_pool_idx, b.lender.kv.req_pool_idx) for b in blocks]
-        starts = [(b.dst_start, b.src_start) for b in blocks]
-        rows, at = upload(reqs, device), upload(starts, device)
-        dst, src = at[:, 0:1] + within, at[:, 1:2] + within
+        both = [(*range(b.dst_start, b.dst_end), *b.sources()) for b in blocks]
+        rows, at = upload(reqs, device), upload(both, device)
+        dst, src = at.split(blocks[0].length, dim=1)
         dst_slots = self._rows[rows[:, 0:1], dst].long()
         src_slots = self._rows[rows[:, 1:2], src].long()
         shift = self._cached_at.shift(src_slots, dst) if self._corrects else None

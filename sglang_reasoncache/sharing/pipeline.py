@@ -12,7 +12,7 @@ from collections.abc import Callable
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.filter.messages import StepResult
-from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate
+from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate, Pages, Run
 from sglang_reasoncache.sharing.meter import BlockMeter, Measurement
 from sglang_reasoncache.sharing.records import Records
 from sglang_reasoncache.sharing.redirect import Redirector
@@ -48,7 +48,8 @@ class BlockPipeline:
         redirector: Redirects the blocks of the ledger.
         stats: Counts what happens to blocks.
         ranks: The ranks that run the same requests.
-        block: Tokens per block.
+        block: Tokens per block that the filter finds.
+        page: Page size, in tokens. Above 1 a block that shares is a page.
         at_once: Whether blocks share as soon as they are accepted. Otherwise :meth:`reclaim` lets them share.
         use: Returns the fraction of the KV pool that is in use, 0 to 1. It must be the same on all ranks.
     """
@@ -65,12 +66,14 @@ class BlockPipeline:
         stats: SharingStats,
         ranks: Ranks,
         block: int,
+        page: int,
         at_once: bool,
         use: Callable[[], float],
     ) -> None:
         self.threshold = threshold
         self.meter = meter
         self.block = block
+        self._page = page
         self.at_once = at_once
         self.redirector = redirector
         self.ledger = records.ledger
@@ -200,22 +203,36 @@ class BlockPipeline:
         return bool(results)
 
     def _blocks(self, req: Request, result: StepResult) -> Batch:
-        blocks = [self._block(req, Candidate(*pair), req) for pair in result.pairs]
+        blocks = [
+            self._block(req, Candidate(runs), req)
+            for pair in result.pairs
+            for runs in self._whole(req, Run(*pair, self.block))
+        ]
         for dst, src, member in result.across:
             source = self._records.source(req, member)
             if source is None:
                 self._stats.refusals[Refusal.LATE.value] += 1
-            else:
-                candidate = Candidate(dst, src, weakref.ref(source), source.rid)
+                continue
+            for runs in self._whole(req, Run(dst, src, self.block), member):
+                candidate = Candidate(runs, weakref.ref(source), source.rid)
                 blocks.append(self._block(req, candidate, source))
         return blocks
+
+    def _whole(self, req: Request, found: Run, member: int | None = None) -> list[tuple[Run, ...]]:
+        """What may share now that the filter found a block: at page size 1 the block, else the pages that it
+        completes. ``member``: see :meth:`Records.source`; None if the source is in the same response."""
+        if self._page == 1:
+            return [(found,)]
+        record = known_record(req)
+        if record.pages is None:
+            record.pages = Pages(self._page)
+        return record.pages.add(found, member)
 
     def _block(self, req: Request, candidate: Candidate, lender: Request) -> BlockProposal:
         """A proposal that refers to the current rows of both requests."""
         return BlockProposal(
             req=req,
             candidate=candidate,
-            length=self.block,
             row=known_record(req).row,
             lender=lender,
             lender_row=known_record(lender).row,
@@ -248,7 +265,9 @@ class BlockPipeline:
             if refusal is None:
                 row, lender_row = block.rows
                 row.locate(block.dst_start, dst_slots[i])
-                lender_row.locate(block.src_start, src_slots[i])
+                for run in block.runs:
+                    at = run.dst_start - block.dst_start
+                    lender_row.locate(run.src_start, src_slots[i][at : at + run.length])
                 refusal = self._rules.refusal(block, Stage.LOCATED) or self._rules.refusal(
                     block, Stage.ACCEPTED
                 )

@@ -49,7 +49,6 @@ class Redirector:
         self._rows = rows
         self._stats = stats
         self._ranks = ranks
-        self._page = allocator.page_size
 
     @property
     def saved(self) -> int:
@@ -82,23 +81,20 @@ class Redirector:
         moves the references from the old slots to the new ones."""
         # A position may be redirected twice. ``new`` has the slot after all moves, ``old`` the slot before.
         new: dict[tuple[int, int], int] = {}
-        old: dict[tuple[int, int], int] = {}
-        lost: list[int] = []
-        gained: list[int] = []
+        old: dict[int, dict[int, int]] = {}
+        hosts: dict[int, HostRow] = {}
         for shared in done:
+            hosts[shared.row] = shared.block.rows[0]
+            before = old.setdefault(shared.row, {})
             for move in shared.moves:
                 for position in move.positions:
-                    at = shared.row, position
-                    old.setdefault(at, move.old)
-                    new[at] = move.new
-                    if position % self._page == 0:
-                        lost.append(move.old // self._page)
-                        gained.append(move.new // self._page)
-        entries = [(*at, slot, old[at]) for at, slot in new.items()]
+                    before.setdefault(position, move.old)
+                    new[shared.row, position] = move.new
+        entries = [(row, at, slot, old[row][at]) for (row, at), slot in new.items()]
         both = upload(entries, self._allocator.device)
         where = both[:, 0], both[:, 1]
         new_slots, old_slots = both[:, 2:].int().unbind(1)
-        change = self._allocator.prepare(lost, gained)
+        change = self._allocator.prepare_moved((hosts[row], slots) for row, slots in old.items())
 
         def commit() -> None:
             self._allocator.reads.freed()
@@ -147,7 +143,8 @@ class Redirection:
         shared = Redirected(block, block.req.kv.req_pool_idx, moves)
         self._done.append(shared)
         row, lender_row = block.rows
-        row.read(block.dst_start, block.src_start, block.length, lender_row, moves)
+        for run in block.runs:
+            row.read(run.dst_start, run.src_start, run.length, lender_row, moves)
         self.freed += shared.freed
         self.work += 1 + sum(len(move.positions) for move in moves) // block.length
 

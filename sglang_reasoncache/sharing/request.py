@@ -10,7 +10,7 @@ from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.carriers import RECORD
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.eviction.row_state import RowState
-from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate
+from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate, Pages
 from sglang_reasoncache.sharing.group import Followed, PromptGroup
 from sglang_reasoncache.sharing.merges import Merges
 
@@ -27,6 +27,7 @@ class RequestRecord:
         row: Our copy of the request's row (block table). None until a poll finds the request's prefill done,
             and again from a retraction until the next such poll.
         candidates: Blocks that share or may share later, by ``dst_start``. A retraction does not remove them.
+        pages: Puts whole pages together from the blocks that the filter found. None at page size 1.
         pending: Candidates that wait for their KV distance to be measured, because this row or the source's
             row is missing, a sliding window still covers the block, or SGLang has enough slots.
         in_ledger: The ledger's blocks whose destination or source is in the row. Only the ledger changes this.
@@ -42,6 +43,7 @@ class RequestRecord:
     fed: int = 0
     row: HostRow | None = None
     candidates: dict[int, Candidate] = field(default_factory=dict)
+    pages: Pages | None = None
     pending: list[Candidate] = field(default_factory=list)
     in_ledger: dict[BlockProposal, None] = field(default_factory=dict)
     redirected: list[Candidate] = field(default_factory=list)

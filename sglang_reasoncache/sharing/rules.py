@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
+import numpy as np
+
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.types import Request
@@ -32,7 +34,6 @@ class Refusal(Enum):
     TREE_OWNED = "tree_owned"
     NOT_WRITTEN = "not_written"
     SAME_SLOTS = "same_slots"
-    PART_OF_PAGE = "part_of_page"
     OVERLAP = "overlap"
     TOO_YOUNG = "too_young"
     READERS = "readers"
@@ -82,12 +83,10 @@ class Rules:
 
     Attributes:
         min_age: How many tokens must follow a block before it may share.
-        page: Page size, in tokens.
         has_window_pool: Whether sliding-window layers have a pool of their own.
     """
 
     min_age: int = 0
-    page: int = 1
     has_window_pool: bool = False
 
     def refusal(
@@ -100,12 +99,11 @@ class Rules:
         return None
 
     def keys(self, block: BlockProposal) -> tuple[list[Key], list[Key]]:
-        """The first position of each page of the block and of its source, with their rows' numbers."""
+        """The positions of the block and of its source, with their rows' numbers."""
         row, lender_row = block.rows
-        pages = range(0, block.length, self.page)
         return (
-            [(row.number, block.dst_start + at) for at in pages],
-            [(lender_row.number, block.src_start + at) for at in pages],
+            [(row.number, at) for at in range(block.dst_start, block.dst_end)],
+            [(lender_row.number, at) for at in block.sources()],
         )
 
 
@@ -133,13 +131,10 @@ def _is_not_written(_: Rules, block: BlockProposal, __: Judgement) -> bool:
     )
 
 
-def _is_part_of_page(rules: Rules, block: BlockProposal, _: Judgement) -> bool:
-    page = rules.page
-    return bool(block.dst_start % page or block.src_start % page or block.length % page)
-
-
 def _reads_itself(_: Rules, block: BlockProposal, __: Judgement) -> bool:
-    return not block.is_across and abs(block.dst_start - block.src_start) < block.length
+    return not block.is_across and any(
+        run.src_start < block.dst_end and block.dst_start < run.src_end for run in block.runs
+    )
 
 
 def _is_too_young(rules: Rules, block: BlockProposal, _: Judgement) -> bool:
@@ -150,8 +145,8 @@ def _is_too_young(rules: Rules, block: BlockProposal, _: Judgement) -> bool:
 
 def _is_evicted(_: Rules, block: BlockProposal, __: Judgement) -> bool:
     row, lender_row = block.rows
-    return row.any_evicted(block.dst_start, block.dst_end) or lender_row.any_evicted(
-        block.src_start, block.src_end
+    return row.any_evicted(block.dst_start, block.dst_end) or any(
+        lender_row.any_evicted(run.src_start, run.src_end) for run in block.runs
     )
 
 
@@ -159,7 +154,8 @@ def _is_in_window(rules: Rules, block: BlockProposal, _: Judgement) -> bool:
     """Positions in the window need their own window-pool slots: a shared one would be freed too early."""
     if not rules.has_window_pool:
         return False
-    start, end = compat.freed_of_window(block.req.kv, rules.page)
+    # With a pool of its own for windows the page size is 1.
+    start, end = compat.freed_of_window(block.req.kv, 1)
     return not start <= block.dst_start < block.dst_end <= end
 
 
@@ -181,14 +177,13 @@ def _reads_the_trees_slots(_: Rules, block: BlockProposal, __: Judgement) -> boo
         return False
     lender_row = block.rows[1]
     owned = block.lender.kv.cache_protected_len
-    read = range(block.src_start, block.src_end)
-    return any(at < owned for position in read for at in lender_row.readers(position))
+    return any(at < owned for source in block.sources() for at in lender_row.readers(source))
 
 
 def _names_the_same_slots(_: Rules, block: BlockProposal, __: Judgement) -> bool:
     row, lender_row = block.rows
-    slots = row.between(block.dst_start, block.dst_end)
-    return bool((slots == lender_row.between(block.src_start, block.src_end)).all())
+    sources = np.fromiter(block.sources(), dtype=np.int64, count=block.length)
+    return bool((row.between(block.dst_start, block.dst_end) == lender_row.at(sources)).all())
 
 
 def _is_read_by_others(_: Rules, block: BlockProposal, __: Judgement) -> bool:
@@ -220,7 +215,6 @@ RULES: tuple[Rule, ...] = (
     Rule(Refusal.LATE, Stage.ALWAYS, _is_late),
     Rule(Refusal.TREE_OWNED, Stage.ALWAYS, _is_tree_owned),
     Rule(Refusal.NOT_WRITTEN, Stage.ALWAYS, _is_not_written),
-    Rule(Refusal.PART_OF_PAGE, Stage.ALWAYS, _is_part_of_page),
     Rule(Refusal.OVERLAP, Stage.ALWAYS, _reads_itself),
     Rule(Refusal.TOO_YOUNG, Stage.ALWAYS, _is_too_young),
     Rule(Refusal.EVICTED, Stage.ALWAYS, _is_evicted),

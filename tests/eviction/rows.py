@@ -107,9 +107,10 @@ def view(
         row.read(dst, src, length, row, [])
     given = None if weights is None else torch.from_numpy(weights).float()
     assert given is None or given.shape[1] == len(held)
+    first, worth = row.first_readers(held, page)
     return View(
         prompt=owned if prompt is None else prompt, written=written, owned=owned, page=page,
-        held=held, first_readers=row.first_readers(held), seed=seed,
+        held=held, first_readers=first, worth=worth, seed=seed,
         layers=[GivenLayer(of_layer, given, written) for of_layer in keys],
     )  # fmt: skip
 

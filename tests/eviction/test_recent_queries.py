@@ -227,7 +227,7 @@ def decided(share: slice, ranks: Ranks) -> list[tuple[list[float], list[int]]]:
     found = []
     for policy in POLICIES:
         read = source(layers, kept, rotation_of()).layers(1, HELD, 10, shifted=True)
-        now = View(10, 10, 0, 1, HELD, HELD, 7, read)
+        now = View(10, 10, 0, 1, HELD, HELD, np.ones_like(HELD), 7, read)
         scores = policy.scores(now)
         gone = Decision(now, policy.candidates(now), scores, 3).positions(ranks)
         sums = scores.double()

@@ -79,7 +79,7 @@ def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair
             if num_used == config.max_candidates:
                 break
             num_used += 1
-            for dst, src in align_blocks(step, source, config.block, 1, config.align, covered):
+            for dst, src in align_blocks(step, source, config.block, config.align, covered):
                 pairs.append(BlockPair(dst, src))
                 for i in range(dst - step.start, dst - step.start + config.block):
                     covered[i] = 1
@@ -200,19 +200,18 @@ _TOKEN_IDS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 @settings(deadline=None)
 @given(_TOKEN_IDS, _TOKEN_IDS, st.integers(0, 9), st.integers(50, 59), st.integers(1, 6),
-       st.booleans(), st.sampled_from(["tokens", "index"]), st.data())  # fmt: skip
+       st.sampled_from(["tokens", "index"]), st.data())  # fmt: skip
 def test_pairs_are_sound(
     src_ids: list[int], dst_ids: list[int], src_start: int, dst_start: int, block: int,
-    is_paged: bool, mode: AlignMode, data: st.DataObject,
+    mode: AlignMode, data: st.DataObject,
 ) -> None:  # fmt: skip
-    page_size = block if is_paged else 1
     src = step_of(src_ids, src_start)
     dst = step_of(dst_ids, dst_start)
     flags = data.draw(
         st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=len(dst), max_size=len(dst))
     )
     covered = bytearray(flags)
-    pairs = align_blocks(dst, src, block, page_size, mode, covered)
+    pairs = align_blocks(dst, src, block, mode, covered)
     assert bytes(covered) == bytes(flags)
     free_from = dst.start
     for pair in pairs:
@@ -222,8 +221,6 @@ def test_pairs_are_sound(
         assert pair.dst_start + block <= dst.end
         assert src.start <= pair.src_start <= src.end - block
         assert not any(flags[i : i + block])
-        if page_size > 1:
-            assert pair.dst_start % page_size == pair.src_start % page_size == 0
         if mode == "tokens":
             assert dst_ids[i : i + block] == src_ids[j : j + block]
         free_from = pair.dst_start + block
@@ -268,17 +265,11 @@ def test_choices(dst: str, src: str, block: int, expected: list[tuple[int, int]]
     assert [(i - 1000, j) for i, j in found] == expected
 
 
-def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
-    """Page size 4: whole pages begin at 4 and 8 in the source, at 16 and 20 in the destination."""
-    src: Step = step_of([9, 1, 2, 3, 4, 5, 6, 7, 8, 9], start=3)
-    dst: Step = step_of([5, 6, 7, 8, 1, 2, 3, 4, 9], start=16)
-    assert align_blocks(dst, src, 4, 4) == [BlockPair(16, 8), BlockPair(20, 4)]
-    assert align_blocks(step_of(list(dst.token_ids), start=17), src, 4, 4) == []
-    assert align_blocks(dst, src, 4, 4, "index") == [BlockPair(16, 4), BlockPair(20, 8)]
-    # A page is left out if one of its tokens is covered, that is, already paired with another earlier step.
+def test_covered_tokens_and_the_kth_blocks() -> None:
+    # A block is left out if one of its tokens is covered, that is, already paired with another earlier step.
     step = step_of([7] * 12, start=16)
-    found = align_blocks(step, step_of([7] * 12), 4, 4, covered=b"\0\1" + bytes(10))
-    assert found == [BlockPair(20, 4), BlockPair(24, 8)]
+    found = align_blocks(step, step_of([7] * 12), 4, covered=b"\0\1" + bytes(10))
+    assert found == [BlockPair(18, 2), BlockPair(22, 6)]
     # Mode "index" pairs the k-th blocks of ``dst`` and ``src``, whatever their tokens.
     src = step_of(list(range(7)), start=5)
     dst = step_of(list(range(90, 100)), start=30)
@@ -286,7 +277,7 @@ def test_whole_pages_covered_tokens_and_the_kth_blocks() -> None:
         assert align_blocks(dst, src, 3, mode="index", covered=covered) == expected
 
 
-def test_a_page_size_of_uniform_tokens_stays_linear() -> None:
+def test_many_uniform_tokens_stay_linear() -> None:
     """Every block equals every other: the worst case for looking up occurrences."""
     step = step_of([7] * 20_000)
     later = step_of([7] * 20_000, start=20_000)

@@ -28,16 +28,16 @@ def propose(config: FilterConfig, steps: list[list[int]], start: int = 0) -> lis
     return found
 
 
-SHAPES = [(1, 1, 0), (3, 1, 0), (2, 1, 3), (4, 4, 0), (4, 4, 2)]
+SHAPES = [(1, 0), (3, 0), (2, 3), (4, 2)]
 
 
 @given(STEPS, st.sampled_from(SHAPES), st.integers(0, 9), st.booleans())
 def test_runs_are_those_of_brute_force(
-    steps: list[list[int]], shape: tuple[int, int, int], start: int, newest: bool
+    steps: list[list[int]], shape: tuple[int, int], start: int, newest: bool
 ) -> None:
-    block, page, lead = shape
+    block, lead = shape
     direction: Any = "newest" if newest else "oldest"
-    shapes: dict[str, Any] = dict(block=block, page_size=page, min_run=lead + block)
+    shapes: dict[str, Any] = dict(block=block, min_run=lead + block)
     config = FilterConfig(match="runs", direction=direction, **shapes)
     tokens = [token for step in steps for token in step]
     found = propose(config, steps, start)
@@ -46,15 +46,15 @@ def test_runs_are_those_of_brute_force(
         return tokens[at - lead - start : at - start + block]
 
     # Direction oldest, left to right: a block is paired if its run (``lead`` tokens and the block) came before.
-    first = start + lead + -(start + lead) % page
+    first = start + lead
     at = first
     expected = []
     while at + block <= start + len(tokens):
-        if any(run(earlier) == run(at) for earlier in range(first, at - block + 1, page)):
+        if any(run(earlier) == run(at) for earlier in range(first, at - block + 1)):
             expected.append(at)
             at += block
         else:
-            at += page
+            at += 1
     if newest:
         # Earlier blocks of two pairs are the same block, or do not overlap.
         starts = sorted({earlier for _, earlier in found})
@@ -63,8 +63,6 @@ def test_runs_are_those_of_brute_force(
         assert [pair.dst_start for pair in found] == expected
     for later, earlier in found:
         assert run(later) == run(earlier) and start + lead <= earlier <= later - block
-        # Pages are counted from the prompt's start: blocks begin at page starts even if the response does not.
-        assert later % page == earlier % page == 0
 
 
 @pytest.mark.parametrize(("direction", "source"), [("newest", 6), ("oldest", 0)])
@@ -97,10 +95,10 @@ CONFIG = FilterConfig(match="runs", block=3, min_run=3, min_age=AGE, direction="
 
 
 def grouped(
-    responses: list[list[int]], start: int, page: int = 1, block: int = 3
+    responses: list[list[int]], start: int, block: int = 3
 ) -> tuple[list[RunMatcher], list[list[AcrossPair]], RunGroup]:
     """Feeds a group's responses in turn, six tokens at a time. Returns members, their pairs and the group."""
-    config = dataclasses.replace(CONFIG, block=block, page_size=page, min_run=block)
+    config = dataclasses.replace(CONFIG, block=block, min_run=block)
     group = RunGroup()
     members = [RunMatcher(config, start) for _ in responses]
     found: list[list[AcrossPair]] = [[] for _ in responses]
@@ -116,14 +114,13 @@ def grouped(
 
 @given(
     st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=4),
-    st.sampled_from([(1, 3), (4, 4)]),
+    st.sampled_from([3, 4]),
     st.integers(0, 9),
 )
 def test_members_read_equal_old_blocks_and_pass_nothing_on(
-    responses: list[list[int]], shape: tuple[int, int], start: int
+    responses: list[list[int]], block: int, start: int
 ) -> None:
-    page, block = shape
-    _, found, _ = grouped(responses, start, page, block)
+    _, found, _ = grouped(responses, start, block)
     reads: set[tuple[int, int]] = set()
     is_read: set[tuple[int, int]] = set()
     for reader, pairs in enumerate(found):
@@ -132,7 +129,7 @@ def test_members_read_equal_old_blocks_and_pass_nothing_on(
             here = dst - start
             there = src - start
             assert tokens[here : here + block] == responses[source][there : there + block]
-            assert dst % page == src % page == 0 and min(here, there) >= 0
+            assert min(here, there) >= 0
             # At least AGE tokens follow each of the two blocks, whichever was written first.
             assert here + block <= len(tokens) - AGE
             assert there + block <= len(responses[source]) - AGE

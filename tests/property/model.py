@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from sglang.srt.managers.schedule_batch import Req
@@ -44,6 +45,18 @@ class Path:
 Page = tuple[int, ...]
 
 
+class Unit(NamedTuple):
+    """What shares as a whole: a block, at page sizes above 1 a page. ``sources``: the position that each of its
+    positions reads."""
+
+    dst_start: int
+    sources: tuple[int, ...]
+
+    @property
+    def positions(self) -> range:
+        return range(self.dst_start, self.dst_start + len(self.sources))
+
+
 @dataclass(eq=False)
 class Track:
     """A request and what its row (block table) must show."""
@@ -57,10 +70,12 @@ class Track:
     #: Evicted position -> content that the position would show if it had not been evicted.
     gone: dict[int, int] = field(default_factory=dict)
     exact: bool = True
-    #: ``blocks``: pairs that share. ``ledger``: pairs that can share later. ``candidates`` survive retraction.
-    candidates: list[Pair] = field(default_factory=list)
-    blocks: list[Pair] = field(default_factory=list)
-    ledger: list[Pair] = field(default_factory=list)
+    #: ``blocks``: units that share. ``ledger``: units that can share later. ``candidates`` survive retraction.
+    candidates: list[Unit] = field(default_factory=list)
+    blocks: list[Unit] = field(default_factory=list)
+    ledger: list[Unit] = field(default_factory=list)
+    #: At page sizes above 1: number of a page -> source of each of its positions that a block covers so far.
+    covered: dict[int, dict[int, int]] = field(default_factory=dict)
     #: Position -> label. Positions with equal labels name the same slot once all blocks in ``ledger`` share.
     labels: dict[int, int] = field(default_factory=dict)
     #: True from a retraction until the candidates may share again in the new row.
@@ -71,6 +86,8 @@ class Track:
     frontier: int = 0
     #: Length at which the prefill in progress ends.
     target: int = 0
+    #: Contents, and for each page of positions the pages that are linked to it (``Memory._linked``).
+    linked: tuple[list[int], dict[int, set[int]]] | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -90,6 +107,8 @@ class Memory:
 
     def __init__(self, world: World, block: int) -> None:
         self.world, self.block = world, block
+        #: Number of positions that share as a whole.
+        self.unit = block if world.page == 1 else world.page
         self._roots: dict[str | None, Path] = {}
         #: For each content, its token sequence, or None if the row was not exact. Content 0 is never used.
         self._exact_for: list[Path | None] = [None]
@@ -126,16 +145,31 @@ class Memory:
         self.world.write(slots, new)
         track.shows += new
 
-    def proposed(self, track: Track, block: Pair) -> None:
-        """Notes a block that may share: it shares or enters the ledger, unless earlier blocks forbid both."""
+    def whole(self, track: Track, found: Iterable[Pair]) -> list[Unit]:
+        """What the blocks that the filter found make whole."""
+        page, done = self.world.page, []
+        for dst, src in found:
+            if page == 1:
+                done.append(Unit(dst, tuple(range(src, src + self.block))))
+                continue
+            for at in range(dst, dst + self.block):
+                track.covered.setdefault(at // page, {}).setdefault(at, at - dst + src)
+            for number in range(dst // page, (dst + self.block - 1) // page + 1):
+                if len(track.covered[number]) == page:
+                    sources = track.covered.pop(number)
+                    done.append(Unit(number * page, tuple(sources[at] for at in sorted(sources))))
+        return done
+
+    def proposed(self, track: Track, block: Unit) -> None:
+        """Notes a unit that may share: it shares or enters the ledger, unless earlier ones forbid both."""
         track.candidates.remove(block)
-        shows, page = track.shows, self.world.page
-        pairs = [(block.dst_start + i, block.src_start + i) for i in range(0, self.block, page)]
+        shows = track.shows
+        pairs = list(zip(block.positions, block.sources, strict=True))
         labels = dict(track.labels)
         counts = Counter(labels.values())
         if max(max(1, counts[labels.get(dst, dst)]) for dst, _ in pairs) > MAX_READERS:
             return
-        if all(shows[dst + i] == shows[src + i] for dst, src in pairs for i in range(page)):
+        if all(shows[dst] == shows[src] for dst, src in pairs):
             return
         for dst, src in pairs:
             low, high = (labels.setdefault(at, at) for at in (dst, src))
@@ -148,12 +182,12 @@ class Memory:
         if self.world.controller.pipeline.at_once:
             self.shared(track, block)
 
-    def shared(self, track: Track, block: Pair) -> None:
+    def shared(self, track: Track, block: Unit) -> None:
         """Notes that a block of the ledger shares."""
         track.ledger.remove(block)
         own = range(track.req.kv.cache_protected_len, len(track.shows))
-        for i in range(self.block):
-            old, new = track.shows[block.dst_start + i], track.shows[block.src_start + i]
+        for dst, src in zip(block.positions, block.sources, strict=True):
+            old, new = track.shows[dst], track.shows[src]
             # All positions that named the old slot, except the tree's, name the new slot now.
             for at in own:
                 if track.shows[at] == old:
@@ -169,50 +203,79 @@ class Memory:
         for track in self.running:
             state = record_of(track.req)
             for block in state.redirected[len(track.blocks) :] if state else ():
-                self.shared(track, Pair(block.dst_start, block.src_start))
+                sources = [at for run in block.runs for at in range(run.src_start, run.src_end)]
+                self.shared(track, Unit(block.dst_start, tuple(sources)))
 
     def retracted(self, track: Track) -> None:
         """Notes that a retraction freed the row."""
         track.blocks, track.ledger, track.labels = [], [], {}
         track.shows, track.exact, track.target, track.returned = [], True, 0, True
 
-    def may_share(self, track: Track, block: Pair) -> bool:
-        """Whether both blocks are written, unevicted and disjoint, and the destination is not the tree's."""
+    def may_share(self, track: Track, block: Unit) -> bool:
+        """Whether unit and source are written, unevicted and disjoint, and the unit is not the tree's."""
+        both = [*block.positions, *block.sources]
         return (
-            not any(EVICTED in track.shows[start : start + self.block] for start in block)
+            max(both) < len(track.shows)
+            and not any(track.shows[at] == EVICTED for at in both)
             and block.dst_start >= track.req.kv.cache_protected_len
-            and max(block) + self.block <= len(track.shows)
-            and abs(block.dst_start - block.src_start) >= self.block
+            and set(block.positions).isdisjoint(block.sources)
         )
 
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:
         """Evicts again the positions that were evicted before a retraction. Then evicts each page that
-        ``evictions`` cover, except pages of the tree, evicted pages, and the page of the newest position."""
+        ``evictions`` cover, except pages of the tree, evicted pages, the page of the newest position, and
+        pages that are linked to a page that stays."""
         protected, page = track.req.kv.cache_protected_len, self.world.page
         end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
         track.evicted_again -= again
-        for at in again:
-            if at >= protected:
-                self._evicted(track, range(at, at + 1))
+        self._evicted(track, {at for at in again if at >= protected})
         asked = {at for start, length in evictions for at in range(start, start + length)}
+        chosen: set[int] = set()
         for at in range(0, end, page):
             whole = range(at, at + page)
-            if at >= protected and asked.issuperset(whole) and track.shows[at] != EVICTED:
-                self._evicted(track, whole)
+            if at >= protected and asked.issuperset(whole):
+                chosen.update(whole)
+        self._evicted(track, chosen)
         track.exact = track.exact and EVICTED not in track.shows
 
-    def _evicted(self, track: Track, positions: Iterable[int]) -> None:
-        for at in positions:
+    def _evicted(self, track: Track, positions: set[int]) -> None:
+        page = self.world.page
+        going = {at for at in positions if track.shows[at] != EVICTED}
+        if page > 1:
+            going = {
+                at for at in going if self._linked(track, at // page) <= {i // page for i in going}
+            }
+        for at in going:
             track.gone[at], track.shows[at] = track.shows[at], EVICTED
         for block in list(track.ledger):
             if not self.may_share(track, block):
                 track.ledger.remove(block)
                 track.candidates.remove(block)
 
-    def claim(self, track: Track, block: Pair) -> bool:
-        """Makes the block a candidate and returns True, unless its destination overlaps another candidate's."""
-        if any(abs(block.dst_start - other.dst_start) < self.block for other in track.candidates):
+    def _linked(self, track: Track, number: int) -> set[int]:
+        """The pages of positions that name slots of the same pages as page ``number``, directly or not."""
+        if track.linked is None or track.linked[0] != track.shows:
+            track.linked = list(track.shows), {}
+            page = self.world.page
+            holders: dict[int, set[int]] = {}
+            for at, content in enumerate(track.shows):
+                if content != EVICTED:
+                    holders.setdefault(content, set()).add(at // page)
+            groups = {each: {each} for each in range(len(track.shows) // page + 1)}
+            for some in holders.values():
+                first, *others = (groups[each] for each in some)
+                for group in others:
+                    if group is not first:
+                        first |= group
+                        for each in group:
+                            groups[each] = first
+            track.linked = list(track.shows), groups
+        return track.linked[1][number]
+
+    def claim(self, track: Track, block: Unit) -> bool:
+        """Makes the unit a candidate and returns True, unless its destination overlaps another candidate's."""
+        if any(abs(block.dst_start - other.dst_start) < self.unit for other in track.candidates):
             return False
         track.candidates.append(block)
         return True
@@ -291,37 +354,54 @@ class Memory:
             assert not tree.reads_shifted([track.req]) or track.blocks
             assert any(tree.evicted_of([track.req])) == (EVICTED in track.shows)
             mine = row[kv.cache_protected_len :]
-            named.append(self._page_ids(mine))
+            named.append(self._named(mine))
             private += kv_private_tokens(kv, page)
-            self._check_first_readers(track.req, row)
+            self._check_first_readers(track, row)
             num_evicted += len(track.evicted)
             if track.evicted:
-                # Saved slots: the positions left in ``mine``, minus the slots that only these positions name.
-                held = mine[mine >= 0]
-                own = set(held.tolist()) - set(row[: kv.cache_protected_len].tolist())
-                expected_live += len(held) - len(own)
+                # Saved slots: the pages left in ``mine``, minus the pages that only these name.
+                held = int(np.count_nonzero(mine[::page] >= 0))
+                prefix = row[: kv.cache_protected_len] // page
+                own = set(self._named(mine).tolist()) - set(prefix.tolist())
+                expected_live += (held - len(own)) * page
             else:
-                expected_live += len(track.blocks) * self.block
+                expected_live += len(track.blocks) * self.unit
         self._check_pages(named)
 
         ledger = world.controller.pipeline.ledger
         promised = sum(len(track.ledger) for track in self.running)
-        assert ledger.slots == promised * self.block
+        assert ledger.slots == promised * self.unit
         live = world.controller.pipeline.saved
         extra = sum(allocator.references.values()) - len(allocator.references)
-        assert live == extra * page
+        assert live == (extra - allocator.references.several) * page
         assert live == expected_live
         assert world.controller.report.slots_saved == live + num_evicted
         books = (allocator.available_size(), evictable, protected, private, -live, -num_evicted)
         assert sum(books) == world.total, f"{books} do not add up to {world.total}"
 
-    def _check_first_readers(self, req: Req, row: np.ndarray) -> None:
-        """Checks what policies are told about positions of the row that name the same slot."""
+    def _check_first_readers(self, track: Track, row: np.ndarray) -> None:
+        """Checks what policies are told about positions of the row that can be evicted only together."""
+        req, page = track.req, self.world.page
         state = record_of(req)
         if state is None:
             return
         held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
-        first = known.first_readers(held)
+        first, worth = known.first_readers(held, page)
+        if page > 1:
+            pages = dict(zip((held // page).tolist(), (first // page).tolist(), strict=True))
+            assert (first % page == held % page).all()
+            for number in range(len(track.shows) // page):
+                if number in pages:
+                    group = self._linked(track, number)
+                    assert group == {each for each, at in pages.items() if at == pages[number]}
+                    assert pages[number] == min(group)
+                    named = {
+                        int(slot) // page for slot in row[held[np.isin(held // page, list(group))]]
+                    }
+                    assert worth[held // page == number].tolist() == [len(named) * page] * page
+            assert known.saved == page * (len(pages) - len(set((row[held] // page).tolist())))
+            return
+        assert (worth == 1).all()
         # The number of different slots must be right, because it decides whether a policy runs.
         assert len(np.unique(first)) == len(row) - known.evicted - known.saved
         _, by_slot = np.unique(row[held], return_inverse=True)
@@ -342,6 +422,13 @@ class Memory:
         first = first[first >= 0]
         assert (first % page == 0).all(), "a page does not start where its run does"
         return first // page
+
+    def _named(self, entries: np.ndarray) -> np.ndarray:
+        """The ids of the pages that entries of a row name, once for each page of entries that names them."""
+        page = self.world.page
+        found = [np.unique(entries[at : at + page] // page) for at in range(0, len(entries), page)]
+        both = np.concatenate([*found, np.zeros(0, np.int64)]).astype(np.int64)
+        return both[both >= 0]
 
     def _check_pages(self, named: list[np.ndarray]) -> None:
         """Checks that each page is either listed once as free, or named as often as the allocator counts."""

@@ -25,19 +25,20 @@ from sglang.srt.mem_cache.common import checkpoint_kv_cache, evict_from_tree_cac
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_reasoncache.sharing.request import record_of
-from tests.property.model import Memory, Track
+from tests.property.model import Memory, Track, Unit
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Eviction, Pair, Setup, World
 
 QUICK_OPERATIONS = 30_000
 SETUPS = [
     Setup(page=1, block=2, slots=160),
     Setup(page=1, block=1, slots=128, need_sort=True),
-    Setup(page=4, block=4, slots=256),
-    Setup(page=16, block=16, slots=640, need_sort=True),
+    Setup(page=4, block=2, slots=256),
+    Setup(page=16, block=5, slots=640, need_sort=True),
     Setup(page=1, block=2, slots=160, prompts=True),
-    Setup(page=4, block=4, slots=256, prompts=True),
+    Setup(page=4, block=3, slots=256, prompts=True),
     Setup(page=1, block=3, slots=110, when="short"),
-    Setup(page=4, block=4, slots=160, need_sort=True, when="short"),
+    Setup(page=4, block=2, slots=160, need_sort=True, when="short"),
+    Setup(page=16, block=4, slots=480, when="short"),
     Setup(page=1, block=2, slots=140, prompts=True, when="short"),
 ]
 #: Seeds of texts. A text (:func:`token_of`) has only the tokens 1 and 2, so prefixes are often equal.
@@ -179,21 +180,28 @@ class MemoryMachine(RuleBasedStateMachine):
         batch = self.decoding
         self.world.engine.slow = self.starved > 0
         self.starved = max(0, self.starved - 1)
+        for track in [*self.running, *self.waiting]:
+            state = record_of(track.req)
+            if track not in batch and state is not None and state.followed is not None:
+                # What is found for a request without a row is refused.
+                found = self.world.engine.late(state.followed.id)
+                self.memory.whole(track, [] if self.world.engine.slow else found)
         self.memory.reclaimed()
         for track in batch:
             state = record_of(track.req)
             again, track.returned = track.candidates if track.returned else [], False
-            late: list[Pair] = []
-            fresh: list[Pair] = []
+            late: list[Unit] = []
+            fresh: list[Unit] = []
             if state is not None and state.followed is not None:
                 engine, request = self.world.engine, state.followed.id
                 if len(track.req.output_ids) - 1 <= state.fed:
                     engine.waiting[request] = []
                 if not engine.slow:
                     # The first poll after a retraction refuses late blocks, because ``state.row`` is None.
-                    late = [] if state.row is None else engine.late(request)
+                    late = self.memory.whole(track, engine.late(request))
+                    late = [] if state.row is None else late
                     type(self).blocks_late += len(late)
-                    fresh = engine.waiting[request]
+                    fresh = self.memory.whole(track, engine.waiting[request])
             evictions = self.world.evictor.waiting.get(track.req.rid, [])
             # The first poll accepts late blocks, then runs policies. The second poll accepts all other blocks.
             # If these include blocks that shared before a retraction, policies run only after the second poll.
@@ -218,7 +226,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self._count()
         self.memory.evict(track, evictions)
 
-    def _share(self, track: Track, again: list[Pair], fresh: list[Pair]) -> None:
+    def _share(self, track: Track, again: list[Unit], fresh: list[Unit]) -> None:
         """Note which blocks a poll accepts, of ``again`` (known before a retraction) and ``fresh`` (new)."""
         allowed = self.memory.may_share
         for block in [*again]:
@@ -260,6 +268,9 @@ class MemoryMachine(RuleBasedStateMachine):
         if state is None or state.followed is None:
             return
         waiting = self.world.engine.waiting[state.followed.id]
+        if self.setup.page > 1:
+            waiting += self._pages_of(track, draws, ready)
+            return
         block, grid = self.setup.block, self.setup.page
         start = max(track.frontier, -(-track.req.kv.cache_protected_len // grid) * grid)
         for gap, source in draws:
@@ -279,6 +290,34 @@ class MemoryMachine(RuleBasedStateMachine):
             # Half of the time the earlier block is the destination: all readers of its slots are redirected.
             waiting.append(Pair(at, start) if source & 16 else Pair(start, at))
             start = track.frontier = start + block
+
+    def _pages_of(self, track: Track, draws: Draws, ready: int) -> list[Pair]:
+        """Blocks that cover pages of ``track``'s row, mostly whole ones, with sources at any offset."""
+        block, page, found = self.setup.block, self.setup.page, list[Pair]()
+        owned = track.req.kv.cache_protected_len
+        at = track.frontier = max(track.frontier, owned)
+        for gap, source in draws:
+            if gap >= 60:
+                # A block that is often forbidden: the tree's, not written yet, or overlapping its source.
+                hostile = ((0, 0), (max(owned - block, 0), 0), (ready, 0), (at, at + 1))
+                found.append(Pair(*hostile[gap - 60]))
+                continue
+            # Half of the time a page further back, which others may read: all readers are redirected.
+            back = source & 1
+            start = owned + gap * page % max(ready - owned, 1) // page * page if back else at
+            start += gap % 8 == 7
+            for dst in range(start, start + page, block):
+                # A run of the source goes on, or another begins.
+                run = found and source >> dst % 5 & 1
+                src = (
+                    found[-1].src_start + block if run else (source * 37 + dst * 11) % max(ready, 1)
+                )
+                found.append(Pair(dst, src))
+            if not back:
+                track.frontier = at = found[-1].dst_start + block
+            if at + page > ready:
+                break
+        return found
 
     def _release(self, track: Track, *, checkpoint: bool) -> None:
         self._count()

@@ -281,7 +281,7 @@ class World:
             self.ranks,
         )
         self.controller = assemble(
-            ResolvedConfig(config, block=setup.block, page=setup.page),
+            ResolvedConfig(config, page=setup.page),
             allocator=self.allocator,
             rows=self.rows,
             ranks=self.ranks,

@@ -109,8 +109,7 @@ class Loop:
         prompt: Sequence[int],
         found: dict[str, Any],
         *,
-        blocks: Sequence[tuple[int, int, int]] = (),
-        length: int = 8,
+        blocks: Sequence[tuple[int, int, int, int]] = (),
         evictions: Sequence[tuple[int, int, int]] = (),
         rotation: Rotations = None,
     ) -> Compared:
@@ -119,8 +118,8 @@ class Loop:
         Args:
             prompt: The prompt's token ids.
             found: An item that ``problems.respond`` returned.
-            blocks: For each block, the first query that reads its source, and where block and source begin.
-            length: Tokens per block.
+            blocks: For each run of a block, the first query that reads its source, where run and source begin,
+                and how many tokens they have.
             evictions: For each evicted run of positions, the first query that does not read it, where the run
                 begins and how many positions it has.
             rotation: Rotates keys that are read at another position. If None, keys are read as cached.
@@ -129,7 +128,7 @@ class Loop:
         tokens = [*prompt, *found["tokens"]]
         told = torch.tensor([*found["inputs"], *found["logprobs"]])
         self._rotation = rotation
-        self._rows = _rows(len(tokens), blocks, length, evictions)
+        self._rows = _rows(len(tokens), blocks, evictions)
         logits = self.model(input_ids=torch.tensor([tokens])).logits[0]
         ours = logits.log_softmax(dim=-1)[-len(told) - 1 : -1]
         of_tokens = ours.gather(1, torch.tensor(tokens[-len(told) :])[:, None])[:, 0]
@@ -188,7 +187,6 @@ class Beside:
     def __init__(self, loop: Loop, server: ServerProcess) -> None:
         seen = reports(server)[0]
         self._loop = loop
-        self._block = seen["block"]
         self.late = 0 if server.get("/server_info").json()["disable_overlap_schedule"] else 1
         as_cached = seen["config"]["positions"] == "as-cached"
         self._rotations = (None, loop.rotation()) if as_cached else (loop.rotation(), None)
@@ -198,9 +196,9 @@ class Beside:
     def add(self, text: str, found: dict[str, Any]) -> None:
         """Compares the response to the prompt ``text``, an item that ``problems.respond`` returned."""
         prompt = self._loop.tokenizer(text)["input_ids"]
-        blocks = [(written + self.late, dst, src) for written, dst, src in found["blocks"]]
+        blocks = [(written + self.late, *run) for written, *run in found["blocks"]]
         rotation, other = self._rotations
-        changes: dict[str, Any] = dict(blocks=blocks, length=self._block, rotation=rotation)
+        changes: dict[str, Any] = dict(blocks=blocks, rotation=rotation)
         changes["evictions"] = _evictions(found, self.late)
         others: dict[str, dict[str, Any]] = {}
         if blocks:
@@ -280,8 +278,7 @@ def _evictions(found: dict[str, Any], late: int) -> list[tuple[int, int, int]]:
 
 def _rows(
     count: int,
-    blocks: Sequence[tuple[int, int, int]],
-    length: int,
+    blocks: Sequence[tuple[int, int, int, int]],
     evictions: Sequence[tuple[int, int, int]],
 ) -> list[_Row]:
     """The row (block table) after each change, for ``count`` tokens. Arguments: see :meth:`Loop.compare`."""
@@ -289,19 +286,18 @@ def _rows(
     held = torch.ones(count, dtype=torch.bool)
     rows = [_Row(0, slots, held)]
     # A stable sort keeps the order in which blocks of one batch began to share.
-    changes = [(first, True, dst, src) for first, dst, src in blocks]
-    changes += [(first, False, start, size) for first, start, size in evictions]
+    changes = [(first, dst, src, size) for first, dst, src, size in blocks]
+    changes += [(first, start, -1, size) for first, start, size in evictions]
     for first, of in itertools.groupby(sorted(changes, key=itemgetter(0)), key=itemgetter(0)):
         slots = slots.clone()
         held = held.clone()
-        for _, shares, start, other in of:
-            if not shares:
-                held[start : start + other] = False
+        for _, start, source, size in of:
+            if source < 0:
+                held[start : start + size] = False
                 continue
-            block = slots[start : start + length].tolist()
-            source = slots[other : other + length].tolist()
-            for old, new in zip(block, source, strict=True):
-                slots[slots == old] = new
+            for at in range(size):
+                # An earlier position of the block may have changed what its source names.
+                slots[slots == slots[start + at].item()] = slots[source + at].item()
         if first < count:
             rows.append(_Row(first, slots, held))
     return rows
@@ -370,7 +366,8 @@ class Replayed:
 
     def _read(self, end: int, siblings: Mapping[str, Self]) -> None:
         while self._blocks and self._blocks[0][0] < end:
-            written, dst, src, *source = self._blocks.popleft()
+            written, dst, src, length, *source = self._blocks.popleft()
+            assert length == _BLOCK, "the page size is 1"
             # When the server shared the block, the forward in flight still read the old slots.
             self._forward(written + 1)
             if source:

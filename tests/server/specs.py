@@ -61,9 +61,6 @@ TIGHT = "--max-total-tokens 2400"
 #: With EAGER, blocks share even while SGLang has enough slots.
 SOON = tuple(arguments_of({"min_age": 32}))
 EAGER = tuple(arguments_of({"min_age": 32, "when": "always"}))
-#: The MemShare paper's settings, but blocks may share at any KV distance, without a warm-up. Blocks are paired
-#: by index: pairing equal tokens would find few whole pages, as repeats rarely begin at the same page offset.
-EAGER_PAGES = tuple(arguments_of({"preset": "memshare", "percentile": 100, "warmup": 0}))
 #: SGLang reserves few slots for the output of running requests and admits more requests, so slots run short.
 CROWDED = "--schedule-conservativeness 0.1"
 #: Long prompts are prefilled in chunks. A forward may mix a chunk with decoding requests.
@@ -98,8 +95,8 @@ ACROSS = SHARED.having(
     *(TIGHT, *EAGER, CHUNKED, "--reasoncache-scope prompt --enable-metrics"),
     **retracting(25),
 ).beside(STOCK)
-#: Shares whole pages.
-PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER_PAGES, CROWDED)
+#: Shares pages of 16.
+PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER, CROWDED)
 
 #: Has slots for a few responses. Responses to one prompt also share with each other. Blocks share at the
 #: default age: at 32 tokens, sharing a quarter of all positions costs this model 3 answers of a hundred.
@@ -161,7 +158,7 @@ CORRECTED = SHARED.having(
 )
 #: For models whose responses run in circles (``tiny_models.py``), and so may have no end of a step.
 EAGER_CIRCLES = tuple(arguments_of({"min_age": 32, "max_step_tokens": 64, "when": "always"}))
-#: Shares whole pages of equal tokens. Computes in fp32 and waits for the filter process, for exact comparisons.
+#: Shares pages of equal tokens. Computes in fp32 and waits for the filter process, for exact comparisons.
 PAGES = replace(SHARED, name="qwen3", model="qwen3").having(
     "page16",
     "--dtype float32 --enable-tokenizer-batch-encode --random-seed 7",
@@ -228,7 +225,7 @@ def at_once(model: str) -> ServerSpec:
     return _of(model, "shared", *flags)
 
 
-#: Shares whole pages of latent rows.
+#: Shares pages of latent rows.
 LATENT_PAGES = at_once("deepseek_v3").having("page16", PAGE16).for_long_runs()
 
 

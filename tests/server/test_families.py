@@ -52,7 +52,7 @@ def test_a_server_computes_what_a_loop_computes(
         # pool for window layers, the cache holds only the prompt, with the state or window at its end.
         whole = loop.tokenizer(text)["input_ids"] + found["tokens"]
         follow = follow_up(server, whole)
-        first = min(dst for _, dst, _ in found["blocks"])
+        first = min(dst for _, dst, *_ in found["blocks"])
         stateless = spec.model in {**specs.LATENT, **specs.WINDOWS}
         assert follow["cached"] == (first if stateless else found["prompt_tokens"])
         again.append(loop.compare(whole, follow))

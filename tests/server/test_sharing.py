@@ -67,7 +67,7 @@ def test_shares_and_keeps_answers(
     if "SGLANG_TEST_RETRACT" in server.env:
         assert any(entry["retractions"] for entry in seen["recent"])
         assert seen["totals"]["blocks_reapplied"] > 0
-    assert seen["block"] == max(8, server.get("/server_info").json()["page_size"])
+    assert seen["block"] == seen["config"]["block"]
     assert seen["totals"]["blocks_shared"] > blocks
     assert seen["totals"]["final_saving_ratio"] > saved
     assert accuracy(todo, answers) >= right
@@ -98,7 +98,7 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
     entry = max(seen["recent"], key=lambda request: request["shared_positions"])
     assert entry["shared_positions"] == 8 * len(entry["blocks"])
     # Of equal blocks, the older one reads the slots of the newest.
-    assert all(dst + 8 <= src for _, dst, src in entry["blocks"])
+    assert all(dst + length <= src for _, dst, src, length in entry["blocks"])
     [short] = server.get("/reasoncache").json()["schedulers"]
     [state] = server.get("/server_info").json()["internal_states"]
     for told in (short, state["reasoncache"]):
@@ -200,7 +200,7 @@ def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
         assert end, "the embedded model closes its reasoning"
         # ``reasoning`` has the same tokens alone as in the whole text, because each word is one token.
         tokens = server.post("/tokenize", json={"prompt": reasoning}).json()["count"]
-        last = max((dst + 8 for _, dst, _src in found["blocks"]), default=0)
+        last = max((dst + length for _, dst, _, length in found["blocks"]), default=0)
         assert last <= found["prompt_tokens"] + tokens
         blocks += len(found["blocks"])
     assert blocks > 0

@@ -11,6 +11,7 @@ from sglang_reasoncache.filter.settings import FilterConfig
 
 #: Field of the filter's settings -> the operator's setting, and a value that is not its default.
 SETTINGS: dict[str, tuple[str, Any]] = {
+    "block": ("block", 12),
     "strict": ("tau_strict", 0.95),
     "soft": ("tau_soft", 0.65),
     "fixed_tau": ("fixed_tau", 0.5),
@@ -26,28 +27,18 @@ SETTINGS: dict[str, tuple[str, Any]] = {
     "max_history_steps": ("max_history_steps", 9),
     "random_ratio": ("random_ratio", 0.25),
 }
-#: Fields that the server sets for its page size, and fields that no setting changes.
-OF_THE_SERVER = {"block", "page_size"}
+#: Fields that no setting changes.
 CONSTANT = {"max_structure_checks", "max_candidates", "max_blocks_per_step", "limits"}
 
 
 def test_every_field_is_accounted_for() -> None:
     fields = {field.name for field in dataclasses.fields(FilterConfig)}
-    assert fields == SETTINGS.keys() | OF_THE_SERVER | CONSTANT
+    assert fields == SETTINGS.keys() | CONSTANT
 
 
 @pytest.mark.parametrize("field", SETTINGS)
 def test_a_setting_reaches_the_filter_alone(field: str) -> None:
     name, value = SETTINGS[field]
-    plain = dataclasses.asdict(filter_config(ReasonCacheConfig(), 8, page_size=1))
-    changed = dataclasses.asdict(filter_config(ReasonCacheConfig(**{name: value}), 8, page_size=1))
+    plain = dataclasses.asdict(filter_config(ReasonCacheConfig()))
+    changed = dataclasses.asdict(filter_config(ReasonCacheConfig(**{name: value})))
     assert changed == {**plain, field: value} != plain
-
-
-def test_block_and_page_are_the_servers() -> None:
-    made = filter_config(ReasonCacheConfig(block=8), 32, page_size=32)
-    assert (made.block, made.page_size) == (32, 32)
-    with pytest.raises(
-        ValueError, match="--reasoncache-block must equal the page size 16 above 1, got 8"
-    ):
-        filter_config(ReasonCacheConfig(), 8, page_size=16)

@@ -57,7 +57,8 @@ class Plain:
             assert row.evicted_from(start).tolist() == [at for at in gone if at >= start]
             assert row.any_evicted(start, start + 4) == any(start <= at < start + 4 for at in gone)
         first = [self.slots.index(self.slots[at]) for at in held]
-        assert row.first_readers(np.array(held, dtype=np.int64)).tolist() == first
+        readers, worth = row.first_readers(np.array(held, dtype=np.int64), 1)
+        assert (readers.tolist(), worth.tolist()) == (first, [1] * len(held))
         for at in held:
             alike = [other for other in held if self.slots[other] == self.slots[at]]
             assert sorted(row.readers(at)) == (alike if at in self.located else [at])

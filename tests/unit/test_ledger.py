@@ -13,7 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.carriers import RECORD
 from sglang_reasoncache.sharing import ledger as module
-from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate
+from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate, Run
 from sglang_reasoncache.sharing.ledger import Ledger
 from sglang_reasoncache.sharing.request import RequestRecord
 
@@ -40,7 +40,7 @@ def _request(name: str) -> Req:
 
 
 def _block(req: Req, lender: Req, length: int) -> BlockProposal:
-    return BlockProposal(req, Candidate(8, 24), length, HostRow(), lender, HostRow())
+    return BlockProposal(req, Candidate((Run(8, 24, length),)), HostRow(), lender, HostRow())
 
 
 def _check(ledger: Ledger, entries: list[Entry], reqs: list[Req]) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.device.ranks import RankFailed
 from sglang_reasoncache.sharing import redirect
-from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate
+from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate, Run
 from sglang_reasoncache.sharing.redirect import Redirection, Redirector
 from sglang_reasoncache.sharing.request import known_record
 from tests.property.world import Setup, World
@@ -53,9 +53,8 @@ class Rows:
         self.locate(to, dst)
         self.locate(of, src)
         reqs = self.reqs
-        return BlockProposal(
-            reqs[to], Candidate(dst, src), BLOCK, self.host(to), reqs[of], self.host(of)
-        )
+        candidate = Candidate((Run(dst, src, BLOCK),))
+        return BlockProposal(reqs[to], candidate, self.host(to), reqs[of], self.host(of))
 
     def allows(self, to: int, dst: int, of: int, src: int, slots: list[list[int]]) -> bool:
         """Whether the plugin's rules may allow a block, if the rows name ``slots``."""

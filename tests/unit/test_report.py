@@ -20,7 +20,7 @@ from sglang.srt.utils.auth import add_api_key_middleware
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.plugin import hooks, page, report, routes
-from sglang_reasoncache.sharing.blocks import Candidate
+from sglang_reasoncache.sharing.blocks import Candidate, Run
 from sglang_reasoncache.sharing.request import RequestRecord
 from tests.eviction.rows import SINGLE, begun
 from tests.property.world import Eviction, World
@@ -117,8 +117,8 @@ def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
 def test_parts_of_a_response() -> None:
     """The text is cut where a run of sharing blocks, or its source, begins or ends. No part of it is lost."""
     text = "what repeats, and so what repeats, ends"
-    found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10, "block": 4}
-    found |= {"blocks": [(0, 11, 32), (0, 15, 36)], "blocks_across": [(0, 24, 7, 0)]}
+    found = {"output_ids": [*map(ord, text)], "prompt_tokens": 10}
+    found |= {"blocks": [(0, 11, 32, 4), (0, 15, 36, 4)], "blocks_across": [(0, 24, 7, 4, 0)]}
     found["sources"] = ["other"]
     # Like some tokenizers, this decoder drops a blank at the beginning.
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(map(chr, ids)).removeprefix(" "))
@@ -138,7 +138,8 @@ def test_long_ids_are_cut_and_a_source_is_listed_once(
     told.config = dataclasses.replace(told.config, keep_responses=1)
     told.kept = deque(maxlen=1)
     blocks = [
-        Candidate(4 * at, at, weakref.ref(req), f"{at % 3}" + "s" * 100_000) for at in range(3000)
+        Candidate((Run(4 * at, at, 4),), weakref.ref(req), f"{at % 3}" + "s" * 100_000)
+        for at in range(3000)
     ]
     for _ in range(40):
         told.request_finished(req, RequestRecord(redirected=blocks), 0, 0)
@@ -149,7 +150,7 @@ def test_long_ids_are_cut_and_a_source_is_listed_once(
     entry = scheduler["recent"][-1]
     assert entry["rid"] == "r" * 256
     assert entry["sources"] == [f"{number}" + "s" * 255 for number in range(3)]
-    assert entry["blocks_across"] == [[0, 4 * at, at, at % 3] for at in range(1024)]
+    assert entry["blocks_across"] == [[0, 4 * at, at, 4, at % 3] for at in range(1024)]
     brief = client.get(DETAILS, params={"blocks": False})
     assert len(brief.content) < 20_000
     # A response is found by the whole id.

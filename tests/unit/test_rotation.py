@@ -22,6 +22,7 @@ from sglang_reasoncache.attention.rotations import key_rotation, key_rotations
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cpu.platform import TorchCpuPlatform
 from sglang_reasoncache.device.ranks import Ranks
+from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate, Run
 from sglang_reasoncache.sharing.meter import BlockMeter
 
 HEADS = 2
@@ -239,7 +240,7 @@ def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
     cached_at = CachedPositions(2 * slots, "cpu")
     cached_at.record(torch.arange(slots), torch.arange(slots))
     req: Any = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=0))
-    block: Any = SimpleNamespace(req=req, lender=req, dst_start=at, src_start=0, length=slots)
+    block = BlockProposal(req, Candidate((Run(at, 0, slots),)), None, req, None)
     for known, is_right in ((rotations, True), (dict.fromkeys(range(3), near), False)):
         meter = BlockMeter(pool, rows, cached_at, known, HEADS, Ranks())
         meter.warm_up(slots)

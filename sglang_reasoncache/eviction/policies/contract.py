@@ -57,7 +57,10 @@ class View:
             the option ``prompt``, to pages that hold only prompt tokens.
         page: Number of positions in a page; only whole pages can be evicted.
         held: int64 ``[held]``, ascending: written positions that were not evicted.
-        first_readers: int64 ``[held]``: for each held position, the lowest held position with the same slot.
+        first_readers: int64 ``[held]``: for each held position, the lowest held position with the same slot. At
+            page sizes above 1: the position at the same place of the lowest page that is evicted with its page,
+            because they name slots of the same pages.
+        worth: int64 ``[held]``: how many slots all positions with the same first reader name together.
         seed: A number computed from the prompt, equal for equal prompts.
         layers: All attention layers of this rank; empty except in :meth:`Evictor.scores`.
         earlier: fp32 ``[held]``: the last scores of a policy whose scores are running totals; 0 for positions
@@ -71,6 +74,7 @@ class View:
     page: int
     held: np.ndarray
     first_readers: np.ndarray
+    worth: np.ndarray
     seed: int
     layers: Sequence[Layer] = ()
     earlier: torch.Tensor | None = None

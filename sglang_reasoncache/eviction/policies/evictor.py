@@ -103,22 +103,27 @@ class Evictor:
         raise NotImplementedError
 
 
-def lowest(scores: np.ndarray, slots: np.ndarray, page: int, count: int) -> np.ndarray:
+def lowest(
+    scores: np.ndarray, first: np.ndarray, worth: np.ndarray, page: int, count: int
+) -> np.ndarray:
     """Choose which positions of a request to evict, in whole pages: bool ``[positions]``.
 
     Args:
         scores: float ``[positions]``. A page's score is the mean of its positions' scores.
-        slots: int ``[positions]``, equal for positions that share a slot. Such positions are evicted
-            together, and the highest of their scores counts.
+        first: int ``[positions]``, see :attr:`View.first_readers`. Positions that share a slot, and linked
+            pages, are evicted together, and the highest of their scores counts.
+        worth: int ``[positions]``, see :attr:`View.worth`.
         page: Number of positions in a page.
         count: Number of slots to free, rounded up to whole pages.
     """
     by_page = scores.astype(np.float64).reshape(-1, page).mean(axis=1)
-    known, slot_of = np.unique(slots[::page], return_inverse=True)
-    worth = np.full(len(known), -np.inf)
-    np.maximum.at(worth, slot_of, np.where(np.isnan(by_page), np.inf, by_page))
-    chosen = np.argsort(worth, kind="stable")[: math.ceil(count / page)]
-    return np.isin(slot_of, chosen).repeat(page)
+    _, index, group_of = np.unique(first[::page], return_index=True, return_inverse=True)
+    highest = np.full(len(index), -np.inf)
+    np.maximum.at(highest, group_of, np.where(np.isnan(by_page), np.inf, by_page))
+    order = np.argsort(highest, kind="stable")
+    freed = np.cumsum(worth[::page][index][order])
+    chosen = order[: np.searchsorted(freed, count) + 1]
+    return np.isin(group_of, chosen).repeat(page)
 
 
 def runs(positions: np.ndarray) -> list[tuple[int, int]]:

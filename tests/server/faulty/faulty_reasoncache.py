@@ -48,9 +48,9 @@ def register() -> None:
             left[:] = range(BATCHES + 1)
         return born(records, req)
 
-    def prepared(allocator: Any, *arguments: Any) -> Any:
+    def prepared(allocator: Any, *arguments: Any, **named: Any) -> Any:
         allocators[:] = [allocator]
-        return prepare(allocator, *arguments)
+        return prepare(allocator, *arguments, **named)
 
     def measured(meter: Any, blocks: Sequence[Any]) -> Any:
         last = torch.distributed.get_world_size() - 1
