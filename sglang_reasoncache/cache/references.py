@@ -68,8 +68,13 @@ class PageReferences(dict[int, int]):
 
 
 class Change(NamedTuple):
-    """New reference counts that are not set yet. ``counts``: page id -> new number of references. ``freed``: ids
-    of pages to free, int64 ``[pages]`` on the pool's device. ``several``: see :meth:`PageReferences.set`."""
+    """New reference counts that are not set yet.
+
+    Attributes:
+        counts: Page id -> new number of references.
+        freed: Ids of pages to free, int64 ``[pages]`` on the pool's device.
+        several: See :meth:`PageReferences.set`.
+    """
 
     counts: dict[int, int]
     freed: torch.Tensor

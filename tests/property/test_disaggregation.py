@@ -39,7 +39,7 @@ CASES = [
     (Setup(page=1, block=3, slots=150, when="short", need_sort=True, decodes=True), False),
     (Setup(page=1, block=3, slots=150, when="always", need_sort=True, decodes=True), True),
     (
-        Setup(page=4, block=4, slots=200, when="short", need_sort=True, core="rust", decodes=True),
+        Setup(page=4, block=2, slots=164, when="short", need_sort=True, core="rust", decodes=True),
         True,
     ),
 ]

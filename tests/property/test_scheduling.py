@@ -36,10 +36,11 @@ from tests.server.faulty.waiting_reasoncache import wait_for
 SETUPS = [
     Setup(page=1, block=3, slots=170, when="short"),
     Setup(page=1, block=2, slots=150, when="short", core="rust"),
-    Setup(page=4, block=4, slots=200, need_sort=True, when="short"),
+    Setup(page=4, block=2, slots=200, need_sort=True, when="short"),
+    Setup(page=4, block=3, slots=200, when="short", swap=1 << 14, continues=True),
     Setup(page=1, block=3, slots=170, when="always"),
     Setup(page=1, block=3, slots=150, when="short", swap=1 << 15),
-    Setup(page=4, block=4, slots=200, when="always", core="rust", swap=1 << 13),
+    Setup(page=4, block=3, slots=200, when="always", core="rust", swap=1 << 13),
     Setup(page=1, block=3, slots=170, when="short", swap=1 << 14, continues=True),
 ]
 QUICK_OPERATIONS = 8_400

@@ -50,9 +50,9 @@ _LESS = {
     "falcon_h1": 0.03,
 }
 _LESS_OF_OTHERS, _LESS_OF_GEMMA = 0.12, 0.6
-#: Greedy responses of these models run in circles of this many tokens, whole pages of up to 64 tokens:
-#: after token ``t`` the likeliest token is ``t + 1``, or ``t - 63`` at the end of a circle.
-_CIRCLES = {"qwen3": 64}
+#: Greedy responses of these models run in circles of this many tokens, so that repeats begin at other places of
+#: a page: after token ``t`` the likeliest token is ``t + 1``, or ``t - 42`` at the end of a circle.
+_CIRCLES = {"qwen3": 43}
 #: Model name -> name of the configuration class in ``transformers``, and arguments of this class.
 MODELS: dict[str, tuple[str, Fields]] = {
     "qwen3_next": (
@@ -161,7 +161,9 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         if name in _CIRCLES:
             circle = _CIRCLES[name]
             token = torch.arange(_COMMON["vocab_size"])
-            following = token // circle * circle + (token + 1) % circle
+            first = token // circle * circle
+            size = (_COMMON["vocab_size"] - first).clamp(max=circle)
+            following = first + (token - first + 1) % size
             model.lm_head.weight[following] = 0.07 * model.get_input_embeddings().weight
     path = folder / name
     model.save_pretrained(path)
