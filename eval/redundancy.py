@@ -4,7 +4,7 @@ filter with which servers find repeats. Writes redundancy.md."""
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +22,20 @@ from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import ReasoningSpan, TokenClasses
 from sglang_reasoncache.filter.settings import FilterConfig
 from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+from sglang_reasoncache.sharing.blocks import Pages, Run
 
 WORDS = "words"
 # Pieces cover all text, even blank lines, which end reasoning steps. A space belongs to the next word or mark.
 _PIECES = re.compile(r"[ ]?(?:\w+|[^\w\s])|\s", re.UNICODE)
 _MAX_NAME_CHARS = 40
+#: Page sizes at which the default rule is measured, besides 1.
+PAGE_SIZES = (16, 32, 64)
 #: Block sizes at which the ReasonCache paper's rule for sharing (``match=steps``) is measured.
 BLOCKS = (4, 8, 16)
 _NOTE = """Candidate: the share of steps, without the first, that are similar to an earlier step by the papers'
-filter. Default and d: the share of tokens that the default rule, or the papers' rule with blocks of d tokens,
-could share, at the end of a response / averaged over decode steps. Distances are not measured."""
+filter. Default, pages of p, d: the share of tokens that the default rule, the same at page size p, or the rule
+of the papers with blocks of d tokens could share, at the end of a response / averaged over decode steps.
+Distances are not measured."""
 
 
 class Speller:
@@ -65,15 +69,32 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     found: dict[str, float] = {"tokens": tokens, "held": tokens * (tokens + 1) // 2}
     for name, rule in rules.items():
         proposals = propose(ids, vocabulary, rule)
-        sizes = [rule.block * len(proposal.pairs) for proposal in proposals]
         # For each proposal, the number of decode steps from the token that ends its step to the last token.
         left = [tokens - proposal.step.end + 1 for proposal in proposals]
-        found[f"end_{name}"] = sum(sizes)
-        found[f"time_{name}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
+        for page in (1, *PAGE_SIZES) if name == "default" else (1,):
+            kind = name if page == 1 else _of_pages(page)
+            sizes = shared(proposals, rule.block, page)
+            found[f"end_{kind}"] = sum(sizes)
+            found[f"time_{kind}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
         # Each rule overwrites these counts. The last rules, one per block size, all give the same counts.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
         found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
     return found
+
+
+def shared(proposals: Sequence[Proposal], block: int, page: int) -> list[int]:
+    """For each of ``proposals``, the number of tokens that can share with it at this page size."""
+    if page == 1:
+        return [block * len(proposal.pairs) for proposal in proposals]
+    pages = Pages(page)
+    return [
+        page * sum(len(pages.add(Run(*pair, block))) for pair in proposal.pairs)
+        for proposal in proposals
+    ]
+
+
+def _of_pages(page: int) -> str:
+    return f"pages of {page}"
 
 
 def propose(ids: list[int], vocabulary: Vocabulary, rule: FilterConfig) -> list[Proposal]:
@@ -121,7 +142,7 @@ def shares(name: str, group: pd.DataFrame) -> dict[str, Any]:
     line = {"responses of": name.replace("|", "\\|"), "number": str(len(group))}
     line["tokens a step"] = f"{tokens / max(sums['steps'], 1.0):.1f}"
     line["candidate"] = f"{sums['candidates'] / later:.1%}"
-    for rule in ("default", *(f"d={block}" for block in BLOCKS)):
+    for rule in ("default", *map(_of_pages, PAGE_SIZES), *(f"d={block}" for block in BLOCKS)):
         line[rule] = f"{sums[f'end_{rule}'] / tokens:.1%} / {sums[f'time_{rule}'] / held:.1%}"
     return line
 

@@ -31,11 +31,11 @@ def test_counts_by_hand(tmp_path: Path) -> None:
     found = run(tmp_path, {"dataset": "made", "response": response})["made"]
     # 78 tokens. Steps 3 and 5 are copies of earlier steps. Step 4 is similar to no step: it is twice as long.
     assert found[:3] == ["1", "15.6", "50.0%"]
-    # The default rule finds no block that is old enough. The other three rules cut the copies into blocks
-    # of 4, 8 or 16 tokens. Step 3 has 17 tokens, including its newlines, and step 5 has 5 tokens.
-    ends = [f"{shared / 78:.1%}" for shared in (0, 4 * 4 + 4, 2 * 8, 16)]
+    # The default rule finds no block that is old enough, at any page size. The other three rules cut the
+    # copies into blocks of 4, 8 or 16 tokens. Step 3 has 17 tokens, including its newlines, and step 5 has 5.
+    ends = [f"{shared / 78:.1%}" for shared in (0, 0, 0, 0, 4 * 4 + 4, 2 * 8, 16)]
     assert [cell.partition(" / ")[0] for cell in found[3:]] == ends
-    assert 0 < float(found[4].partition(" / ")[2][:-1]) < 100 * 20 / 78
+    assert 0 < float(found[7].partition(" / ")[2][:-1]) < 100 * 20 / 78
 
 
 def test_bad_lines_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

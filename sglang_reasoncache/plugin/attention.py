@@ -25,6 +25,7 @@ from sglang_reasoncache.plugin import graph_votes, refusals
 
 logger = logging.getLogger(__name__)
 _CORRECTED = f"{flag_of('positions')} corrected"
+_PAGES = "--page-size above 1 with keys read as cached"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
     corrects = corrects and not rotations.caches_without_positions(model.hf_config)
     default = compat.get_default_attn_backend(server_args, latent, model)
     name = models.cuda_backend_of(model, latent, platform.has_flashinfer)
-    needed = corrects or config.policies.evictors
+    paged = config.shares and (server_args.page_size or 1) > 1
+    needed = corrects or paged or config.policies.evictors
     if not needed or default in compat.CUDA_BACKENDS or name is None:
         return
     if config.positions != "corrected" and refusals.in_the_way_of_corrected(server_args):
@@ -125,8 +127,16 @@ def resolve_positions(
     config: ReasonCacheConfig, parts: AttentionParts, model_runner: ModelRunner
 ) -> tuple[ReasonCacheConfig, str | None]:
     """Return ``config`` with ``positions=auto`` replaced by ``corrected``. If the backend cannot correct keys,
-    ``auto`` becomes ``as-cached``, nothing is shared, and the reason is returned too. Raises ValueError if the
+    ``auto`` becomes ``as-cached``, nothing is shared, and the reason is returned too. So it is if keys are read
+    as cached at a page size above 1, and not by our kernels. Raises ValueError if the
     operator asked for ``corrected`` and the backend does not support this."""
+    if _reads_pages(config, model_runner) and not parts.serves_policies:
+        reason = parts.uncorrected or (
+            f"{_PAGES} needs --attention-backend {', '.join(compat.OUR_BACKENDS)}, "
+            f"this server runs {model_runner.decode_attention_backend_str}"
+        )
+        logger.warning("reasoncache: nothing is shared, because: %s", reason)
+        return dataclasses.replace(config, percentile=0), reason
     if config.positions == "as-cached":
         return config, None
     if parts.rotations is not None:
@@ -202,7 +212,19 @@ def _own_backend(
         # Policies need our kernels. ``check_policies`` refuses policies if prefill and decode use two backends.
         requested_by = f"{flag_of('policy')} {config.policy}"
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason
+    if name in compat.CUDA_BACKENDS and prefill == decode and _reads_pages(config, model_runner):
+        try:
+            return make_cuda(model_runner, name, None, requested_by=_PAGES), reason
+        except ValueError as error:
+            reason = str(error)
     return None, reason
+
+
+def _reads_pages(config: ReasonCacheConfig, model_runner: ModelRunner) -> bool:
+    """Whether rows that share must be read by our kernels although no key is rotated: SGLang's may look up only
+    the first slot of each page."""
+    as_cached = config.shares and config.positions == "as-cached"
+    return as_cached and model_runner.token_to_kv_pool.page_size > 1
 
 
 def _corrected(model_runner: ModelRunner, name: str, cached: CachedPositions) -> Any:

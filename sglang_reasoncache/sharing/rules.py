@@ -131,12 +131,6 @@ def _is_not_written(_: Rules, block: BlockProposal, __: Judgement) -> bool:
     )
 
 
-def _reads_itself(_: Rules, block: BlockProposal, __: Judgement) -> bool:
-    return not block.is_across and any(
-        run.src_start < block.dst_end and block.dst_start < run.src_end for run in block.runs
-    )
-
-
 def _is_too_young(rules: Rules, block: BlockProposal, _: Judgement) -> bool:
     if block.dst_end > written_positions(block.req) - rules.min_age:
         return True
@@ -215,7 +209,6 @@ RULES: tuple[Rule, ...] = (
     Rule(Refusal.LATE, Stage.ALWAYS, _is_late),
     Rule(Refusal.TREE_OWNED, Stage.ALWAYS, _is_tree_owned),
     Rule(Refusal.NOT_WRITTEN, Stage.ALWAYS, _is_not_written),
-    Rule(Refusal.OVERLAP, Stage.ALWAYS, _reads_itself),
     Rule(Refusal.TOO_YOUNG, Stage.ALWAYS, _is_too_young),
     Rule(Refusal.EVICTED, Stage.ALWAYS, _is_evicted),
     Rule(Refusal.IN_WINDOW, Stage.ALWAYS, _is_in_window),

@@ -102,7 +102,7 @@ def view(
     held = np.setdiff1d(np.arange(written), np.fromiter(gone, dtype=np.int64))
     keys = torch.zeros(1, len(held), 1, 2) if keys is None else keys
     row = HostRow()
-    row.locate(0, range(1, written + 1))
+    row.locate(0, range(page, written + page))
     for dst, src, length in shared:
         row.read(dst, src, length, row, [])
     given = None if weights is None else torch.from_numpy(weights).float()

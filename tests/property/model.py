@@ -212,13 +212,12 @@ class Memory:
         track.shows, track.exact, track.target, track.returned = [], True, 0, True
 
     def may_share(self, track: Track, block: Unit) -> bool:
-        """Whether unit and source are written, unevicted and disjoint, and the unit is not the tree's."""
+        """Whether unit and source are written and unevicted, and the unit is not the tree's."""
         both = [*block.positions, *block.sources]
         return (
             max(both) < len(track.shows)
             and not any(track.shows[at] == EVICTED for at in both)
             and block.dst_start >= track.req.kv.cache_protected_len
-            and set(block.positions).isdisjoint(block.sources)
         )
 
     def evict(self, track: Track, evictions: Iterable[Eviction]) -> None:

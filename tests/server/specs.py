@@ -95,8 +95,8 @@ ACROSS = SHARED.having(
     *(TIGHT, *EAGER, CHUNKED, "--reasoncache-scope prompt --enable-metrics"),
     **retracting(25),
 ).beside(STOCK)
-#: Shares pages of 16.
-PAGED = SHARED.having("page16", TIGHT, PAGE16, *EAGER, CROWDED)
+#: Shares pages of 16 when slots run short, under forced retractions.
+PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **retracting(25))
 
 #: Has slots for a few responses. Responses to one prompt also share with each other. Blocks share at the
 #: default age: at 32 tokens, sharing a quarter of all positions costs this model 3 answers of a hundred.

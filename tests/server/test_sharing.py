@@ -52,8 +52,8 @@ def test_follow_up_turn(server: ServerProcess) -> None:
         (specs.EXACT, 24, 24, 0.03, 0.8),
         (specs.ACROSS, 16, 16, 0.1, 0.8),
         (specs.FP8, 16, 16, 0.1, 0.8),
-        # PAGED pairs the k-th pages of similar steps, even if tokens differ, so answers are not checked.
-        (specs.PAGED, 12, 0, 0.0, 0.0),
+        # PAGED shares only when slots run short, too.
+        (specs.PAGED, 24, 12, 0.0, 0.8),
     ],
     indirect=["server"],
 )
@@ -69,6 +69,7 @@ def test_shares_and_keeps_answers(
         assert seen["totals"]["blocks_reapplied"] > 0
     assert seen["block"] == seen["config"]["block"]
     assert seen["totals"]["blocks_shared"] > blocks
+    assert seen["totals"]["blocks_missed"] == 0
     assert seen["totals"]["final_saving_ratio"] > saved
     assert accuracy(todo, answers) >= right
 

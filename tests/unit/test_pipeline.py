@@ -72,12 +72,12 @@ def assert_judged(world: World, freed: int, refusal: str) -> None:
     ("pair", "min_age", "refusal"),
     [
         (Pair(20, 8), 0, ""), (Pair(8, 20), 0, ""), (Pair(8, 20), 1000, "too_young"),
-        (Pair(20, 9), 0, ""), (Pair(20, 20), 0, "overlap"), (Pair(20, 23), 0, "overlap"),
+        (Pair(20, 9), 0, ""), (Pair(20, 20), 0, "same_slots"), (Pair(20, 23), 0, ""),
     ],
 )  # fmt: skip
 def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str) -> None:
-    """A page is refused if it overlaps its source, or fewer than ``min_age`` tokens follow. Its source may
-    begin anywhere."""
+    """A page is refused if it is its own source, or fewer than ``min_age`` tokens follow. Its source may begin
+    anywhere, in the page, too."""
     world = World(Setup(page=4, block=4, slots=160), min_age=min_age)
     req = world.start()
     before = world.row(req).copy()
