@@ -4,8 +4,8 @@
 A *shifted* slot is read at a position other than the one that its key was rotated for. Our kernels run forwards
 with shifted slots or evicted positions, SGLang's kernels run all others. At page sizes above 1 our kernels run
 all forwards whose rows share slots, rotated or not: SGLang's may look up only the first slot of a page. A graph
-of decode steps with our kernels also contains the planning, which lists the slots to read. With latent attention
-SGLang's kernels run every prefill, because no slot in a cached prefix is shared then."""
+of decode steps with our kernels also contains the planning, which lists the slots to read. With latent
+attention SGLang's kernels run every prefill, because no slot in a cached prefix is shared then."""
 
 from __future__ import annotations
 
