@@ -24,6 +24,7 @@ from sglang.srt.runtime_context import get_exec, override_platform
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention import warm_up
 from sglang_reasoncache.attention.backend import PagedBackend
+from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -240,6 +241,30 @@ def chosen(
     config, cached = ReasonCacheConfig(**settings), cached or CachedPositions(1, "cpu")
     found = attention.attention_backend(runner, config, name, lambda _runner: STOCK, cached)
     return *found, config
+
+
+@pytest.mark.parametrize("page", [1, 16])
+def test_rows_that_share_as_cached_need_our_kernels_at_page_sizes_above_1(
+    page: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's kernels may look up only the first slot of each page, so other backends share nothing."""
+    rig = Rig(shifted=0.0)
+    rig.pool.page_size, runner = page, rig.runner
+    assert PagedAttention(runner, None).reads_shared == (page > 1)
+    for backend, parts, why in (
+        ("fa3", attention.AttentionParts(), "this server runs fa3"),
+        ("triton", None, "needs an NVIDIA GPU"),
+        ("triton", attention.AttentionParts(serves_policies=True), None),
+    ):
+        runner.prefill_attention_backend_str = runner.decode_attention_backend_str = backend
+        config = ReasonCacheConfig(positions="as-cached")
+        parts = parts or chosen(runner, backend, positions="as-cached")[1]
+        found, reason = attention.resolve_positions(config, parts, runner)
+        shares = page == 1 or why is None
+        assert (found.shares, reason is None, found.positions) == (shares, shares, "as-cached")
+        if not shares:
+            assert str(why) in str(reason) and "--page-size above 1" in str(reason)
+            assert f"nothing is shared, because: {reason}" in caplog.messages[-1]
 
 
 @pytest.mark.parametrize("positions", ["auto", "as-cached"])
