@@ -39,7 +39,7 @@ def batch_of(kind: Any) -> Any:
 
 def backend_of() -> Any:
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
-    backend.paged = SimpleNamespace(cached=True, queries=None, slots=StockSlots())
+    backend.paged = SimpleNamespace(reads_shared=True, queries=None, slots=StockSlots())
     return backend
 
 

@@ -382,7 +382,7 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     world = World(SETUPS[0])
     world.allocator.has_shifted_slots = world.allocator.has_evicted = True
     backend: Any = SharedSlotReads.__new__(SharedSlotReads)
-    backend.paged = SimpleNamespace(cached=True)
+    backend.paged = SimpleNamespace(reads_shared=True)
     runner: Any = SimpleNamespace(attn_backend=backend)
     made = SimpleNamespace(rids=["r"], forward_mode=None, seq_lens_cpu=None)
     req = world.start()

@@ -122,7 +122,8 @@ def test_evicting(setup: Setup) -> None:
     world.retract(req)
     world.prefill(req)
     steps(world, req, count=6)
-    assert world.controller.eviction.positions_now == 12
+    # At page sizes above 1, pages that name slots of the same pages are evicted only together.
+    assert world.controller.eviction.positions_now == (12 if setup.page == 1 else 4)
     world.finish(req)
 
 
