@@ -366,7 +366,7 @@ MTP_PREFILLS = replace(STOCK, name="mtp", model="deepseek_v3").having(
 )
 MTP_DECODES = MTP.having("decodes", _PAIR, "decode", _TENSORS, **_MTP_PAIRED).for_long_runs()
 MTP_PAGES = MTP.having("page16", PAGE16).for_long_runs()
-DRAFT_PAGES = DRAFTS.having("page16", PAGE16, *EAGER_PAGES).for_long_runs()
+DRAFT_PAGES = DRAFTS.having("page16", PAGE16, *EAGER).for_long_runs()
 SPECULATING = (NGRAMS, DRAFTS, DRAFT_PAGES, *map(on_two_ranks, (NGRAMS, DRAFTS)))
 SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT, *map(on_two_ranks, (NGRAMS_SHORT, DRAFTS_SHORT)))
 
