@@ -147,14 +147,16 @@ class ReasonCacheConfig:
         "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
         "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
         "the ranks. Has no effect, and the log says why, with states, a window pool, latent attention "
-        "whose keys are corrected, a host tier, a policy that evicts, or on a decode server of a PD pair.",
+        "whose prefills SGLang's kernels run, a host tier, a policy that evicts, or on a decode server of a PD "
+        "pair.",
         bounds=(0, 1_000_000),
     )
     aliased_nodes: bool = _setting(
         True,
         "Keep what a finished response shared in the prefix cache, for prompts that go on with it. false: only "
         "up to its first shared token. Has no effect, and the log says why, with states, a window pool, latent "
-        "attention, a host tier, a policy that evicts, or on a decode server of a PD pair.",
+        "attention whose prefills SGLang's kernels run, a policy that evicts, or on a decode server of a PD "
+        "pair.",
     )
     documents_repair: str = _setting(
         "none",

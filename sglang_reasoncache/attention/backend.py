@@ -59,10 +59,7 @@ class PagedBackend(_Stock):
         self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        q = _whole(q, kwargs.pop("q_rope", None))
-        k = _whole(k, kwargs.pop("k_rope", None))
-        sinks = self._sinks(kwargs)
-        self.paged.put(k, v, layer, forward_batch, save_kv_cache)
+        q, sinks = self._put(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         return self.paged.decode(q, layer, sinks)
 
     def forward_extend(
@@ -75,25 +72,38 @@ class PagedBackend(_Stock):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``."""
+        """``q`` ``[tokens, heads * dim]``; returns ``[tokens, heads * v_dim]``. ``kwargs``: see
+        :meth:`forward_decode`."""
         if self.paged.rows is not None:
             # The verification of drafted tokens, which SGLang runs as an extend.
             return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         self.paged.keep(q, layer)
         if self.paged.extend_plan is None and not self.always_ours:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        sinks = self._sinks(kwargs)
-        self.paged.put(k, v, layer, forward_batch, save_kv_cache)
+        q, sinks = self._put(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         return self.paged.extend(q, layer, forward_batch, sinks)
 
-    def _sinks(self, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    def _put(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: AttentionLayer,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Put new keys and values into the pool. Returns whole queries, and the sinks."""
+        q = _whole(q, kwargs.pop("q_rope", None))
+        k = _whole(k, kwargs.pop("k_rope", None))
         sinks = kwargs.pop("sinks", None)
         unknown = sorted(name for name, value in kwargs.items() if value is not None)
         if unknown:
             raise ValueError(
                 f"{self.requested_by}: attention with {', '.join(unknown)} is not supported"
             )
-        return sinks
+        self.paged.put(k, v, layer, forward_batch, save_kv_cache)
+        return q, sinks
 
 
 def _whole(side: torch.Tensor | None, rotated: torch.Tensor | None) -> Any:

@@ -95,8 +95,8 @@ def window_age(context: TreeCacheBuildContext) -> int:
 
 
 def check_latent(pool: Any, args: ServerArgs) -> None:
-    """Raises ValueError for flags that cannot be combined with latent attention. On a GPU SGLang's kernels
-    run its prefills. They do not rotate keys, so a prefill must not read shared slots."""
+    """Raises ValueError for flags that cannot be combined with latent attention if SGLang's kernels run all its
+    prefills. They do not rotate keys, so a prefill must not read shared slots."""
     reads = "a prefill would read keys of shared slots as they are cached"
     given = {
         "--enable-mixed-chunk": (args.enable_mixed_chunk, reads),

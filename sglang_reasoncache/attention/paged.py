@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import verification
+from sglang_reasoncache.attention import absorbed, verification
 from sglang_reasoncache.attention.batch_mark import mark_of
 from sglang_reasoncache.attention.models import attention_layers, reach_of
 from sglang_reasoncache.attention.rotations import key_rotations
@@ -83,6 +83,8 @@ class PagedAttention:
         self.rotations: dict[int, KeyRotation] | None = None
         #: Whether the pool holds latent KV (MLA).
         self.latent = bool(compat.latent_rank(pool))
+        #: Whether our kernels can run prefills.
+        self.runs_prefills = not self.latent or absorbed.is_possible(model_runner)
         layers = {layer: compat.kv_of(pool, layer) for layer in compat.layer_ids(pool)}
         #: Ids of layers with KV in the window pool. A row's slot has a *peer* there, which is never shared.
         self._of_window = compat.window_layers(pool)

@@ -4,8 +4,7 @@
 A *shifted* slot is read at a position other than the one that its key was rotated for. Our kernels run forwards
 with shifted slots or evicted positions, SGLang's kernels run all others. At page sizes above 1 our kernels run
 all forwards whose rows share slots, rotated or not: SGLang's may look up only the first slot of a page. A graph
-of decode steps with our kernels also contains the planning, which lists the slots to read. With latent
-attention SGLang's kernels run every prefill, because no slot in a cached prefix is shared then."""
+of decode steps with our kernels also contains the planning, which lists the slots to read."""
 
 from __future__ import annotations
 
@@ -87,7 +86,7 @@ class SharedSlotReads(PagedBackend):
             else:
                 super().init_forward_metadata(forward_batch)
             return
-        if self.needs_ours(forward_batch) and not self.paged.latent:
+        if self.needs_ours(forward_batch) and self.paged.runs_prefills:
             mark = mark_of(forward_batch)
             self.paged.begin_extend(forward_batch, None if mark is None else mark.evicted)
         else:

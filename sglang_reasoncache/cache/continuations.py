@@ -257,20 +257,22 @@ class Continuations:
 
     # -- look up ---------------------------------------------------------------------
 
-    def match(self, key: Any, held: int, exact: bool) -> tuple[Part, ...]:
-        """What goes on with a path of the tree and makes the cached prefix of a prompt longer than ``held``.
+    def match(self, key: Any, held: int, exact: bool, on_host: int = 0) -> tuple[Part, ...]:
+        """What goes on with a path of the tree and makes the cached prefix of a prompt longer than the tree has
+        it.
 
         Args:
             key: SGLang's key of the prompt.
-            held: Number of tokens that the tree has of the prompt.
+            held: Number of the prompt's tokens that the tree has in the pool.
             exact: Whether only exact KV may be read.
+            on_host: Number of further tokens that the tree has on the host.
         """
         roots = self._roots.get(_namespace(key))
         if roots is None:
             return ()
         tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
         best: tuple[Part, ...] = ()
-        longest = held
+        longest = held + on_host
         hashed, digest = 0, _new_digest()
         for start, by_digest in roots.beginning(tokens, held):
             # Each token is hashed once, however many starts a hostile client made.

@@ -272,6 +272,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         self.owner.restored(len(restored.slots))
         return len(restored.slots), restored._replace(node=req.last_node)
 
+    def prefetch_from_storage(
+        self, request: Any, last_host_node_id: Any, *args: Any, **named: Any
+    ) -> Any:
+        """Load what storage has behind a cached prefix. Behind a continuation nothing is loaded: storage finds
+        KV by the hash of the path of the tree, which does not hold the continuation's tokens."""
+        if isinstance(last_host_node_id, Continued):
+            return None
+        return super().prefetch_from_storage(request, last_host_node_id, *args, **named)
+
     def load_back_is_cache_owned(self) -> bool:
         """Whether the tree owns the slots that :meth:`init_load_back` loaded last."""
         return not self._loads_own and super().load_back_is_cache_owned()
@@ -319,13 +328,17 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def _continued(self, params: Any, found: Any) -> Any:
         """``found``, which the core matched, or a continued prefix if that is longer."""
-        exact = not _may_read_approximate(params.req)
-        parts = self._continuations.match(params.key, found.device_prefix_len, exact)
+        parts = self._continuations.match(
+            params.key,
+            found.device_prefix_len,
+            exact=not _may_read_approximate(params.req),
+            on_host=found.host_hit_length,
+        )
         if not parts:
             return found
         prefix = Continued(found.last_device_node, parts)
         nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
-        return found._replace(device_prefix_len=prefix.length, **nodes)
+        return found._replace(device_prefix_len=prefix.length, host_hit_length=0, **nodes)
 
     def _composed(self, documents: CachedDocuments, params: Any, found: Any) -> Any:
         """``found``, which the tree matched, or a composed prefix if that is longer."""

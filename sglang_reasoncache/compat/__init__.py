@@ -70,6 +70,7 @@ _MODULES: dict[str, list[str]] = {
     "layers.attention.flashinfer_mla_backend": ["FlashInferMLAAttnBackend"],
     "layers.attention.triton_backend": ["TritonAttnBackend"],
     "layers.attention.base_attn_backend": ["SharedReadEnds"],
+    "model_executor.forward_context": ["get_attn_backend"],
     "models.deepseek_common.attention_backend_handler": ["AttentionBackendRegistry"],
     "models.deepseek_common.attention_forward_methods.forward_methods": ["AttnForwardMethod"],
     "model_executor.runner_utils.capture_mode": ["get_capture_attention_variant"],

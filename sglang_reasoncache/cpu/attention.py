@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_reasoncache import compat, native
+from sglang_reasoncache.attention import absorbed
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.compat.types import ModelRunner
 from sglang_reasoncache.cpu.activate import PLATFORM_NAME
@@ -42,8 +43,7 @@ def _absorbing(name: str, stock: Callable[[Any], Any], model_runner: ModelRunner
     """Make SGLang compute latent attention (MLA) in absorbed form, because the CPU backends read cached latent
     vectors. Else SGLang would treat these backends like ``triton`` and write vectors with Triton kernels."""
     if model_runner.use_mla_backend:
-        absorbed = compat.AttnForwardMethod.MLA
-        compat.AttentionBackendRegistry.register(name, lambda *_: absorbed)
+        absorbed.always(name)
     return stock(model_runner)
 
 

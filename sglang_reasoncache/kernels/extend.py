@@ -238,6 +238,13 @@ def _hidden(places: Tensor, total: int, reach: int) -> Tensor:
     return hidden | (entries <= places[:, None] - reach) if reach else hidden
 
 
+def _for_all_heads(side: Tensor, heads: int) -> Tensor:
+    """Keys or values ``[1, kv_heads, entries, dim]`` repeated for each query head. A single KV head, such as
+    that of latent rows, is not copied."""
+    group = heads // side.shape[1]
+    return side[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2)
+
+
 def _extend_piece(
     query: Tensor,
     kv: PagedKv,
@@ -273,9 +280,8 @@ def _extend_piece(
     )
     if grouped and on_cuda and not flash:
         # PyTorch's memory-efficient kernel needs as many KV heads as query heads.
-        group = query.shape[1] // kv.num_heads
-        keys = keys.repeat_interleave(group, dim=1)
-        values = values.repeat_interleave(group, dim=1)
+        keys = _for_all_heads(keys, query.shape[1])
+        values = _for_all_heads(values, query.shape[1])
         grouped = False
     causal = new == total and not reach and places is None
     step = new if flash or causal else _BLOCK

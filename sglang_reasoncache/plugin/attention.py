@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import models, rotations, warm_up
+from sglang_reasoncache.attention import absorbed, models, rotations, warm_up
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -34,6 +34,8 @@ class AttentionParts:
 
     #: Layer id -> rotation of the layer's keys. None if keys are not corrected.
     rotations: Mapping[int, KeyRotation] | None = None
+    #: Whether prefills correct keys, too.
+    corrects_prefills: bool = True
     queries: RecentQueries | None = None  # None if no policy reads recent queries
     serves_policies: bool = False
     uncorrected: str = ""  # why our backend cannot correct keys; "" if it can, or was not tried
@@ -95,6 +97,7 @@ def attention_backend(
         return backend, AttentionParts(rotations=paged.rotations, uncorrected=uncorrected)
     return backend, AttentionParts(
         rotations=paged.rotations,
+        corrects_prefills=paged.runs_prefills,
         queries=_queries(paged, config),
         serves_policies=True,
         uncorrected=uncorrected,
@@ -267,6 +270,8 @@ def make_cuda(
             )
         # Hooks are installed last, because they cannot be removed after a failure.
         graph_votes.install(backend)
+        if backend.paged.latent:
+            absorbed.where_ours(name)
     except ValueError:
         raise
     except Exception as error:

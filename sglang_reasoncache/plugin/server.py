@@ -98,7 +98,8 @@ class ServerParts:
     def _resolve(self, context: TreeCacheBuildContext) -> ResolvedConfig:
         """Settle the settings of this scheduler."""
         models.check_kind(context)
-        models.check_latent(self.allocator.get_kvcache(), context.server_args)
+        if self._attention.rotations is not None and not self._attention.corrects_prefills:
+            models.check_latent(self.allocator.get_kvcache(), context.server_args)
         runner = context.tp_worker.model_runner
         page = context.params.page_size
         refusals.check_page_size(page)
@@ -138,13 +139,18 @@ class ServerParts:
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
         }
-        return _first(reasons) or _needs_more_than_kv(tree, config, args) or self._reads_as_cached()
+        return (
+            _first(reasons)
+            or _has_host_tier(tree)
+            or _needs_more_than_kv(tree, config, args)
+            or self._reads_as_cached(config)
+        )
 
-    def _reads_as_cached(self) -> str | None:
+    def _reads_as_cached(self, config: ReasonCacheConfig) -> str | None:
         """Why prefills read keys as cached although decode steps correct them. None if they do not."""
-        latent = compat.latent_rank(self.allocator.get_kvcache())
-        # On a GPU SGLang's kernels compute these prefills, and rotate nothing.
-        return "latent attention reads prefixes as cached" if latent else None
+        if config.positions != "corrected" or self._attention.corrects_prefills:
+            return None
+        return "prefills of this model's latent attention read prefixes as cached"
 
     def _swap(
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
@@ -154,9 +160,10 @@ class ServerParts:
         asked = config.host_swap_gb
         if asked == 0 or not config.is_active:
             return None
-        corrects = config.positions == "corrected"
-        reason = _needs_more_than_kv(tree, config, args) or (
-            self._reads_as_cached() if corrects else None
+        reason = (
+            _has_host_tier(tree)
+            or _needs_more_than_kv(tree, config, args)
+            or self._reads_as_cached(config)
         )
         if reason is not None:
             level = logging.INFO if asked is None else logging.WARNING
@@ -170,7 +177,7 @@ class ServerParts:
         logger.info(
             "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
         )
-        return HostSwap(size, self._cached if corrects else None)
+        return HostSwap(size, self._cached if config.positions == "corrected" else None)
 
     def _continues(
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
@@ -179,7 +186,7 @@ class ServerParts:
         why."""
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
-        reason = _needs_more_than_kv(tree, config, args) or self._reads_as_cached()
+        reason = _needs_more_than_kv(tree, config, args) or self._reads_as_cached(config)
         if reason is not None:
             logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
         return reason is None
@@ -294,11 +301,15 @@ def _needs_more_than_kv(
         "another server prefills": _decodes_only(args),
         "state layers have states": tree.is_mamba_enabled,
         "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
-        "a host tier is in use": tree.cache_controller is not None,
         "a policy evicts positions": bool(config.policies.evictors),
         "a draft model has KV of its own": refusals.has_draft_model(args),
     }
     return _first(reasons)
+
+
+def _has_host_tier(tree: SharedRadixCache) -> str | None:
+    """That SGLang itself copies prefixes to the host. None if it does not."""
+    return _first({"a host tier is in use": tree.cache_controller is not None})
 
 
 def _first(reasons: Mapping[str, bool]) -> str | None:

@@ -181,6 +181,13 @@ models.deepseek_common.attention_forward_methods.forward_mla.DeepseekMLAForwardM
     if self.current_attention_backend in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     q = torch.cat([q_nope_out, q_pe], dim=-1)
     k = torch.cat([k_nope, k_pe], dim=-1)
+# The module whose attention our registry entry has absorbed asks for each forward.
+models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method
+    handler = AttentionBackendRegistry.get_handler(attention_backend)
+    handler(self, forward_batch)
+models.deepseek_v2.DeepseekV2AttentionMLA.forward_prepare
+    attn_forward_method = self.dispatch_attn_forward_method(forward_batch)
+    attn_forward_method == AttnForwardMethod.MLA:
 # SGLang marks flags that it has resolved, and adds its decisions to those that launchers made before.
 server_args.ServerArgs.resolve_once
     if getattr(self, "_resolution_finished", False): return

@@ -341,6 +341,8 @@ class GroupMachine(RuleBasedStateMachine):
             self.held_in_tree = len(found)
             return found
         for node, data in self.world.nodes():
+            if data.value is None:  # The node is on the host.
+                continue
             slots = data.value.numpy()
             assert stored[slots].tolist() == contents(node.key.token_ids, node.key.cache_salt)
             found += (slots[:: self.world.page] // self.world.page).tolist()

@@ -215,6 +215,16 @@ class Beside:
             compared = self._loop.compare(prompt, found, **otherwise)
             self._others.setdefault(name, []).append(compared)
 
+    def continued(
+        self, whole: Sequence[int], found: dict[str, Any], follow: dict[str, Any]
+    ) -> Compared:
+        """Compares the response ``follow`` to a prompt ``whole`` that ends with the response ``found``, whose
+        cached positions it read as they were."""
+        # Positions behind the cached ones are computed again, and read all that was shared since.
+        blocks = [(min(at + self.late, follow["cached"]), *to) for at, *to in found["blocks"]]
+        rotation, _ = self._rotations
+        return self._loop.compare(whole, follow, blocks=blocks, rotation=rotation)
+
     def check(self, *others: str, most: float = ROUNDING, times: float = 10) -> dict[str, float]:
         """Checks that no log-probability differs by ``most`` from that of the loop with the server's
         changes, and that every token of the responses is this loop's most likely one. The other loops named

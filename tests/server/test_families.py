@@ -44,21 +44,28 @@ def test_a_server_computes_what_a_loop_computes(
     blocks = sum(len(found["blocks"]) for found in responses)
     assert blocks == seen["totals"]["blocks_shared"] >= 200
     beside = Beside(loop, server)
+    stateless = spec.model in {**specs.LATENT, **specs.WINDOWS}
     again: list[Compared] = []
+    continued: list[Compared] = []
     for text, found in zip(letters(10), responses, strict=True):
         assert found["retractions"] == 0 < len(found["blocks"])
         beside.add(text, found)
-        # The prefix cache holds the response up to the first shared position. If the model has states or a
-        # pool for window layers, the cache holds only the prompt, with the state or window at its end.
+        # The prefix cache holds the response, and gives those who opt out what is before the first shared
+        # position. If the model has states or a pool for window layers, the cache holds only the prompt, with
+        # the state or window at its end.
         whole = loop.tokenizer(text)["input_ids"] + found["tokens"]
+        if stateless:
+            follow = follow_up(server, whole, opts_out=False)
+            assert follow["cached"] == len(whole) - 1
+            continued.append(beside.continued(whole, found, follow))
         follow = follow_up(server, whole)
         first = min(dst for _, dst, *_ in found["blocks"])
-        stateless = spec.model in {**specs.LATENT, **specs.WINDOWS}
         assert follow["cached"] == (first if stateless else found["prompt_tokens"])
         again.append(loop.compare(whole, follow))
     whole += follow["tokens"]
     follow = follow_up(server, whole)
-    # The last follow-up shared nothing, so the cache holds all its computed positions and its last state.
+    # The last follow-up read exact KV and shared nothing, so the cache holds all its computed positions and its
+    # last state.
     assert follow["cached"] == len(whole) - 1
     again.append(loop.compare(whole, follow))
     most = 5e-3 if spec.model == "nemotron_h" else ROUNDING  # the same without shared blocks
@@ -67,6 +74,7 @@ def test_a_server_computes_what_a_loop_computes(
     )
     beside.check(*others, most=most)
     assert joined(again).off.max() < most
+    assert not continued or joined(continued).off.max() < ROUNDING
     assert_whole(server)
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole
-from tests.server.problems import OPT_OUT, TO_THE_END, prompts, report, respond
+from tests.server.problems import OPT_OUT, TO_THE_END, follow_up, prompts, report, respond
 
 
 @pytest.mark.parametrize("spec", specs.HOST_TIERS)
@@ -16,7 +17,8 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
     servers: ServerPool, spec: specs.ServerSpec, tmp_path: Path
 ) -> None:
     """When SGLang loads a prefix from the host into new slots, the plugin must record for which position each
-    key was computed, because a response that shares rotates keys from these positions."""
+    key was computed, because a response that shares rotates keys from these positions. What shared is read by
+    the next turn while it is in the pool; only the exact part is on the host."""
     on_disk = spec is specs.ON_DISK
     server = servers.get(spec.having("", f"--file-storage-path {tmp_path}") if on_disk else spec)
     log = server.log_size()
@@ -24,11 +26,17 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
     todo = prompts(4, seed=21, each=2)
     # 600 decode steps (601 tokens) are whole poll intervals, so polls fall on the same steps of each response.
     first = [respond(server, [text], 601, **TO_THE_END)[0] for text in todo]
+    tokenizer = AutoTokenizer.from_pretrained(servers.model(spec.model))
+    whole = tokenizer(todo[-1])["input_ids"] + first[-1]["tokens"]
+    assert follow_up(server, whole, opts_out=False)["cached"] == len(whole) - 1
     for text in prompts(3, seed=22, each=24):
         # Long prompts make SGLang evict all cached prefixes and reuse the slots for other positions.
         respond(server, [text], 5, sampling_params=OPT_OUT)
     if on_disk:
         assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200
+    came = follow_up(server, whole, opts_out=False)
+    assert came["cached"] == min(dst for _, dst, _ in first[-1]["blocks"])
+    assert came["cached_from"]["storage" if on_disk else "host"] == came["cached"]
     again = [respond(server, [text], 601, **TO_THE_END)[0] for text in reversed(todo)]
     for one, other in zip(first, reversed(again), strict=True):
         came = other["cached_from"]

@@ -31,18 +31,12 @@ def test_shared_pages_give_what_a_loop_computes(
     beside = Beside(loop, server)
     again: list[Compared] = []
     continued: list[Compared] = []
-    corrected = None if spec is specs.PAGES_AS_CACHED else loop.rotation()
     for text, found in zip(todo, responses, strict=True):
         beside.add(text, found)
         whole = loop.tokenizer(text)["input_ids"] + found["tokens"]
-        if spec is not specs.LATENT_PAGES:
-            follow = follow_up(server, whole, opts_out=False)
-            assert follow["cached"] == (len(whole) - 1) // page * page
-            # Positions behind the cached ones are computed again, and read all that was shared since.
-            blocks = [
-                (min(at + beside.late, follow["cached"]), *where) for at, *where in found["blocks"]
-            ]
-            continued.append(loop.compare(whole, follow, blocks=blocks, rotation=corrected))
+        follow = follow_up(server, whole, opts_out=False)
+        assert follow["cached"] == (len(whole) - 1) // page * page
+        continued.append(beside.continued(whole, found, follow))
         follow = follow_up(server, whole)
         first = min((dst for _, dst, *_ in found["blocks"]), default=len(whole) - 1)
         assert follow["cached"] == first // page * page
@@ -59,8 +53,7 @@ def test_shared_pages_give_what_a_loop_computes(
         assert shared > 4 * page * whole_pages
     beside.check("nothing shared", "keys rotated otherwise")
     assert joined(again).off.max() < ROUNDING
-    if continued:
-        assert joined(continued).off.max() < ROUNDING
-        totals = report(server)["totals"]
-        assert totals["prompts_continued"] > 0 and totals["tokens_continued"] > 0
+    assert joined(continued).off.max() < ROUNDING
+    totals = report(server)["totals"]
+    assert totals["prompts_continued"] > 0 and totals["tokens_continued"] > 0
     assert_whole(server)

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_v2 import DeepseekV2AttentionMLA
 
 from sglang_reasoncache import compat, native
-from sglang_reasoncache.attention import models
+from sglang_reasoncache.attention import absorbed, models
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.attention.slots import StockSlots
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -97,22 +100,58 @@ def test_windows_go_by_the_position_that_reads(
 def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
-    """On CUDA, SGLang's kernels run each prefill of latent rows, even if its batch is marked as having shifted
-    slots (keys cached at other positions). In a server, a prefill's cached prefix has no such slots."""
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
     backend, batch = backend_of(kind, rig), rig.batch(new)
-    if kind == "cuda" and not batch.forward_mode.is_decode():
-        mark(batch, True)
-        stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
-        assert torch.equal(rig.forward(backend, batch), stock)
-        assert not rig.forward(backend, batch).isnan().any()
-        rig.settle()
     rig.check(backend, batch)
-    if batch.forward_mode.is_decode():  # SGLang passes FlashInfer the rotated dims separately
-        parts = rig.query.split((RANK, ROTATED), dim=2)
-        q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
-        found = backend.forward_decode(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)
-        assert torch.equal(found.view_as(q), rig.forward(backend, batch))
+    # SGLang passes FlashInfer the rotated dims separately.
+    parts = rig.query.split((RANK, ROTATED), dim=2)
+    q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
+    run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
+    found = run(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)
+    assert torch.equal(found.view_as(q), rig.forward(backend, batch))
+
+
+def test_prefills_that_expand_latent_rows_are_sglangs_own() -> None:
+    """A model that never asks SGLang's registry for the form of its attention may attend to expanded rows,
+    which our kernels do not read. Its prefills read keys as cached, even if the batch is marked."""
+    rig = Rig(shifted=0.4, heads=20, kv_heads=1, interleaved=True, latent=True)
+    expanded = RadixAttention(20, 48, 1.0, 20, layer_id=1, v_head_dim=32)
+    rig.runner.model.append(expanded)
+    assert not absorbed.is_possible(rig.runner)
+    backend, batch = backend_of("cuda", rig), rig.batch(BATCHES["with-prefix"])
+    mark(batch, True)
+    stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
+    assert torch.equal(rig.forward(backend, batch), stock)
+    rig.check(backend, rig.batch(BATCHES["decode"]))
+    owner: Any = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
+    torch.nn.Module.__init__(owner)
+    owner.attn_mqa, owner.attn_mha = rig.layer, expanded
+    rig.runner.model = torch.nn.ModuleList([owner])
+    assert absorbed.is_possible(rig.runner)
+
+
+def test_sglang_absorbs_the_prefills_that_are_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In all other forwards SGLang chooses the form of latent attention."""
+    monkeypatch.setattr(
+        compat.AttentionBackendRegistry,
+        "_handlers",
+        {"triton": lambda *_: "expanded", "none": lambda *_: "expanded"},
+    )
+    for _ in range(2):
+        absorbed.where_ours("triton")
+    rig = Rig(shifted=0.4, heads=4, kv_heads=1, interleaved=True, latent=True)
+    backend, batch = backend_of("cuda", rig), rig.batch(BATCHES["with-prefix"])
+    hybrid = SimpleNamespace(full_attn_backend=backend)
+    # A draft model has a backend of its own, and runs while the plan of the last prefill is there.
+    draft = SimpleNamespace()
+    for shifted, form in ((True, compat.AttnForwardMethod.MLA), (False, "expanded")):
+        mark(batch, shifted)
+        backend.init_forward_metadata(batch)
+        for used, expected in ((backend, form), (hybrid, form), (draft, "expanded")):
+            context: Any = ForwardContext(attn_backend=used)
+            with forward_context(context):
+                handler = compat.AttentionBackendRegistry.get_handler("triton")
+                assert handler(None, batch) == expected
 
 
 @KINDS
