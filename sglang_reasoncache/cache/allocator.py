@@ -174,6 +174,7 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         elif freed:
             self.owner.once_more(self._release_unreferenced, change.freed)
         self.references.set(change.counts, change.several)
+        self.continuations.lent.recount(change.counts)
         return freed
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:

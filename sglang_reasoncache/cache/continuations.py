@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sglang_reasoncache.cache.lent_pages import Holder, LentPages
 from sglang_reasoncache.cache.references import named_pages
 
 #: At least one token in so many of a continuation is evicted at once.
@@ -41,8 +42,9 @@ class Path(NamedTuple):
 class Continuation:
     """KV of consecutive positions behind a path of the tree, or behind a part of another continuation.
 
-    Its pages are named by its positions only: a page may be named several times here, and by no row or node
-    elsewhere but rows of requests that pin the continuation. A position may name any slot of a page.
+    A page may be named several times here, and a position may name any slot of a page. Elsewhere it is named by
+    rows of requests that pin the continuation, in the part that the cache owns. If the page is *lent*, other
+    continuations and other rows name it, too.
 
     Attributes:
         path: The path of the tree that this one goes on with. None if it goes on with ``parent``.
@@ -54,7 +56,8 @@ class Continuation:
             memory.
         exact: Number of leading positions whose KV is exact and read where it was computed.
         head: The first token.
-        aliased: By how many its positions are more than the slots of the pages that they name.
+        owned: Number of slots of the pages that only this continuation names.
+        lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``PageReferences``) to them.
         pins: Number of running requests that read it or a continuation behind it.
         children: The continuations that go on with a part of this one.
     """
@@ -67,8 +70,10 @@ class Continuation:
         slots: torch.Tensor,
         known: np.ndarray,
         exact: int,
+        lent: np.ndarray,
         page: int,
     ) -> None:
+        """``lent``: slots that other rows name or named, int64 ``[n]`` in host memory."""
         self.path = before if isinstance(before, Path) else None
         self.parent = None if isinstance(before, Path) else before
         self.start = start
@@ -80,6 +85,7 @@ class Continuation:
         self.pins = 0
         self.children = Branches()
         self._page = page
+        self._lent = lent
         self.keep(len(tokens))
 
     def keep(self, length: int) -> None:
@@ -88,8 +94,10 @@ class Continuation:
         self.slots = self.slots[:length]
         self.known = self.known[:length]
         self.exact = min(self.exact, length)
-        holders, named, _ = named_pages(self.known, self._page)
-        self.aliased = self._page * (len(np.unique(holders)) - len(np.unique(named)))
+        _, named, alone = named_pages(self.known, self._page)
+        is_lent = np.isin(named, self._lent // self._page)
+        self.lent = named[is_lent]
+        self.owned = int(self._page * (len(alone) + len(np.unique(named[~is_lent]))))
 
     def extend(self, tail: Continuation) -> None:
         """Append a continuation that goes on with all of this one. No other request reads this one."""
@@ -98,17 +106,13 @@ class Continuation:
         self.tokens = np.concatenate((self.tokens, tail.tokens))
         self.slots = torch.cat((self.slots, tail.slots))
         self.known = np.concatenate((self.known, tail.known))
+        self._lent = np.concatenate((self._lent, tail._lent))
         self.keep(len(self.tokens))
 
     @property
     def digest(self) -> bytes:
         """Of the tokens of :attr:`path`; empty if there is none."""
         return b"" if self.path is None else self.path.digest
-
-    @property
-    def owned(self) -> int:
-        """Number of slots."""
-        return len(self.tokens) - self.aliased
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -234,9 +238,7 @@ class Continuations:
     calls.
 
     Attributes:
-        evictable: Number of slots that :meth:`evict` can free.
-        protected: Number of slots of pinned continuations.
-        aliased: The sum of its continuations' ``aliased``: as many slots does the cache save.
+        lent: The pages that others name, too.
 
     Args:
         page: Tokens per page.
@@ -244,7 +246,11 @@ class Continuations:
 
     def __init__(self, page: int) -> None:
         self._page = page
-        self.evictable = self.protected = self.aliased = 0
+        self.lent = LentPages()
+        # Slots of continuations that are not lent: of those that no request reads, and of the others.
+        self._free = self._pinned = 0
+        # Number of positions.
+        self._positions = 0
         # All continuations, the least recently used first. Each comes after all that go on with it.
         self._used: OrderedDict[Continuation, None] = OrderedDict()
         self._roots: dict[Namespace, Branches] = {}
@@ -254,6 +260,22 @@ class Continuations:
 
     def __iter__(self) -> Iterator[Continuation]:
         return iter(self._used)
+
+    @property
+    def evictable(self) -> int:
+        """Number of slots that :meth:`evict` can free."""
+        return self._free + self._page * self.lent.held[Holder.NOBODY]
+
+    @property
+    def protected(self) -> int:
+        """Number of slots of pinned continuations that rows of other requests do not name."""
+        return self._pinned + self._page * self.lent.held[Holder.PINNED]
+
+    @property
+    def aliased(self) -> int:
+        """Number of positions that take no slot: another position, or the row of a running request, names their
+        slot. As many slots does the cache save."""
+        return self._positions - self.evictable - self.protected
 
     # -- look up ---------------------------------------------------------------------
 
@@ -321,6 +343,8 @@ class Continuations:
         slots: torch.Tensor,
         known: np.ndarray,
         exact: int,
+        lent: np.ndarray,
+        references: Mapping[int, int],
     ) -> bool:
         """Keep the last positions of a finished request. Returns False, and keeps nothing, if they are there,
         if there are too few of them, or too many like them.
@@ -330,7 +354,8 @@ class Continuations:
             prefix: The request's cached prefix, if it ended in a continuation, which is pinned.
             node: SGLang's id of the node where the request's path in the tree ends.
             start: Position of the first token to keep, which begins a page.
-            slots, known, exact: See :class:`Continuation`.
+            slots, known, exact, lent: See :class:`Continuation`.
+            references: Page -> number of references, if it is not 1.
         """
         tokens = np.array(key.token_ids, dtype=np.int64)
         parts = () if prefix is None else prefix.parts
@@ -343,6 +368,7 @@ class Continuations:
             slots,
             known,
             exact,
+            lent,
             self._page,
         )
         branches = self._branches(made)
@@ -356,14 +382,16 @@ class Continuations:
         if parent is not None and parent.end == start and parent.pins == 1 and not parent.children:
             # Only this request reads the parent.
             parent.extend(made)
-            self.protected += made.owned
+            self._pinned += made.owned
+            self.lent.add(made.lent.tolist(), references, pinned=True)
         else:
             if parent is None:
                 self._roots[path.namespace] = branches
             branches.add(made)
             self._used[made] = None
-            self.evictable += made.owned
-        self.aliased += made.aliased
+            self._free += made.owned
+            self.lent.add(made.lent.tolist(), references, pinned=False)
+        self._positions += len(made)
         for each in _and_parents(parent):
             self._used.move_to_end(each)
         return True
@@ -380,16 +408,18 @@ class Continuations:
         for node, length in parts:
             assert node in self._used and length <= len(node), "a continuation was evicted"
             if not node.pins:
-                self.evictable -= node.owned
-                self.protected += node.owned
+                self._free -= node.owned
+                self._pinned += node.owned
+                self.lent.pin(node.lent.tolist(), True)
             node.pins += 1
 
     def unpin(self, parts: Sequence[Part]) -> None:
         for node, _ in parts:
             node.pins -= 1
             if not node.pins:
-                self.evictable += node.owned
-                self.protected -= node.owned
+                self._free += node.owned
+                self._pinned -= node.owned
+                self.lent.pin(node.lent.tolist(), False)
 
     def evict(self, wanted: int, free: Callable[[torch.Tensor, np.ndarray], int]) -> int:
         """Free at least ``wanted`` slots, or all that are evictable. Returns how many. The last tokens of the
@@ -427,14 +457,15 @@ class Continuations:
     ) -> int:
         length = max(wanted, len(node) // _LEAST_EVICTED, self._page)
         kept = max(len(node) - length, 0) // self._page * self._page
-        before = node.owned, node.aliased
-        free(node.slots[kept:], node.known[kept:])
+        slots, known = node.slots[kept:], node.known[kept:]
+        owned, lent = node.owned, node.lent
         node.keep(kept)
-        self.evictable -= before[0] - node.owned
-        self.aliased -= before[1] - node.aliased
+        self._free -= owned - node.owned
+        self._positions -= len(known)
+        self.lent.remove(lent[len(node.lent) :].tolist())
         if not kept:
             self._remove(node)
-        return before[0] - node.owned
+        return free(slots, known)
 
     def _remove(self, node: Continuation) -> None:
         assert not node.children, "a continuation is evicted after those that go on with it"

@@ -130,14 +130,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return max(up_to, req.kv.cache_protected_len)
 
     def _continue(self, req: Request, up_to: int) -> None:
-        """Keep what a finished request computed behind the part that it published, if that is approximate or
-        goes on with a continuation."""
+        """Keep what a finished request computed behind the part that it published, if that is approximate, goes
+        on with a continuation, or is read by other responses to the same prompt."""
         row, start = self._host_row(req.kv), req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
         first, twice = _first_shared(req, row), row.first_named_twice()
-        if isinstance(req.last_node, Composition | Restored) or (prefix is None and first is None):
+        is_plain = prefix is None and first is None and not row.in_other_rows
+        if isinstance(req.last_node, Composition | Restored) or is_plain:
             return
-        end = min([row.first_in_other_rows(up_to), *row.evicted_from(0)[:1].tolist()])
+        end = min([up_to, *row.evicted_from(0)[:1].tolist()])
         end -= end % self.page_size
         if end <= start or (twice is not None and twice < start):
             return
@@ -154,6 +155,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             slots=slots,
             known=row.between(start, end),
             exact=max(exact - start, 0),
+            lent=np.fromiter(row.in_other_rows, dtype=np.int64),
+            references=self.token_to_kv_pool_allocator.references,
         ):
             # SGLang frees only what is behind.
             req.kv.cache_protected_len = end
@@ -193,7 +196,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Evict nodes of the core, the least recently used first, each with the continuations of its path: the
         path was used whenever they were. Then evict continuations whose path is locked."""
         mine, wanted = self._continuations, params.num_tokens
-        if wanted <= 0 or not mine.evictable:
+        if wanted <= 0 or not len(mine):
             return evict(params, **named)
         freed = 0
         while True:

@@ -80,7 +80,9 @@ def _said(phrase: int, at: int) -> int:
 class GroupMachine(RuleBasedStateMachine):
     """Random operations of one scheduler that serves siblings."""
 
-    operations = across = reapplied = continued = aliased = 0
+    #: ``lent``, ``common``: how often a running request named a page of a continuation beside its own path, and
+    #: two continuations named one page.
+    operations = across = reapplied = continued = aliased = lent = common = 0
     refusals: ClassVar[Counter[str]]
     #: Rows of the world's ``ReqToTokenPool``.
     rows = MAX_ROWS
@@ -299,11 +301,12 @@ class GroupMachine(RuleBasedStateMachine):
             uses.update(mine)
             readers.update(set(mine))
             private += kv_private_tokens(req.kv, page)
-            # Of the tree's pages, a row names only those on the path that its request locks.
+            # Of the tree's pages, a row names only those on the path that its request locks, and those that a
+            # sibling lent it before it finished.
             path = set((row[:protected] // page).tolist())
-            assert set(mine) & set(in_tree) <= path
             state = record_of(req)
             lent = world.allocator.row_of(req.kv.req_pool_idx).in_other_rows
+            assert set(mine) & set(in_tree) <= path | {slot // page for slot in lent}
             assert state is None or state.takes_part or not lent
         free = world.free_pages()
         assert len(set(free)) == len(free) and set(free.tolist()).isdisjoint(uses)
@@ -353,7 +356,7 @@ class GroupMachine(RuleBasedStateMachine):
         """The ids of the pages in all continuations, with repetitions. Checks contents and counts."""
         world, there = self.world, self.world.allocator.continuations
         found: list[int] = []
-        free = pinned = aliased = 0
+        named: dict[int, list[Any]] = {}
         older: set[Any] = set()
         for node in there:
             slots = node.slots.numpy()
@@ -365,12 +368,24 @@ class GroupMachine(RuleBasedStateMachine):
             mine = named_by(slots, world.page)
             self.held_in_tree += len(slots) // world.page
             found += mine
-            assert node.owned == world.page * len(set(mine))
-            free += node.owned * (not node.pins)
-            pinned += node.owned * bool(node.pins)
-            aliased += node.aliased
-        assert (there.evictable, there.protected, there.aliased) == (free, pinned, aliased)
-        type(self).aliased = max(type(self).aliased, aliased)
+            assert node.owned == world.page * len(set(mine) - set(node.lent.tolist()))
+            for number in mine:
+                named.setdefault(number, []).append(node)
+        in_rows = {
+            number
+            for req in self.holding()
+            for number in (world.row(req)[req.kv.cache_protected_len :] // world.page).tolist()
+        }
+        ours = [nodes for number, nodes in named.items() if number not in in_rows]
+        pinned = world.page * sum(any(node.pins for node in nodes) for nodes in ours)
+        free = world.page * len(ours) - pinned
+        assert (there.evictable, there.protected) == (free, pinned)
+        assert there.aliased == world.page * len(found) - free - pinned
+        lent = [set(nodes) for nodes in named.values() if len(set(nodes)) > 1]
+        assert set(there.lent) >= {number for number in named if number in in_rows}
+        type(self).aliased = max(type(self).aliased, there.aliased)
+        type(self).lent += bool(in_rows & named.keys())
+        type(self).common += bool(lent)
         return found
 
     def _count(self) -> None:
@@ -430,7 +445,9 @@ def test_siblings_share_and_lose_nothing(
 
     def all_seen() -> bool:
         """Whether what this setup allows has happened. Without it the run would prove little."""
-        rare = [Machine.reapplied] + [Machine.continued, Machine.aliased] * setup.continues
+        rare = [Machine.reapplied]
+        if setup.continues:
+            rare += [Machine.continued, Machine.aliased, Machine.lent, Machine.common]
         return all(rare) and Machine.across > Machine.operations // 30
 
     try:
@@ -440,4 +457,5 @@ def test_siblings_share_and_lose_nothing(
         engine.shut_down()
     record_property("operations", Machine.operations)
     print(setup, Machine.operations, Machine.across, Machine.reapplied, Machine.refusals)
+    print(Machine.continued, Machine.aliased, Machine.lent, Machine.common)
     assert all_seen()

@@ -156,6 +156,8 @@ COPY = {"PYTHONPATH": _beside_ours("faulty", "copying")}
 CORRECTED = SHARED.having(
     "corrected", *EAGER, CHUNKED, "--reasoning-parser qwen3 --dtype float32", **WAITING
 )
+#: Responses to one prompt share with each other, too.
+SIBLINGS = CORRECTED.having("siblings", "--reasoncache-scope prompt").for_long_runs()
 #: For models whose responses run in circles (``tiny_models.py``), and so may have no end of a step.
 EAGER_CIRCLES = tuple(arguments_of({"min_age": 32, "max_step_tokens": 64, "when": "always"}))
 #: Shares pages of equal tokens. Computes in fp32 and waits for the filter process, for exact comparisons.

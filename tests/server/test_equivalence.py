@@ -29,6 +29,7 @@ from tests.server.problems import (
     OPT_OUT,
     Answers,
     answers,
+    follow_up,
     prompts,
     report,
     respond,
@@ -98,6 +99,28 @@ def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_p
             assert_computed(found, log_probs(text, found))
             blocks += len(found["blocks"])
     assert blocks > 12
+
+
+@pytest.mark.parametrize("server", [specs.SIBLINGS], indirect=True)
+def test_the_next_turn_reads_what_siblings_read(server: ServerProcess, model_path: Path) -> None:
+    """Samples of one prompt read each other's slots. Each stays cached whole, and the log-probabilities of a
+    next turn are those that the harness computes by copying the same blocks."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    reader = Reader(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32))
+    [text] = prompts(1, seed=51)
+    samples = respond(server, [text] * 3, 600, sampling_params={"temperature": 0.8})
+    assert sum(len(found["blocks_across"]) for found in samples) > 4
+    prompt = tokenizer(text)["input_ids"]
+    wholes = [prompt + found["tokens"] for found in samples]
+    follows = [follow_up(server, whole, opts_out=False) for whole in wholes]
+    replayed = {
+        found["rid"]: Replayed(reader, whole + follow["tokens"], found, number)
+        for number, (found, whole, follow) in enumerate(zip(samples, wholes, follows, strict=True))
+    }
+    for whole, follow, found in zip(wholes, follows, samples, strict=True):
+        assert follow["cached"] == len(whole) - 1
+        computed = replayed[found["rid"]].log_probs(replayed)
+        assert_computed(follow, computed[:, -len(follow["tokens"]) :])
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req
 from sglang.srt.managers.scheduler_components.pool_stats_observer import kv_private_tokens
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_reasoncache.config import ConfigError, ReasonCacheConfig
@@ -219,3 +220,60 @@ def began(world: World, name: int, key: dict[str, Any]) -> Req:
     world.respond(req, range(100 * name, 100 * name + 1 + OUTPUT))
     world.controller.after_decode([req])
     return req
+
+
+CONTINUING = [
+    Setup(page=1, block=4, slots=200, core="rust", continues=True),
+    Setup(page=4, block=4, slots=240, continues=True),
+]
+
+
+def cached(world: World, req: Req, opted_out: bool = False) -> int:
+    """How many tokens of a prompt that goes on with the response of ``req`` are cached."""
+    tokens = [*req.origin_input_ids, *req.output_ids, 900, 901]
+    following = world.request("following", tokens, opted_out)
+    following.init_next_round_input(world.tree)
+    return following.prefix_len
+
+
+@pytest.mark.parametrize("setup", CONTINUING, ids=str)
+@pytest.mark.parametrize("first", ["source", "reader"])
+def test_what_siblings_read_stays_cached(setup: Setup, first: str) -> None:
+    """Both responses, whichever ends first, and each slot once. The source's KV is exact."""
+    world, source, reader = two(setup, max_rows=5)
+    assert lend(world, source, reader, Pair(12, 8)) == 4
+    page = setup.page
+    whole = {
+        req: (len(PROMPT) + len(req.output_ids) - 1) // page * page for req in (source, reader)
+    }
+    for req in (source, reader) if first == "source" else (reader, source):
+        world.finish(req)
+        balance(world)
+        assert cached(world, req) == whole[req]
+    assert cached(world, source, opted_out=True) == whole[source]
+    assert cached(world, reader, opted_out=True) == 12
+    there = world.allocator.continuations
+    assert (len(there), len(list(there.lent)), there.aliased) == (2, 4 // page, 4)
+    slots = world.total - world.allocator.available_size()
+    world.tree.evict(EvictParams(num_tokens=1000))
+    assert world.total - world.allocator.available_size() == 0 < slots
+    assert not world.allocator.references and not list(there.lent)
+
+
+@pytest.mark.parametrize("setup", CONTINUING, ids=str)
+def test_a_sibling_that_runs_keeps_what_it_reads(setup: Setup) -> None:
+    world, source, reader = two(setup)
+    assert lend(world, source, reader, Pair(12, 8)) == 4
+    contents = world.contents()[world.row(reader)].tolist()
+    world.finish(source)
+    evictable, before = world.tree.evictable_size(), world.allocator.available_size()
+    world.tree.evict(EvictParams(num_tokens=1000))
+    assert world.allocator.available_size() - before == evictable
+    balance(world)
+    assert world.contents()[world.row(reader)].tolist() == contents
+    # The reader is evicted whole, once it has finished: nobody else names the source's slots any more.
+    world.finish(reader)
+    balance(world)
+    world.tree.evict(EvictParams(num_tokens=1000))
+    assert world.allocator.available_size() == world.total
+    world.assert_empty()
