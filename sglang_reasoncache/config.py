@@ -77,6 +77,12 @@ class ReasonCacheConfig:
         "the same prompt (rollouts; needs match=runs and no policy that evicts). See docs/rollouts.md.",
         choices=("response", "prompt"),
     )
+    reads_prompt: bool = _setting(
+        False,
+        "Whether blocks of a response read equal blocks of its own prompt, too: files and tool results that an "
+        "agent quotes. Needs match=runs and no policy that evicts. Has no effect, and the log says why, with "
+        "states, a window pool, or on a decode server of a PD pair. See docs/agents.md.",
+    )
     match: str = _setting(
         "runs",
         "Blocks that may share. runs: equal runs of tokens anywhere in the response. steps: blocks "
@@ -212,11 +218,17 @@ class ReasonCacheConfig:
             repair_of(self.documents_repair)
         except ValueError as error:
             raise ConfigError("documents_repair", str(error), self.documents_repair) from error
-        if self.scope == "prompt":
+        reads_more = {
+            "scope": ("response", self.scope),
+            "reads_prompt": (False, self.reads_prompt),
+        }
+        for name, (least, value) in reads_more.items():
+            if value == least:
+                continue
             if self.match != "runs" or self.random_ratio is not None:
-                raise ConfigError("scope", "response unless match=runs", self.scope)
+                raise ConfigError(name, f"{least} unless match=runs".lower(), value)
             if self.policies.evictors:
-                raise ConfigError("scope", "response beside a policy that evicts", self.scope)
+                raise ConfigError(name, f"{least} beside a policy that evicts".lower(), value)
 
     @property
     def policies(self) -> PolicyChoice:
@@ -340,6 +352,7 @@ def filter_config(config: ReasonCacheConfig) -> FilterConfig:
         structure_tolerance=config.structure_tolerance,
         match=config.match,  # type: ignore[arg-type]  # one of the setting's choices
         direction=config.direction,  # type: ignore[arg-type]
+        reads_prompt=config.reads_prompt,
         min_age=config.min_age,
         min_run=config.min_run,
         block=config.block,

@@ -64,7 +64,10 @@ def _examples(name: str) -> tuple[Any, list[Any]]:
 def test_every_setting_can_be_typed(name: str) -> None:
     """Every setting can be given on a command line, which makes the same config as giving it in a mapping."""
     value, _ = _examples(name)
-    values = {name: value, **({} if name in ("match", "scope") else {"match": "steps"})}
+    values = {
+        name: value,
+        **({} if name in ("match", "scope", "reads_prompt") else {"match": "steps"}),
+    }
     typed = _config(*arguments_of(values))
     assert typed == ReasonCacheConfig.from_mapping(values)
     assert getattr(typed, name) == value != SETTINGS[name].default

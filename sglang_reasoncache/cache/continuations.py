@@ -9,7 +9,7 @@ goes on with the same tokens reads both: an agent that keeps its reasoning does 
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -44,7 +44,8 @@ class Continuation:
 
     A page may be named several times here, and a position may name any slot of a page. Elsewhere it is named by
     rows of requests that pin the continuation, in the part that the cache owns. If the page is *lent*, other
-    continuations and other rows name it, too.
+    continuations and other rows name it, too. If it is *borrowed*, it belongs to what this one goes on with,
+    which is not evicted before it.
 
     Attributes:
         path: The path of the tree that this one goes on with. None if it goes on with ``parent``.
@@ -57,7 +58,8 @@ class Continuation:
         exact: Number of leading positions whose KV is exact and read where it was computed.
         head: The first token.
         owned: Number of slots of the pages that only this continuation names.
-        lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``PageReferences``) to them.
+        lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``references.py``) to them.
+        borrowed: How many references it has to borrowed pages.
         pins: Number of running requests that read it or a continuation behind it.
         children: The continuations that go on with a part of this one.
     """
@@ -71,9 +73,11 @@ class Continuation:
         known: np.ndarray,
         exact: int,
         lent: np.ndarray,
+        borrowed: np.ndarray,
         page: int,
     ) -> None:
-        """``lent``: slots that other rows name or named, int64 ``[n]`` in host memory."""
+        """``lent``: slots that others name or named. ``borrowed``: slots of what this one goes on with. Both
+        int64 ``[n]`` in host memory."""
         self.path = before if isinstance(before, Path) else None
         self.parent = None if isinstance(before, Path) else before
         self.start = start
@@ -86,6 +90,7 @@ class Continuation:
         self.children = Branches()
         self._page = page
         self._lent = lent
+        self._borrowed = borrowed
         self.keep(len(tokens))
 
     def keep(self, length: int) -> None:
@@ -96,11 +101,18 @@ class Continuation:
         self.exact = min(self.exact, length)
         _, named, alone = named_pages(self.known, self._page)
         is_lent = np.isin(named, self._lent // self._page)
+        is_borrowed = np.isin(named, self._borrowed // self._page)
+        owned = np.unique(named[~is_lent & ~is_borrowed])
         self.lent = named[is_lent]
-        self.owned = int(self._page * (len(alone) + len(np.unique(named[~is_lent]))))
+        self.borrowed = int(np.count_nonzero(is_borrowed))
+        self.owned = int(self._page * (len(alone) + len(owned)))
 
     def extend(self, tail: Continuation) -> None:
         """Append a continuation that goes on with all of this one. No other request reads this one."""
+        # What the rest borrows of this one is named twice here, unless nothing is known of its slot.
+        mine = named_pages(self.known, self._page)[1]
+        borrowed = tail._borrowed[~np.isin(tail._borrowed // self._page, mine)]
+        self._borrowed = np.concatenate((self._borrowed, borrowed))
         if self.exact == len(self.tokens):
             self.exact += tail.exact
         self.tokens = np.concatenate((self.tokens, tail.tokens))
@@ -239,6 +251,7 @@ class Continuations:
 
     Attributes:
         lent: The pages that others name, too.
+        borrowed: How many times continuations name a page of what they go on with.
 
     Args:
         page: Tokens per page.
@@ -247,6 +260,7 @@ class Continuations:
     def __init__(self, page: int) -> None:
         self._page = page
         self.lent = LentPages()
+        self.borrowed = 0
         # Slots of continuations that are not lent: of those that no request reads, and of the others.
         self._free = self._pinned = 0
         # Number of positions.
@@ -268,7 +282,7 @@ class Continuations:
 
     @property
     def protected(self) -> int:
-        """Number of slots of pinned continuations that rows of other requests do not name."""
+        """Number of slots of pinned continuations."""
         return self._pinned + self._page * self.lent.held[Holder.PINNED]
 
     @property
@@ -344,6 +358,7 @@ class Continuations:
         known: np.ndarray,
         exact: int,
         lent: np.ndarray,
+        borrowed: np.ndarray,
         references: Mapping[int, int],
     ) -> bool:
         """Keep the last positions of a finished request. Returns False, and keeps nothing, if they are there,
@@ -354,13 +369,15 @@ class Continuations:
             prefix: The request's cached prefix, if it ended in a continuation, which is pinned.
             node: SGLang's id of the node where the request's path in the tree ends.
             start: Position of the first token to keep, which begins a page.
-            slots, known, exact, lent: See :class:`Continuation`.
+            slots, known, exact, lent, borrowed: See :class:`Continuation`.
             references: Page -> number of references, if it is not 1.
         """
         tokens = np.array(key.token_ids, dtype=np.int64)
         parts = () if prefix is None else prefix.parts
         parent = next((node for node, _ in reversed(parts) if node.start < start), None)
         path = Path(_namespace(key), _digest(tokens[:start]), node)
+        # A page that siblings lent each other stays lent, whoever borrows it.
+        is_lent = np.isin(borrowed // self._page, list(self.lent))
         made = Continuation(
             path if parent is None else parent,
             start,
@@ -368,7 +385,8 @@ class Continuations:
             slots,
             known,
             exact,
-            lent,
+            np.concatenate((lent, borrowed[is_lent])),
+            borrowed[~is_lent],
             self._page,
         )
         branches = self._branches(made)
@@ -381,15 +399,20 @@ class Continuations:
             return False
         if parent is not None and parent.end == start and parent.pins == 1 and not parent.children:
             # Only this request reads the parent.
+            owned, before = parent.owned, Counter(parent.lent.tolist())
+            self.borrowed -= parent.borrowed
             parent.extend(made)
-            self._pinned += made.owned
-            self.lent.add(made.lent.tolist(), references, pinned=True)
+            self.borrowed += parent.borrowed
+            self._pinned += parent.owned - owned
+            added = Counter(parent.lent.tolist()) - before
+            self.lent.add(added.elements(), references, pinned=True)
         else:
             if parent is None:
                 self._roots[path.namespace] = branches
             branches.add(made)
             self._used[made] = None
             self._free += made.owned
+            self.borrowed += made.borrowed
             self.lent.add(made.lent.tolist(), references, pinned=False)
         self._positions += len(made)
         for each in _and_parents(parent):
@@ -459,7 +482,9 @@ class Continuations:
         kept = max(len(node) - length, 0) // self._page * self._page
         slots, known = node.slots[kept:], node.known[kept:]
         owned, lent = node.owned, node.lent
+        self.borrowed -= node.borrowed
         node.keep(kept)
+        self.borrowed += node.borrowed
         self._free -= owned - node.owned
         self._positions -= len(known)
         self.lent.remove(lent[len(node.lent) :].tolist())

@@ -122,12 +122,27 @@ class HostRow:
             default=end,
         )
 
-    def first_named_twice(self) -> int | None:
-        """The lowest position whose slot another position of this row names. None if there is none."""
+    def first_named_twice(self, start: int) -> int | None:
+        """The lowest position from ``start`` on whose slot another position of this row names. None if there is
+        none."""
         return min(
-            (min(positions) for positions in self._readers.values() if len(positions) > 1),
+            (
+                at
+                for positions in self._readers.values()
+                if len(positions) > 1
+                for at in positions
+                if at >= start
+            ),
             default=None,
         )
+
+    def named_before_and_after(self, position: int) -> set[int]:
+        """The slots that are named by positions before ``position`` and by others."""
+        return {
+            slot
+            for slot, positions in self._readers.items()
+            if min(positions) < position <= max(positions)
+        }
 
     def read(self, dst: int, src: int, length: int, lender: HostRow, moves: list[Moved]) -> None:
         """Redirect positions ``[dst, dst + length)`` to the slots of positions ``[src, src + length)`` of

@@ -14,10 +14,10 @@ from enum import Enum, auto
 class Holder(Enum):
     """Who keeps a page of a continuation from being free."""
 
-    #: The row of a running request names it.
-    ROW = auto()
     #: A running request reads a continuation that names it.
     PINNED = auto()
+    #: The row of a running request names it.
+    ROW = auto()
     #: Only continuations that nobody reads: evicting all of them frees it.
     NOBODY = auto()
 
@@ -33,9 +33,9 @@ class _Page:
 
     @property
     def holder(self) -> Holder:
-        if self.references > self.entries:
-            return Holder.ROW
-        return Holder.PINNED if self.pinned else Holder.NOBODY
+        if self.pinned:
+            return Holder.PINNED
+        return Holder.ROW if self.references > self.entries else Holder.NOBODY
 
 
 class LentPages:
@@ -51,6 +51,9 @@ class LentPages:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._pages)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._pages
 
     def add(self, pages: Iterable[int], references: Mapping[int, int], pinned: bool) -> None:
         """A continuation names ``pages``, once for each occurrence. ``references``: page -> number of

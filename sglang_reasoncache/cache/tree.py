@@ -3,9 +3,10 @@
 
 A row is published (entered into the tree core) up to the first position that was redirected to another slot,
 was evicted, or has a slot that another row names or named. So no node names a slot twice, the core's KV is
-exact (as without this plugin), and the slots of an unlocked node are named nowhere else. SGLang's tree cores
-(Rust, Python) therefore count evictable slots correctly. What a finished request shared becomes a continuation
-of its path (``continuations.py``), which this class counts, matches, locks and evicts beside the core."""
+exact (as without this plugin), and no row names a slot of an unlocked node. SGLang's tree cores (Rust, Python)
+therefore count evictable slots correctly. What a finished request shared becomes a continuation of its path
+(``continuations.py``), which this class counts, matches, locks and evicts beside the core. A continuation may
+borrow slots of its path: it is evicted before them."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -39,6 +40,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     token_to_kv_pool_allocator: Shared
     #: Whether the slots that were loaded last belong to a request.
     _loads_own = False
+    #: Slots of continuations that were freed while the core evicted.
+    _freed_before = 0
 
     @property
     def owner(self) -> SlotOwner:
@@ -123,7 +126,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         ]
         if not running and self.token_to_kv_pool_allocator.continues:
             # A page that a continuation names belongs to the continuation.
-            bounds.append(row.first_named_twice())
+            bounds.append(row.first_named_twice(req.kv.cache_protected_len))
         for bound in bounds:
             if bound is not None and bound < up_to:
                 up_to = bound - bound % self.page_size
@@ -134,14 +137,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         on with a continuation, or is read by other responses to the same prompt."""
         row, start = self._host_row(req.kv), req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
-        first, twice = _first_shared(req, row), row.first_named_twice()
+        first = _first_shared(req, row)
         is_plain = prefix is None and first is None and not row.in_other_rows
         if isinstance(req.last_node, Composition | Restored) or is_plain:
             return
         end = min([up_to, *row.evicted_from(0)[:1].tolist()])
         end -= end % self.page_size
-        if end <= start or (twice is not None and twice < start):
+        if end <= start:
             return
+        borrowed = row.named_before_and_after(start)
         slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end].long()
         key = compat.RadixKey(
             req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt
@@ -156,6 +160,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             known=row.between(start, end),
             exact=max(exact - start, 0),
             lent=np.fromiter(row.in_other_rows, dtype=np.int64),
+            borrowed=np.fromiter(borrowed, dtype=np.int64),
             references=self.token_to_kv_pool_allocator.references,
         ):
             # SGLang frees only what is behind.
@@ -198,13 +203,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         mine, wanted = self._continuations, params.num_tokens
         if wanted <= 0 or not len(mine):
             return evict(params, **named)
-        freed = 0
+        freed = self._freed_before = 0
         while True:
             # Half of what is missing at a time, because continuations may give the rest.
             left = wanted - freed
             left = max(left // 2, 1) if mine.evictable else left
             result = evict(dataclasses.replace(params, num_tokens=left), **named)
             freed += result.num_tokens_evicted + mine.drop(self._is_cached, self._free_continued)
+            freed += self._freed_before
+            self._freed_before = 0
             if freed >= wanted or not result.num_tokens_evicted:
                 break
         freed += mine.evict(wanted - freed, self._free_continued)
@@ -221,6 +228,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return allocator.commit(self.owner.once_more(allocator.prepare_known, slots, known))
 
     def _free_values(self, *freed: Any) -> None:
+        if self._continuations.borrowed:
+            # What goes on with the nodes that are freed may name their slots.
+            self._freed_before += self._continuations.drop(self._is_cached, self._free_continued)
         with self._freed.of_nodes():
             super()._free_values(*freed)
 

@@ -66,6 +66,10 @@ class Matcher:
         """Pairs that may share now, ascending. All sources are in the *group*: responses to the same prompt."""
         return []
 
+    def quoted(self) -> list[BlockPair]:
+        """Pairs that may share now, ascending: blocks that read blocks of the prompt."""
+        return []
+
     def join(self, member: int, group: Any) -> None:
         """Join ``group`` under the id ``member``. If ``group`` is None, leave the current group."""
 

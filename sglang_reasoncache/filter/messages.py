@@ -8,7 +8,10 @@ the scheduler unpickles only complete messages. Unpickling is safe, because this
 and requests of clients contribute only numbers.
 """
 
+from __future__ import annotations
+
 import struct
+from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,7 +38,8 @@ class Feed(NamedTuple):
 
     Attributes:
         steps_taken: Number of step results that the scheduler has taken since the filter process started.
-        opened: New requests: id, position of the first output token, whether the output begins in reasoning.
+        opened: New requests: id, position of the first output token, whether the output begins in reasoning,
+            and the tokens of the prompt, or none if nothing shall read them.
         joined: Requests that joined or left a group (same prompt): id, and the group's number or -1 (left).
         closed: Ids of requests to forget.
         requests: Ids of the requests with new tokens.
@@ -44,7 +48,7 @@ class Feed(NamedTuple):
     """
 
     steps_taken: int
-    opened: list[tuple[int, int, bool]]
+    opened: list[tuple[int, int, bool, array[int]]]
     joined: list[tuple[int, int]]
     closed: list[int]
     requests: list[int]

@@ -31,6 +31,9 @@ _MAX_UNSENT = 8 << 20
 # Of the time between two polls, at most this many seconds count as silence: the scheduler may have paused.
 _LONGEST_PAUSE = 1.0
 _RECEIVE_BYTES = 1 << 18
+#: Tokens of prompts in one feed. Prompts beyond that are not sent, on any rank: their blocks are not read.
+_MOST_OF_PROMPTS = 1 << 17
+_NO_TOKENS = array("q")
 
 _PROGRAM = (
     "import sys; sys.path.append(sys.argv.pop()); "
@@ -89,7 +92,7 @@ class FilterProcess:
         # Seconds of silence while a reply is awaited, and when these were last counted.
         self._silent = 0.0
         self._polled = time.monotonic()
-        self._opened: list[tuple[int, int, bool]] = []
+        self._opened: list[tuple[int, int, bool, array[int]]] = []
         self._joined: list[tuple[int, int]] = []
         self._closed: list[int] = []
         self._unsent = bytearray(self._setup)
@@ -98,15 +101,17 @@ class FilterProcess:
         self.outstanding = 0
         self._steps_taken = 0
 
-    def open(self, start_position: int, inside: bool) -> int:
+    def open(self, start_position: int, inside: bool, prompt: array[int] = _NO_TOKENS) -> int:
         """Follow a new request. Returns its id for the other methods.
 
         ``start_position``: position of the first output token. ``inside``: whether the output begins in
-        reasoning.
+        reasoning. ``prompt``: the prompt's tokens if blocks of the output may read them. Typecode ``q``.
         """
+        if len(prompt) > _MOST_OF_PROMPTS - sum(len(others) for *_, others in self._opened):
+            prompt = _NO_TOKENS
         request = self._next_request
         self._next_request += 1
-        self._opened.append((request, start_position, inside))
+        self._opened.append((request, start_position, inside, prompt))
         return request
 
     def join(self, request: int, group: int) -> None:

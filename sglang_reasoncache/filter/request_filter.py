@@ -41,6 +41,7 @@ class RequestFilter:
         start_position: Position of the first output token, counted from the start of the prompt.
         span: Tells which tokens are reasoning. Each filter needs its own. None if all tokens are reasoning.
             A token outside reasoning ends the open step and is never paired, but advances ``position``.
+        prompt: The prompt's tokens if blocks of the response may read them.
 
     Attributes:
         position: Position of the next token.
@@ -53,6 +54,7 @@ class RequestFilter:
         vocabulary: Vocabulary,
         start_position: int,
         span: ReasoningSpan | None = None,
+        prompt: Sequence[int] = (),
     ) -> None:
         self._span = span
         self._segmenter = Segmenter(classes, config.max_step_tokens)
@@ -64,7 +66,7 @@ class RequestFilter:
             # This seed is the same on all ranks, and differs between prompts of different lengths.
             self._matcher = RandomPairs(config, seed=start_position)
         elif config.match == "runs":
-            self._matcher = RunMatcher(config, start_position)
+            self._matcher = RunMatcher(config, start_position, prompt)
         else:
             self._matcher = StepMatcher(config, classes, vocabulary)
         self._age_rule = AgeRule(config, start_position)
@@ -107,4 +109,6 @@ class RequestFilter:
         :meth:`steps` yielded last. Blocks of later steps may then be paired with its blocks."""
         matcher = self._matcher
         pairs = self._age_rule.release(matcher.propose(step), step.end)
-        return Proposal(step, tuple(pairs), matcher.counters, tuple(matcher.across()))
+        across = matcher.across()
+        pairs = sorted([*pairs, *matcher.quoted()])
+        return Proposal(step, tuple(pairs), matcher.counters, tuple(across))

@@ -5,6 +5,7 @@ A block may begin in one step and end in the next, if no token lies between the 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair, FilterCounters, Matcher
 from sglang_reasoncache.filter.segment import Step
@@ -32,6 +33,42 @@ class RunGroup:
         self.copies: dict[int, tuple[int, int]] = {}
 
 
+class PromptRuns:
+    """The windows (:class:`RunMatcher`) of a prompt, of which the last ``_MAX_RUNS`` are remembered.
+
+    Args:
+        tokens: The prompt's tokens.
+        context: Number of tokens that a window has before its block.
+        block: Tokens of a block.
+        page: Blocks begin at multiples of so many tokens.
+    """
+
+    def __init__(self, tokens: Sequence[int], context: int, block: int, page: int) -> None:
+        self._tokens = array("q", tokens)
+        self._context = context
+        self._block = block
+        # Hash of a window -> position of the last block with this window.
+        self._runs: dict[int, int] = {}
+        first = max(len(tokens) - _MAX_RUNS * page, context)
+        hashes = array("q", [0])
+        power = pow(_BASE, context + block, _MODULUS)
+        for end, token in enumerate(self._tokens[first - context :], first - context + 1):
+            hashes.append((hashes[-1] * _BASE + token + 1) % _MODULUS)
+            start = end - block
+            if start >= first and start % page == 0:
+                before = hashes[-1 - context - block] * power
+                self._runs[(hashes[-1] - before) % _MODULUS] = start
+
+    def find(self, number: int, window: array[int], goes_on: int) -> int | None:
+        """Position of a block that has ``window``, whose hash is ``number``. The block at ``goes_on`` is tried
+        first. None if there is none."""
+        for start in (goes_on, self._runs.get(number, -1)):
+            begin = start - self._context
+            if begin >= 0 and self._tokens[begin : start + self._block] == window:
+                return start
+        return None
+
+
 class RunMatcher(Matcher):
     """Finds blocks of one response whose tokens occur earlier in this response or elsewhere in its group.
 
@@ -44,7 +81,8 @@ class RunMatcher(Matcher):
     the later of two equal blocks reads the earlier; in ``newest`` the earlier reads the later.
     """
 
-    def __init__(self, config: FilterConfig, start: int) -> None:
+    def __init__(self, config: FilterConfig, start: int, prompt: Sequence[int] = ()) -> None:
+        """``prompt``: the prompt's tokens if blocks of the response may read them."""
         self._block = config.block
         self._min_age = config.min_age
         self._keeps_first = config.direction == "oldest"
@@ -65,8 +103,13 @@ class RunMatcher(Matcher):
         self._begin(0)
         self._member = -1
         self._group: RunGroup | None = None
-        # Offset of the next block to look up in the group.
-        self._next_in_group = self._next
+        # Offset of the next block to look up in the group, and in the prompt.
+        self._next_in_group = self._next_quoted = self._next
+        self._prompt: PromptRuns | None = None
+        if prompt:
+            self._prompt = PromptRuns(prompt, self._context, self._block, self._page)
+        # Where in the prompt the passage goes on that the last pair found there belongs to; -1 before.
+        self._quote_goes_on = -1
         # Of the last pair found in the group: the source's member, and its offset minus the reader's offset.
         self._followed_member = -1
         self._followed_distance = 0
@@ -161,6 +204,29 @@ class RunMatcher(Matcher):
                     AcrossPair(self._start + reader, source._start + start, source._member)
                 )
                 self._next_in_group = reader + self._block
+        return pairs
+
+    def quoted(self) -> list[BlockPair]:
+        """Look up in the prompt each block that ``min_age`` tokens now follow and that reads no block and is
+        read by no other response. Blocks of this response that read the block then read the prompt's."""
+        pairs: list[BlockPair] = []
+        if self._prompt is None:
+            return pairs
+        while self._next_quoted + self._block <= len(self._tokens) - self._min_age:
+            reader = self._next_quoted
+            self._next_quoted += self._page
+            window = self._window(reader)
+            goes_on = self._quote_goes_on
+            self._quote_goes_on = -1
+            if -1 in window or any(self._roles[reader : reader + self._block]):
+                continue
+            source = self._prompt.find(self._hash(reader), window, goes_on)
+            if source is None:
+                continue
+            self._mark(reader, _READS)
+            self._quote_goes_on = source + self._block
+            pairs.append(BlockPair(self._start + reader, source))
+            self._next_quoted = reader + self._block
         return pairs
 
     def _copy(

@@ -66,6 +66,8 @@ class FilterConfig:
     max_structure_checks: int = 64
     match: Literal["steps", "runs"] = "steps"
     direction: Literal["newest", "oldest"] = "oldest"
+    #: Whether blocks of a response may read blocks of its prompt (``match="runs"``).
+    reads_prompt: bool = False
     min_age: int = 0
     min_run: int = 1
     block: int = 16

@@ -41,13 +41,13 @@ class Worker:
 
     def answer(self, feed: Feed) -> Reply:
         """Process a feed. Requests that are not open are ignored."""
-        for request, start, inside in feed.opened:
+        for request, start, inside, prompt in feed.opened:
             span = None
             if self._setup.markers is not None:
                 start_ids, end_ids = self._setup.markers
                 span = ReasoningSpan(start_ids, end_ids, inside)
             self._filters[request] = RequestFilter(
-                self._setup.config, self._classes, self._vocabulary, start, span
+                self._setup.config, self._classes, self._vocabulary, start, span, prompt
             )
         for request, number in feed.joined:
             if request in self._filters:

@@ -72,7 +72,13 @@ def assemble(
         ahead: See ``Controller``.
     """
     config, size = resolved.config, pool_size(allocator)
-    records = Records(process, stats, markers, groups=config.scope == "prompt")
+    records = Records(
+        process,
+        stats,
+        markers,
+        groups=config.scope == "prompt",
+        reads_prompt=config.reads_prompt,
+    )
     tracker = RequestTracker(process, records, stats, ranks)
     pipeline = BlockPipeline(
         tracker=tracker,

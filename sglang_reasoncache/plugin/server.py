@@ -124,8 +124,9 @@ class ServerParts:
             )
         # A block may share only after the sliding window has passed it.
         min_age = max(config.min_age, models.window_age(context))
+        reads_prompt = config.reads_prompt and _may_read_prompts(context)
         return ResolvedConfig(
-            config=dataclasses.replace(config, min_age=min_age),
+            config=dataclasses.replace(config, min_age=min_age, reads_prompt=reads_prompt),
             page=page,
             uncorrected=uncorrected,
         )
@@ -285,6 +286,21 @@ def _filter(
         None if markers is None else markers[:2],
         config.max_pending,
     )
+
+
+def _may_read_prompts(context: TreeCacheBuildContext) -> bool:
+    """Whether blocks of responses may read blocks of their prompts. If they may not, a line in the log says
+    why."""
+    reasons = {
+        # There SGLang replaces slots of nodes.
+        "layers with a sliding window have a pool of their own": context.is_hybrid_swa,
+        "state layers have states": context.is_hybrid_ssm,
+        "another server prefills": _decodes_only(context.server_args),
+    }
+    reason = _first(reasons)
+    if reason is not None:
+        logger.warning("reasoncache: reads_prompt has no effect: %s", reason)
+    return reason is None
 
 
 def _decodes_only(args: ServerArgs) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the filter (the process that looks for similar blocks) knows a request, and groups of requests."""
 
+from array import array
 from collections import deque
 from weakref import finalize
 
@@ -21,7 +22,8 @@ class Followed:
     """Registers a request with the filter (the process that looks for similar blocks) until :meth:`close`.
 
     If ``group`` is not None, the request is a member of this group, except from a retraction until a poll (see
-    ``Controller``) finds the request's prefill done again.
+    ``Controller``) finds the request's prefill done again. ``reads_prompt``: whether its blocks may read blocks
+    of its prompt.
 
     SGLang does not call our code when it drops a request that is aborted while waiting to be scheduled again.
     When such a request is garbage-collected, perhaps in another thread, its id is appended to ``orphans``. The
@@ -35,9 +37,11 @@ class Followed:
         inside: bool,
         orphans: deque[int],
         group: PromptGroup | None = None,
+        reads_prompt: bool = False,
     ) -> None:
         self._process, self.group = process, group
-        self.id = process.open(len(req.origin_input_ids), inside)
+        prompt = array("q", req.origin_input_ids if reads_prompt else ())
+        self.id = process.open(len(req.origin_input_ids), inside, prompt)
         self._dropped = finalize(req, orphans.append, self.id)
         self._dropped.atexit = False
         self.join(True)

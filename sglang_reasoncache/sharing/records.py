@@ -35,6 +35,7 @@ class Records:
         process: The scheduler's side of the filter. None if sharing is off; then no request is followed.
         markers: Tokens that begin and end the reasoning part of an output. None if all output may share.
         groups: Whether requests with the same prompt share with each other.
+        reads_prompt: Whether blocks of a response may read blocks of its prompt.
         stats: Counts the requests.
 
     Attributes:
@@ -48,8 +49,10 @@ class Records:
         stats: SharingStats,
         markers: ReasoningMarkers | None = None,
         groups: bool = False,
+        reads_prompt: bool = False,
     ) -> None:
         self.in_groups = groups
+        self._reads_prompt = reads_prompt
         self.ledger = Ledger()
         self._process = process
         self._stats = stats
@@ -77,7 +80,9 @@ class Records:
         if record.takes_part and process is not None and not process.given_up:
             inside = self._markers is None or self._markers.inside_after(req.origin_input_ids)
             group = self._group_of(req)
-            record.followed = Followed(req, process, inside, self._orphans, group)
+            # KV of documents may have been computed for other positions, after other text.
+            reads_prompt = self._reads_prompt and not marked(req)
+            record.followed = Followed(req, process, inside, self._orphans, group, reads_prompt)
             if group is not None:
                 record.merges = group.merges
             self._followed[record.followed.id] = req

@@ -336,7 +336,8 @@ def test_a_request_whose_step_raises_costs_no_other(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(RequestFilter, "propose", fails)
     news = [0, 1], [len(_STEP)] * 2, _STEP * 2
-    for opened in [(0, 100, True), (1, 0, True)], []:
+    none = array("q")
+    for opened in [(0, 100, True, none), (1, 0, True, none)], []:
         num_shed, (result,) = one.answer(messages.Feed(0, opened, [], [], *news))
         assert (num_shed, result.request) == (0, 1)
 

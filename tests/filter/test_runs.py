@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_reasoncache.filter import runs
+from sglang_reasoncache.filter.aging import AgeRule
 from sglang_reasoncache.filter.matcher import AcrossPair, BlockPair
 from sglang_reasoncache.filter.runs import RunGroup, RunMatcher
 from sglang_reasoncache.filter.segment import Step
@@ -167,3 +168,52 @@ def test_tokens_that_take_no_part_are_equal_to_none() -> None:
         pairs = member.across()
     # Member 0 was alone when its tokens came, so ``group.copies`` has only member 1's blocks to read.
     assert pairs == [(6, 6, 1), (9, 9, 1)]
+
+
+@given(STEPS, st.lists(st.integers(0, 2), max_size=40), st.sampled_from(SHAPES), st.integers(0, 9))
+def test_old_blocks_read_equal_blocks_of_the_prompt(
+    steps: list[list[int]], prompt: list[int], shape: tuple[int, int, int], age: int
+) -> None:
+    """Windows are equal, blocks begin at page starts, and no token reads twice, within the response or the
+    prompt. A block that could read the prompt does so, unless one of its tokens reads already."""
+    block, page, lead = shape
+    shapes: dict[str, Any] = dict(block=block, page_size=page, min_run=lead + block, min_age=age)
+    config = FilterConfig(match="runs", direction="newest", **shapes)
+    start = len(prompt)
+    matcher = RunMatcher(config, start, prompt)
+    rule = AgeRule(config, start)
+    whole = list(prompt)
+    readers: list[int] = []
+    for tokens in steps:
+        step = Step.build(len(whole), tokens, "")
+        whole += tokens
+        readers += [pair.dst_start for pair in rule.release(matcher.propose(step), len(whole))]
+        for reader, source in matcher.quoted():
+            window = whole[reader - lead : reader + block]
+            assert window == whole[source - lead : source + block]
+            assert lead <= source <= start - block and start + lead <= reader
+            assert reader + block <= len(whole) - age
+            assert reader % page == source % page == 0
+            readers.append(reader)
+    assert all(b - a >= block for a, b in itertools.pairwise(sorted(readers)))
+    # What waits for its age may still be linked, so only responses without repeats are complete.
+    windows = {tuple(prompt[at - lead : at + block]) for at in range(lead, start - block + 1)}
+    if not readers and page == 1 and not age:
+        for at in range(start + lead, len(whole) - block + 1):
+            assert tuple(whole[at - lead : at + block]) not in windows
+
+
+def test_a_quote_is_read_in_order() -> None:
+    """If the prompt has a passage twice, the blocks of a quote read one of the two, to its end."""
+    config = FilterConfig(match="runs", direction="newest", block=2, min_run=2)
+    passage = [1, 2, 3, 4, 5, 6]
+    prompt = [*passage, 9, *passage, 8, 3, 4]
+    matcher = RunMatcher(config, len(prompt), prompt)
+    matcher.propose(Step.build(len(prompt), passage, ""))
+    pairs = matcher.quoted()
+    assert [reader - len(prompt) for reader, _ in pairs] == [0, 2, 4]
+    assert [source for _, source in pairs] == [7, 9, 11]
+    # A matcher that is not told the prompt reads nothing of it.
+    matcher = RunMatcher(config, len(prompt))
+    matcher.propose(Step.build(len(prompt), passage, ""))
+    assert matcher.quoted() == []

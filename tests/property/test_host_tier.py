@@ -29,9 +29,14 @@ from tests.server.faulty.waiting_reasoncache import wait_for
 from tests.server.host_tier.host_tier_reasoncache import copy
 
 SETUPS = [
-    ("write_through", Setup(page=1, block=3, slots=170, continues=True)),
-    ("write_back", Setup(page=1, block=3, slots=170, core="rust", continues=True)),
-    ("write_back", Setup(page=4, block=4, slots=200, when="short", continues=True)),
+    ("write_back", Setup(page=1, block=3, slots=170, core="rust", continues=True, quotes=True)),
+    *(
+        pytest.param(*setup, marks=pytest.mark.long)
+        for setup in (
+            ("write_through", Setup(page=1, block=3, slots=170, continues=True)),
+            ("write_back", Setup(page=4, block=4, slots=200, when="short", continues=True)),
+        )
+    ),
 ]
 QUICK_OPERATIONS = 2_400
 

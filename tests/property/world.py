@@ -66,7 +66,7 @@ class Setup:
     ``--reasoncache-when``. ``core``: SGLang's ``tree_core_backend``, "python" or "rust". ``swap``: bytes of
     host memory for KV of retracted requests. ``continues``: whether what finished requests shared stays
     cached. ``decodes``: this is the decode server of a PD pair. ``drafts``: how many drafted tokens of a
-    request a step verifies; 0 without speculation."""
+    request a step verifies; 0 without speculation. ``quotes``: whether responses read their prompts."""
 
     page: int
     block: int
@@ -79,11 +79,13 @@ class Setup:
     continues: bool = False
     decodes: bool = False
     drafts: int = 0
+    quotes: bool = False
 
     def __str__(self) -> str:
         flags = ["sorted"] * self.need_sort + ["prompts"] * self.prompts
         flags += ["swap"] * (self.swap > 0) + ["continues"] * self.continues
         flags += ["decodes"] * self.decodes + [f"drafts{self.drafts}"] * (self.drafts > 0)
+        flags += ["quotes"] * self.quotes
         return "-".join([f"page{self.page}", f"block{self.block}", *flags, self.when, self.core])
 
 
@@ -110,7 +112,7 @@ class ScriptedEngine(FilterProcess):
     def outstanding(self) -> int:  # type: ignore[override]
         return len(self._results)
 
-    def open(self, start_position: int, inside: bool) -> int:
+    def open(self, start_position: int, inside: bool, prompt: Any = ()) -> int:
         request = len(self.waiting)
         self.waiting[request] = []
         return request
@@ -269,7 +271,7 @@ class World:
         # Percentile 100 accepts every block.
         config = ReasonCacheConfig(
             block=setup.block, when=setup.when, percentile=100, warmup=0, min_age=min_age,
-            scope="response" if engine is None else "prompt",
+            scope="response" if engine is None else "prompt", reads_prompt=setup.quotes,
         )  # fmt: skip
         stats = SharingStats()
         eviction = NamingEvictor(

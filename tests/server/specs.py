@@ -168,6 +168,8 @@ PAGES = replace(SHARED, name="qwen3", model="qwen3").having(
     **WAITING,
 )
 TOKENS = PAGES.having("page1", "--page-size 1")
+#: The models' circles go through the prompts, too.
+QUOTES = TOKENS.having("quotes", "--reasoncache-set reads_prompt=true").for_long_runs()
 PAGES_OF_64 = PAGES.having("64", "--page-size 64").for_long_runs()
 #: Reads shared keys as they were cached.
 PAGES_AS_CACHED = PAGES.having("as-cached", "--reasoncache-positions as-cached").for_long_runs()

@@ -12,7 +12,10 @@ from tests.server.reference import ROUNDING, Beside, Compared, Loop, joined
 
 @pytest.mark.parametrize(
     "spec",
-    [specs.TOKENS, specs.PAGES, specs.PAGES_OF_64, specs.PAGES_AS_CACHED, specs.LATENT_PAGES],
+    [
+        *(specs.TOKENS, specs.QUOTES, specs.PAGES, specs.PAGES_OF_64, specs.PAGES_AS_CACHED),
+        specs.LATENT_PAGES,
+    ],
 )
 def test_shared_pages_give_what_a_loop_computes(
     servers: ServerPool, spec: specs.ServerSpec
@@ -27,7 +30,7 @@ def test_shared_pages_give_what_a_loop_computes(
     responses = together(server, todo, 500)
     seen = report(server)
     assert (seen["block"], seen["uncorrected"]) == (8, None)
-    assert page == {specs.TOKENS: 1, specs.PAGES_OF_64: 64}.get(spec, 16)
+    assert page == {specs.TOKENS: 1, specs.QUOTES: 1, specs.PAGES_OF_64: 64}.get(spec, 16)
     beside = Beside(loop, server)
     again: list[Compared] = []
     continued: list[Compared] = []
@@ -41,6 +44,10 @@ def test_shared_pages_give_what_a_loop_computes(
         first = min((dst for _, dst, *_ in found["blocks"]), default=len(whole) - 1)
         assert follow["cached"] == first // page * page
         again.append(loop.compare(whole, follow))
+    quoted = [
+        src < each["prompt_tokens"] for each in responses for *_, src, _ in each["blocks"]
+    ]
+    assert any(quoted) == (spec is specs.QUOTES)
     runs = [run for found in responses for run in found["blocks"]]
     shared, unit = sum(length for *_, length in runs), max(page, 8)
     assert shared == unit * seen["totals"]["blocks_shared"] >= 6 * 128

@@ -170,6 +170,9 @@ def test_what_does_not_go_with_it(values: dict[str, Any], bound: str) -> None:
     told = f"--reasoncache-scope must be response {bound}, got 'prompt'"
     with pytest.raises(ConfigError, match=re.escape(told)):
         ReasonCacheConfig.from_mapping({"scope": "prompt", **values})
+    ReasonCacheConfig.from_mapping({"reads_prompt": True})
+    with pytest.raises(ConfigError, match=f"reads_prompt.* must be false {bound}"):
+        ReasonCacheConfig.from_mapping({"reads_prompt": True, **values})
 
 
 #: How a request differs from a plain one, and whether the two are in one group.

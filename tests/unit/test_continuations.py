@@ -176,3 +176,69 @@ def test_what_a_hostile_client_can_keep_is_bounded() -> None:
         world.finish(req)
     assert len(there) == 1, "too short to keep"
     world.assert_empty()
+
+
+def quoting(world: World) -> list[int]:
+    """The tokens of a request that read a block of its prompt, which the tree owns, and finished."""
+    req = world.start()
+    world.propose(req, Pair(12, 0))
+    for _ in range(3):
+        world.controller.after_decode([req])
+    assert world.controller.pipeline.saved == 4
+    assert (world.row(req)[12:16] == world.row(req)[:4]).all()
+    world.finish(req)
+    return [*req.origin_input_ids, *req.output_ids]
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_read_its_prompt_stays_cached(setup: Setup) -> None:
+    """The next turn reads it, opted out only what is before. Its own response may read the prompt again, and
+    what that borrows of the turn before is held once, too."""
+    world = World(setup)
+    tokens = quoting(world)
+    there, allocator = world.allocator.continuations, world.allocator
+    assert (len(there), there.aliased, there.borrowed) == (1, 4, 4 // setup.page)
+    assert asked(world, tokens, opted_out=True).prefix_len == 12
+    req = asked(world, tokens)
+    assert req.prefix_len == (len(tokens) - 1) // setup.page * setup.page
+    run(world, req)
+    world.controller.after_decode([req])
+    # A block that reads what the first turn borrowed, and one that reads the first turn's own slots.
+    late = len(req.origin_input_ids) + -len(req.origin_input_ids) % 4
+    world.propose(req, Pair(late, 12), Pair(late + 8, 20))
+    for _ in range(3):
+        world.controller.after_decode([req])
+    assert (world.row(req)[late : late + 4] == world.row(req)[:4]).all()
+    world.finish(req)
+    assert there.aliased == 12 and world.controller.pipeline.saved == 0
+    assert allocator.available_size() + world.tree.evictable_size() == world.total
+    held = world.total - allocator.available_size()
+    for wanted in (1, 5, 9, 1000):
+        before, evictable = allocator.available_size(), world.tree.evictable_size()
+        world.tree.evict(EvictParams(num_tokens=wanted))
+        freed = allocator.available_size() - before
+        assert freed >= min(wanted, evictable) and freed == evictable - world.tree.evictable_size()
+    assert allocator.available_size() == world.total > held
+    assert not allocator.references and there.borrowed == len(there) == 0
+
+
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_what_borrowed_of_a_path_goes_before_it(setup: Setup) -> None:
+    """A request that locks the path keeps its slots, whether or not what borrows them is evicted."""
+    world = World(setup)
+    tokens = quoting(world)
+    reader = asked(world, tokens, opted_out=True)
+    lock = world.tree.lock(reader.last_node)
+    allocator = world.allocator
+    before, evictable = allocator.available_size(), world.tree.evictable_size()
+    world.tree.evict(EvictParams(num_tokens=1000))
+    assert allocator.available_size() - before == evictable
+    assert len(allocator.continuations) == 0 and not allocator.references
+    world.prefill(reader)
+    world.tree.unlock(lock)
+    assert (
+        reader.kv.cache_protected_len
+        and world.contents()[world.row(reader)[:4]].tolist() == [1] * 4
+    )
+    world.abort(reader)
+    world.assert_empty()
