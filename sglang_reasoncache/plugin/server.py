@@ -135,17 +135,14 @@ class ServerParts:
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
     ) -> str | None:
         """Why prompts are not composed of cached documents. None if prompts are composed."""
+        pool = self.allocator.get_kvcache()
         reasons = {
             "keys are read as cached": config.positions != "corrected",
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
+            "latent attention is not tested with it": bool(compat.latent_rank(pool)),
         }
-        return (
-            _first(reasons)
-            or _has_host_tier(tree)
-            or _needs_more_than_kv(tree, config, args)
-            or self._reads_as_cached(config)
-        )
+        return _first(reasons) or _has_host_tier(tree) or _needs_more_than_kv(tree, config, args)
 
     def _reads_as_cached(self, config: ReasonCacheConfig) -> str | None:
         """Why prefills read keys as cached although decode steps correct them. None if they do not."""
