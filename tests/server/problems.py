@@ -109,9 +109,12 @@ def together(server: ServerProcess, todo: list[str], most: int) -> list[dict[str
     return told(server, bodies)
 
 
-def follow_up(server: ServerProcess, ids: list[int], opts_out: bool = True) -> dict[str, Any]:
-    """A short response to the prompt ``ids``. If it opts out, it may read a cached prefix that is exact."""
-    sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True}
+def follow_up(
+    server: ServerProcess, ids: list[int], opts_out: bool = True, most: int = 16
+) -> dict[str, Any]:
+    """A response of ``most`` tokens to the prompt ``ids``. If it opts out, it may read a cached prefix that is
+    exact."""
+    sampling = {"temperature": 0, "max_new_tokens": most, "ignore_eos": True}
     sampling |= OPT_OUT if opts_out else {}
     body = {"input_ids": ids, "return_logprob": True, "sampling_params": sampling}
     [found] = told(server, [server.post("/generate", json=body).json()])
