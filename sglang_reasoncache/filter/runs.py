@@ -40,22 +40,21 @@ class PromptRuns:
         tokens: The prompt's tokens.
         context: Number of tokens that a window has before its block.
         block: Tokens of a block.
-        page: Blocks begin at multiples of so many tokens.
     """
 
-    def __init__(self, tokens: Sequence[int], context: int, block: int, page: int) -> None:
+    def __init__(self, tokens: Sequence[int], context: int, block: int) -> None:
         self._tokens = array("q", tokens)
         self._context = context
         self._block = block
         # Hash of a window -> position of the last block with this window.
         self._runs: dict[int, int] = {}
-        first = max(len(tokens) - _MAX_RUNS * page, context)
+        first = max(len(tokens) - _MAX_RUNS, context)
         hashes = array("q", [0])
         power = pow(_BASE, context + block, _MODULUS)
         for end, token in enumerate(self._tokens[first - context :], first - context + 1):
             hashes.append((hashes[-1] * _BASE + token + 1) % _MODULUS)
             start = end - block
-            if start >= first and start % page == 0:
+            if start >= first:
                 before = hashes[-1 - context - block] * power
                 self._runs[(hashes[-1] - before) % _MODULUS] = start
 
@@ -107,7 +106,7 @@ class RunMatcher(Matcher):
         self._next_in_group = self._next_quoted = self._next
         self._prompt: PromptRuns | None = None
         if prompt:
-            self._prompt = PromptRuns(prompt, self._context, self._block, self._page)
+            self._prompt = PromptRuns(prompt, self._context, self._block)
         # Where in the prompt the passage goes on that the last pair found there belongs to; -1 before.
         self._quote_goes_on = -1
         # Of the last pair found in the group: the source's member, and its offset minus the reader's offset.
@@ -214,7 +213,7 @@ class RunMatcher(Matcher):
             return pairs
         while self._next_quoted + self._block <= len(self._tokens) - self._min_age:
             reader = self._next_quoted
-            self._next_quoted += self._page
+            self._next_quoted += 1
             window = self._window(reader)
             goes_on = self._quote_goes_on
             self._quote_goes_on = -1

@@ -44,9 +44,7 @@ def test_shared_pages_give_what_a_loop_computes(
         first = min((dst for _, dst, *_ in found["blocks"]), default=len(whole) - 1)
         assert follow["cached"] == first // page * page
         again.append(loop.compare(whole, follow))
-    quoted = [
-        src < each["prompt_tokens"] for each in responses for *_, src, _ in each["blocks"]
-    ]
+    quoted = [src < each["prompt_tokens"] for each in responses for *_, src, _ in each["blocks"]]
     assert any(quoted) == (spec is specs.QUOTES)
     runs = [run for found in responses for run in found["blocks"]]
     shared, unit = sum(length for *_, length in runs), max(page, 8)
