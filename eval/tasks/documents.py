@@ -5,7 +5,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from datasets import Dataset, load_dataset
 
@@ -30,6 +30,25 @@ _CHOICE_FIELDS = (
     "Incorrect Answer 3",
 )
 _GPQA = "Idavidrein/gpqa"
+
+
+class _Mathematics(NamedTuple):
+    """A data set of questions with an answer. ``config`` and ``split`` name its part on the hub. If ``largest``
+    is not 0, answers are integers from 0 to ``largest``."""
+
+    hub: str
+    split: str
+    config: str | None = None
+    largest: int = 0
+
+
+#: Tasks of mathematics. A file and the hub give the same prompts, and the same grader judges the answers.
+MATHEMATICS: Mapping[str, _Mathematics] = {
+    "aime24": _Mathematics("Maxwell-Jia/AIME_2024", "train", largest=999),
+    "aime25": _Mathematics("math-ai/aime25", "test", largest=999),
+    "math500": _Mathematics("HuggingFaceH4/MATH-500", "test"),
+    "gsm8k": _Mathematics("openai/gsm8k", "test", config="main"),
+}
 _MAX_ANSWER_CHARS = 1000
 _DEFAULT_COUNT = 500
 # Longest responses.
@@ -37,6 +56,7 @@ _REASONER_TOKENS = 1500
 _NOISE_TOKENS = 128
 
 Split = dict[str, Dataset]
+_Made = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Split:
@@ -57,24 +77,32 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
     return {"test": Dataset.from_list(rows[:limit])}
 
 
-def mathematics(file: str, limit: int | None = None, largest: int = 0, **_: Any) -> Split:
-    """Reads rows ``{id, question, answer}``. If ``largest`` is not 0, answers must be integers from 0 to
-    ``largest``. If an answer has ``####``, only the text behind the last ``####`` counts, as in GSM8K."""
+def mathematics(name: str, file: str = "", limit: int | None = None, **_: Any) -> Split:
+    """Reads rows with a question and an answer: ``{id, question, answer}``, or with the fields' names on the
+    hub. Without ``file``, reads the data set of ``name`` (:data:`MATHEMATICS`) from the hub. If an answer has
+    ``####``, only the text behind the last ``####`` counts, as in GSM8K."""
+    source = MATHEMATICS[name]
 
     def made(row: Mapping[str, Any]) -> dict[str, Any]:
-        given = row.get("answer")
+        given = row.get("answer", row.get("Answer"))
         number = type(given) is int and abs(given) < 10**30
         answer = str(given) if number else text_of(row, "answer", "Answer")
         answer = answer.rpartition("####")[2].strip()
-        if largest and not (answer.isdecimal() and len(answer) < 7 and int(answer) <= largest):
-            raise ValueError(f"answers are integers from 0 to {largest}: {answer!r}")
-        answer = str(int(answer)) if largest else answer
+        if source.largest:
+            answer = _integer(answer, source.largest)
         if not 0 < len(answer) <= _MAX_ANSWER_CHARS:
             raise ValueError(f"an answer has 1 to {_MAX_ANSWER_CHARS} characters")
         question = text_of(row, "question", "problem", "Problem")
         return _row(_name(row), f"{question}\n\n{_INSTRUCTION}", answer)
 
-    return _checked(file, _read(file, made)[:limit])
+    return _split(made, limit, file, source.hub, source.config, source.split)
+
+
+def _integer(answer: str, largest: int) -> str:
+    """The integer without leading zeros. Raises ValueError if ``answer`` is none from 0 to ``largest``."""
+    if not (answer.isdecimal() and len(answer) < 7 and int(answer) <= largest):
+        raise ValueError(f"answers are integers from 0 to {largest}: {answer!r}")
+    return str(int(answer))
 
 
 def gpqa(name: str, file: str = "", seed: int = 0, limit: int | None = None, **_: Any) -> Split:
@@ -91,10 +119,7 @@ def gpqa(name: str, file: str = "", seed: int = 0, limit: int | None = None, **_
         prompt = "\n".join([_CHOICE_INSTRUCTION, "", question, "", *lines])
         return _row(_name(row), prompt, LETTERS[order.index(0)], choices=choices)
 
-    if file:
-        return _checked(file, _read(file, made)[:limit])
-    rows = load_dataset(_GPQA, name, split="train")
-    return _checked(f"{_GPQA} {name}", [made(row) for row in rows][:limit])
+    return _split(made, limit, file, _GPQA, name, "train")
 
 
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
@@ -129,7 +154,18 @@ def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def _read(file: str, made: Callable[[Mapping[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+def _split(
+    made: _Made, limit: int | None, file: str, hub: str, config: str | None, part: str
+) -> Split:
+    """The documents of ``file``, or without a file those of ``hub``, the data set's name there."""
+    if file:
+        return _checked(file, _read(file, made)[:limit])
+    rows = [made(row) for row in load_dataset(hub, config, split=part)]
+    numbered = [{**row, "id": row["id"] or f"row-{number}"} for number, row in enumerate(rows)]
+    return _checked(f"{hub} {config or part}", numbered[:limit])
+
+
+def _read(file: str, made: _Made) -> list[dict[str, Any]]:
     rows = list(read_rows(Path(file), made))
     return [{**row, "id": row["id"] or f"line-{number}"} for number, row in rows]
 

@@ -21,22 +21,17 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion
 from lm_eval.tasks import TaskManager
 
+from eval.tasks.documents import MATHEMATICS
 from eval.tokenizers import load_tokenizer
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
 
 #: Our task names -> lm-eval's names. Other tasks of lm-eval that generate text keep their names.
 HUB = {
-    "aime24": "aime24",
-    "aime25": "aime25",
-    "math500": "hendrycks_math500",
-    "gsm8k": "gsm8k_cot_zeroshot",
     "hotpotqa": "longbench_hotpotqa",
     "trec": "longbench_trec",
 }
-#: Our grader grades these tasks if a file has the problems. 0 allows any LaTeX, 999 only integers up to 999.
-_MATHEMATICS = {"aime24": 999, "aime25": 999, "math500": 0, "gsm8k": 0}
-#: Our own tasks for these data sets of GPQA also read the hub.
+#: Our own task asks and grades these data sets of GPQA.
 _GPQA = ("gpqa_diamond", "gpqa_main", "gpqa_extended")
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
@@ -201,11 +196,10 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
         return {"task": "local_replay", "metadata": metadata | own}
     if name in _GPQA:
         return {"task": "local_gpqa", "metadata": metadata | {"name": name, "file": file}}
+    if name in MATHEMATICS:
+        return {"task": "local_math", "metadata": metadata | {"name": name, "file": file}}
     if not file:
         return {"task": HUB.get(name, name)}
-    if name in _MATHEMATICS:
-        math: dict[str, Any] = {"file": file, "largest": _MATHEMATICS[name]}
-        return {"task": "local_math", "metadata": metadata | math}
     # The file's rows must have the fields of the data set on the hub.
     files = {"data_files": dict.fromkeys(("train", "validation", "test"), file)}
     data = {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": files}

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eval.tasks import grading, harness
+from eval.tasks.documents import MATHEMATICS
 from eval.tasks.grading import last_boxed
 from eval.tasks.harness import EvalTask, Problem, Source, TaskError, _after_thinking, opens_thinking
 from eval.tasks.mathematics import MathGrader
@@ -66,6 +67,37 @@ def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path
         wrong = "(A)" if other != "(A)" else "(B)"
     found = task.evaluate([right, wrong], False)
     assert [found[problem.id].score for problem in task.problems] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("aime24", {"ID": "2024-II-4", "Problem": "Q", "Solution": "s", "Answer": 33}),
+        ("aime25", {"problem": "Q", "answer": "33", "id": "0"}),
+        ("math500", {"problem": "Q", "solution": "s", "answer": "33", "unique_id": "test/a/1"}),
+        ("gsm8k", {"question": "Q", "answer": "1 + 32\n#### 33"}),
+    ],
+)
+def test_the_hub_asks_what_a_file_asks(
+    name: str, row: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of the data set's name in the working folder stands for the hub: rows with the fields there give
+    the prompts and the grades of a file's rows."""
+    source = MATHEMATICS[name]
+    folder = tmp_path / source.hub
+    folder.mkdir(parents=True)
+    split = f"{{split: {source.split}, path: rows.jsonl}}"
+    (folder / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: {source.config or 'default'}\n  data_files: [{split}]\n---\n"
+    )
+    write_rows(folder / "rows.jsonl", row)
+    file = write_rows(tmp_path / "x.jsonl", {"id": "a", "question": "Q", "answer": "33"})
+    monkeypatch.chdir(tmp_path)
+    hub, local = EvalTask(name, Source()), EvalTask(name, Source(file=str(file)))
+    assert [p.messages for p in hub.problems] == [p.messages for p in local.problems]
+    for task in (hub, local):
+        for answer, score in (("\\boxed{33}", 1.0), ("Question: ... $33$", 0.0)):
+            assert [one.score for one in task.evaluate([answer], False).values()] == [score]
 
 
 @pytest.mark.parametrize(
