@@ -139,8 +139,9 @@ class ReasonCacheConfig:
     )
     align: str = _setting(
         "tokens",
-        "tokens: pair blocks of equal tokens. index: pair the k-th blocks of two steps, like the papers.",
-        choices=("tokens", "index"),
+        "tokens: pair blocks of equal tokens. index: pair the k-th blocks of two steps. nearest: pair the "
+        "blocks of two steps that have the least KV distance, like MemShare (needs direction=oldest).",
+        choices=("tokens", "index", "nearest"),
     )
     admission_credit: float = _setting(
         1.0,
@@ -218,6 +219,8 @@ class ReasonCacheConfig:
             repair_of(self.documents_repair)
         except ValueError as error:
             raise ConfigError("documents_repair", str(error), self.documents_repair) from error
+        if self.align == "nearest" and self.direction != "oldest":
+            raise ConfigError("align", "tokens or index unless direction=oldest", self.align)
         reads_more = {
             "scope": ("response", self.scope),
             "reads_prompt": (False, self.reads_prompt),

@@ -9,19 +9,26 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import policy_options
-from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_config
-from sglang_reasoncache.filter.settings import FilterConfig
+from sglang_reasoncache.config import (
+    ConfigError,
+    ReasonCacheConfig,
+    filter_config,
+    parse_settings,
+)
+from sglang_reasoncache.filter.settings import PRESETS, FilterConfig
 
 POOLS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 #: With random sharing, each block reads a random earlier block with this probability.
 RANDOM_RATIO = 0.3
+#: Presets that are arms. The arms ``newest-...`` and ``random-evict`` are not presets.
+PAPERS = tuple(name for name in PRESETS if name not in ("newest", "random"))
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
     r"|(?P<pool>e4m3|e5m2)|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)|need(?P<need>\d+)"
 )
 _GRAMMAR = (
     "newest or oldest, runs, steps or random, block[, cached][, e4m3 or e5m2][, ageN][, runN][, pN]"
-    "[, needN], as newest-runs-8; or e4m3 or e5m2 alone"
+    "[, needN], as newest-runs-8; or e4m3 or e5m2 alone; or a preset, as memshare:align=index"
 )
 
 
@@ -43,6 +50,8 @@ def parse(name: str) -> Arm:
     """Returns the arm of this name. Raises a ValueError that says what is wrong with the name."""
     if name in POOLS:
         return Arm(name, pool=POOLS[name])
+    if name.partition(":")[0] in PAPERS:
+        return _preset(name)
     direction, *options = name.split("-")
     if direction not in ("newest", "oldest"):
         return _evictor(name)
@@ -66,6 +75,18 @@ def parse(name: str) -> Arm:
         raise ValueError(f"{name!r}: needN must be between 1 and 100, got {need}")
     rule = filter_config(config)
     return Arm(name, rule, cached is None, percentile, need=need / 100, pool=pool)
+
+
+def _preset(name: str) -> Arm:
+    """The arm of ``PRESET[:key=value:...]``: a preset of the plugin, with settings of the plugin."""
+    preset, _, given = name.partition(":")
+    try:
+        values = parse_settings(given.replace(":", ",")) if given else {}
+        config = ReasonCacheConfig.from_mapping({"preset": preset, **values})
+    except ValueError as error:
+        raise ValueError(f"{name!r}: {error}") from error
+    rule = filter_config(config)
+    return Arm(name, rule, config.positions != "as-cached", config.percentile)
 
 
 def _evictor(name: str) -> Arm:

@@ -20,11 +20,12 @@ from sglang_reasoncache.eviction.held import KeySource
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.row_state import Decision
 from sglang_reasoncache.filter.matcher import BlockPair
-from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import TokenClasses
 from sglang_reasoncache.filter.vocabulary import Vocabulary
 from sglang_reasoncache.kernels.distance import DistanceKernel, block_distances
 from sglang_reasoncache.sharing.blocks import Candidate, Run
+from sglang_reasoncache.sharing.nearest import nearest_pairs
 from sglang_reasoncache.sharing.request import RequestRecord
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
@@ -63,18 +64,11 @@ class ArmCache:
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Add to the ledger the block pairs that the threshold accepts. Then let pairs share, smallest distance
         first, until the fraction ``need`` of the response is saved. By default ``need`` is 1, so all share."""
-        block = self._block
         # As in a server, drop a pair if its destination overlaps the destination of an earlier pair.
         pairs = [pair for pair in pairs if self._claim(pair)]
         accepted, distances = np.ones(len(pairs), dtype=bool), [0.0] * len(pairs)
         if pairs and (self.arm.percentile < 100 or self.arm.need < 1):
-            rotation = self._rotation if self.arm.corrected else None
-            at = torch.tensor(pairs).T[..., None] + torch.arange(block)
-            dst, src = at.to(self.cache.keys.device)
-            shift = None if rotation is None else (dst - src).int()
-            squares = DistanceKernel(self._layers(), rotation).squares(dst, src, shift)
-            heads = self.cache.keys.shape[2]
-            distances = block_distances(squares, block, heads).tolist()
+            distances = self._distances(pairs)
             if self.arm.percentile < 100:
                 accepted = threshold.decide(distances)
         for entry in itertools.compress(zip(distances, pairs, strict=True), accepted):
@@ -82,6 +76,25 @@ class ArmCache:
         while self._ledger and self.saved < self.arm.need * (self.cache.length - self.prompt):
             dst_start, src_start = heapq.heappop(self._ledger)[1]
             self.read(dst_start, src_start, self)
+
+    def nearest(self, alternatives: Sequence[BlockPair]) -> list[BlockPair]:
+        """The pairs that a server with ``align=nearest`` would choose: those with the least KV distance."""
+        pairs = [
+            pair for pair in alternatives if not self._record.overlaps(pair.dst_start, self._block)
+        ]
+        distances = self._distances(pairs) if pairs else []
+        return [pairs[i] for i in nearest_pairs(pairs, distances)]
+
+    def _distances(self, pairs: Sequence[BlockPair]) -> list[float]:
+        """The KV distance of each pair."""
+        rotation = self._rotation if self.arm.corrected else None
+        at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
+        dst, src = at.to(self.cache.keys.device)
+        shift = None if rotation is None else (dst - src).int()
+        squares = DistanceKernel(self._layers(), rotation).squares(dst, src, shift)
+        heads = self.cache.keys.shape[2]
+        distances: list[float] = block_distances(squares, self._block, heads).tolist()
+        return distances
 
     def _claim(self, pair: BlockPair) -> bool:
         if self._record.overlaps(pair.dst_start, self._block):
@@ -186,8 +199,10 @@ class Replay:
             for name, state in states.items() if proposed else ():
                 if state.arm.evictor is not None:
                     state.evict(states[self._like].saved, sum(tokens[:prompt]))
-                for pairs in proposed.get(name, ()):
-                    state.share(pairs, self._thresholds[name])
+                for proposal in proposed.get(name, ()):
+                    for alternatives in proposal.alternatives:
+                        state.share(state.nearest(alternatives), self._thresholds[name])
+                    state.share(proposal.pairs, self._thresholds[name])
         saved = torch.tensor([0, *(state.saved for state in states.values())])
         columns = torch.cat((saved[:, None], sums), dim=1) / (len(tokens) - prompt)
         return {
@@ -197,17 +212,17 @@ class Replay:
 
     def _plan(
         self, tokens: Sequence[int], prompt: int
-    ) -> Mapping[int, Mapping[str, list[Sequence[BlockPair]]]]:
-        """The pairs that each arm's filter proposes, by number of tokens written at that time and by arm."""
-        found: dict[int, dict[str, list[Sequence[BlockPair]]]] = defaultdict(dict)
+    ) -> Mapping[int, Mapping[str, list[Proposal]]]:
+        """What each arm's filter proposes, by number of tokens written at that time and by arm."""
+        found: dict[int, dict[str, list[Proposal]]] = defaultdict(dict)
         for arm in self._arms:
             if arm.filter is None:
                 continue
             request = RequestFilter(arm.filter, self._classes, self._vocabulary, prompt)
             for at in range(prompt, len(tokens)):
                 for proposal in request.push(tokens[at : at + 1]):
-                    if proposal.pairs:
-                        found[at + 1].setdefault(arm.name, []).append(proposal.pairs)
+                    if proposal.pairs or proposal.alternatives:
+                        found[at + 1].setdefault(arm.name, []).append(proposal)
         return found
 
 

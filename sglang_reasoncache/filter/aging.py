@@ -3,7 +3,8 @@
 
 import heapq
 from array import array
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
 from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.settings import FilterConfig
@@ -54,6 +55,30 @@ class AgeRule:
             if chains is not None:
                 source = chains.newest(source)
             ready.append(BlockPair(reader, source))
+        return ready
+
+
+class StepAgeRule:
+    """Holds the alternatives of a step (``align=nearest``) back until ``min_age`` tokens follow the last block
+    that may read. All are released together, because their KV distances decide which of them share. Only for
+    direction ``oldest``, in which the later block of a pair reads the earlier one."""
+
+    def __init__(self, config: FilterConfig) -> None:
+        self._block = config.block
+        self._min_age = config.min_age
+        self._waiting: deque[tuple[BlockPair, ...]] = deque()
+
+    def release(self, found: Sequence[BlockPair], end: int) -> list[tuple[BlockPair, ...]]:
+        """Take the alternatives of one step, ascending. Returns those of each step that is old enough, now that
+        the response ends at position ``end``."""
+        if found:
+            self._waiting.append(tuple(found))
+        ready = []
+        while self._waiting:
+            last = self._waiting[0][-1].dst_start
+            if last + self._block > end - self._min_age:
+                break
+            ready.append(self._waiting.popleft())
         return ready
 
 

@@ -59,7 +59,8 @@ class Matcher:
 
     def propose(self, step: Step) -> list[BlockPair]:
         """Pairs of a block of ``step`` (``dst``) and an earlier block (``src``), ascending. :class:`AgeRule`
-        decides which block reads the other. Also remembers ``step``, so later steps may be paired with it."""
+        decides which block reads the other. Also remembers ``step``, so later steps may be paired with it.
+        With ``align=nearest`` the pairs are alternatives: a block may be in several of them."""
         raise NotImplementedError
 
     def across(self) -> list[AcrossPair]:

@@ -76,6 +76,12 @@ class StepResult(NamedTuple):
     counters: FilterCounters
     seconds: float
     across: tuple[AcrossPair, ...] = ()
+    alternatives: tuple[tuple[BlockPair, ...], ...] = ()
+
+    @property
+    def num_pairs(self) -> int:
+        """The number of block pairs, alternatives included."""
+        return len(self.pairs) + len(self.across) + sum(map(len, self.alternatives))
 
 
 #: For the steps that a feed finished: how many were shed (not compared), and the results of the others.

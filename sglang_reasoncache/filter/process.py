@@ -162,7 +162,7 @@ class FilterProcess:
         while limit > 0 and self._replies and num_pairs < max_pairs:
             num_shed, results = self._replies.popleft()
             limit -= 1
-            num_pairs += sum(len(result.pairs) + len(result.across) for result in results)
+            num_pairs += sum(result.num_pairs for result in results)
             taken += results
             self.steps_shed += num_shed
             self.outstanding -= 1

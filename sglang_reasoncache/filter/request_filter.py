@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from sglang_reasoncache.filter.aging import AgeRule
+from sglang_reasoncache.filter.aging import AgeRule, StepAgeRule
 from sglang_reasoncache.filter.matcher import (
     AcrossPair,
     BlockPair,
@@ -24,12 +24,15 @@ class Proposal(NamedTuple):
 
     These pairs may have been found at earlier steps and held back by :class:`AgeRule` until now.
     ``across``: pairs that were found by a search in the group, which is all requests with the same prompt.
+    ``alternatives``: with ``align=nearest``, for each step that is old enough now, the pairs of which those
+    with the least KV distance may share, no block in two of them. ``pairs`` is empty then.
     """
 
     step: Step
     pairs: tuple[BlockPair, ...]
     counters: FilterCounters
     across: tuple[AcrossPair, ...] = ()
+    alternatives: tuple[tuple[BlockPair, ...], ...] = ()
 
 
 class RequestFilter:
@@ -70,6 +73,8 @@ class RequestFilter:
         else:
             self._matcher = StepMatcher(config, classes, vocabulary)
         self._age_rule = AgeRule(config, start_position)
+        is_nearest = isinstance(self._matcher, StepMatcher) and config.align == "nearest"
+        self._step_age_rule = StepAgeRule(config) if is_nearest else None
 
     def join(self, member: int, group: RunGroup | None) -> None:
         """See :meth:`RunMatcher.join`. Other matchers ignore the call."""
@@ -108,7 +113,11 @@ class RequestFilter:
         """Returns ``step`` with the block pairs that may share slots from now on. ``step`` is the step that
         :meth:`steps` yielded last. Blocks of later steps may then be paired with its blocks."""
         matcher = self._matcher
-        pairs = self._age_rule.release(matcher.propose(step), step.end)
+        found = matcher.propose(step)
+        if self._step_age_rule is not None:
+            ready = self._step_age_rule.release(found, step.end)
+            return Proposal(step, (), matcher.counters, alternatives=tuple(ready))
+        pairs = self._age_rule.release(found, step.end)
         across = matcher.across()
         pairs = sorted([*pairs, *matcher.quoted()])
         return Proposal(step, tuple(pairs), matcher.counters, tuple(across))

@@ -8,8 +8,8 @@ from typing import Literal
 
 from sglang_reasoncache.filter.structure import Limits
 
-#: How blocks of two similar steps are paired; see ``align_blocks``.
-AlignMode = Literal["tokens", "index"]
+#: How blocks of similar steps are paired: see ``align_blocks`` and, for ``nearest``, ``alternatives_of``.
+AlignMode = Literal["tokens", "index", "nearest"]
 
 # Settings of the ReasonCache paper, except ``align`` and ``positions``. A block shares as soon as its pair is
 # found, if the KV distance of the pair is at most the 80th percentile of all distances measured so far.
@@ -22,9 +22,10 @@ _PAPER: dict[str, object] = dict(
     warmup=128,
     when="always",
 )
-# MemShare compares steps only by the cosine of their token counts, and pairs the k-th blocks of two steps.
-_MEMSHARE = {**_PAPER, "length_factor": False, "use_structure": False, "align": "index"}
 _ALL = {**_PAPER, "percentile": 100.0, "warmup": 0}  # accepts every KV distance from the start
+# MemShare compares steps only by the cosine of their token counts. Of the blocks of similar steps it pairs
+# those with the least KV distance; no distance is too large, and there is no warm-up.
+_MEMSHARE = {**_ALL, "length_factor": False, "use_structure": False, "align": "nearest"}
 
 PRESETS: Mapping[str, Mapping[str, object]] = {
     # The defaults: blocks of repeated tokens share, and older blocks read the slots of the newest equal block.
@@ -75,6 +76,6 @@ class FilterConfig:
     max_step_tokens: int = 1024
     max_history_steps: int = 2048
     max_candidates: int = 4  # earlier steps with which one step may be paired
-    max_blocks_per_step: int = 256  # block pairs proposed for one step
+    max_blocks_per_step: int = 256  # block pairs proposed for one step, alternatives included
     random_ratio: float | None = None
     limits: Limits = field(default_factory=Limits)  # bounds for comparing formulas and code

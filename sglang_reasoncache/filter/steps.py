@@ -4,7 +4,7 @@ ReasonCache paper. Stage 2 compares the KV of each pair. It is in ``sharing/``, 
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -40,7 +40,9 @@ class StepMatcher(Matcher):
 
     def propose(self, step: Step) -> list[BlockPair]:
         self.counters = FilterCounters()
-        found = self._align(step, self._candidates(step))
+        similar = self._similar(step, self._candidates(step))
+        align = self._alternatives if self._config.align == "nearest" else self._align
+        found = align(step, similar) if len(step) >= self._config.block else []
         self._history.add(step)
         if not self._config.use_structure:
             step.text = ""  # not needed any more
@@ -63,28 +65,49 @@ class StepMatcher(Matcher):
         found: list[int] = order[: config.max_structure_checks].tolist()
         return found
 
-    def _align(self, step: Step, candidates: list[int]) -> list[BlockPair]:
-        """Pair blocks of ``step`` with blocks of the best candidates that pass the structure check."""
+    def _similar(self, step: Step, candidates: list[int]) -> Iterator[Step]:
+        """The best candidates that pass the structure check, at most ``max_candidates``. Each is checked when
+        it is asked for."""
         config = self._config
-        pairs: list[BlockPair] = []
-        covered = bytearray(len(step))
-        num_used = 0
+        num_found = 0
         self._readable = config.limits.max_chars // 2
         for index in candidates:
-            left = config.max_blocks_per_step - len(pairs)
-            if num_used == config.max_candidates or left <= 0 or covered.count(0) < config.block:
+            if num_found == config.max_candidates:
                 break
             earlier = self._history[index]
             if config.use_structure and not self._passes(step, earlier):
                 continue
-            num_used += 1
+            num_found += 1
+            yield earlier
+
+    def _align(self, step: Step, similar: Iterator[Step]) -> list[BlockPair]:
+        """Pair blocks of ``step`` with blocks of similar steps, each only with blocks still unpaired."""
+        config = self._config
+        pairs: list[BlockPair] = []
+        covered = bytearray(len(step))
+        for earlier in similar:
+            left = config.max_blocks_per_step - len(pairs)
             found = align_blocks(step, earlier, config.block, config.align, covered)
             for dst, src in found[:left]:
                 pairs.append(BlockPair(dst, src))
                 at = dst - step.start
                 covered[at : at + config.block] = b"\x01" * config.block
+            if len(pairs) >= config.max_blocks_per_step or covered.count(0) < config.block:
+                break
         pairs.sort()
         return pairs
+
+    def _alternatives(self, step: Step, similar: Iterator[Step]) -> list[BlockPair]:
+        """The pairs among which KV distances choose. A further similar step is used only while those before it
+        have fewer blocks than ``step``."""
+        config = self._config
+        starts = block_starts(step, config.block)
+        sources: list[int] = []
+        for earlier in similar:
+            sources += block_starts(earlier, config.block)
+            if len(sources) >= len(starts):
+                break
+        return alternatives_of(starts, sources, config.max_blocks_per_step)
 
     def _passes(self, step: Step, earlier: Step) -> bool:
         if earlier.signature is None:
@@ -106,6 +129,26 @@ class StepMatcher(Matcher):
             step.text = ""  # only the signature is needed from now on
             self.counters.over_bound += bool(step.signature.bound)
         return step.signature
+
+
+def alternatives_of(starts: Sequence[int], sources: Sequence[int], most: int) -> list[BlockPair]:
+    """Pairs each block with every source, ascending; the KV distances, which only the scheduler knows, decide
+    which pairs share (MemShare). If that makes more than ``most`` pairs, each block gets equally many sources,
+    those around its own index.
+
+    Args:
+        starts: First positions of a step's blocks.
+        sources: First positions of the blocks that they may be paired with.
+    """
+    some = starts[:most]
+    if not some or not sources:
+        return []
+    width = min(len(sources), most // len(some))
+    pairs: list[BlockPair] = []
+    for index, start in enumerate(some):
+        first = min(max(0, index - width // 2), len(sources) - width)
+        pairs += [BlockPair(start, source) for source in sources[first : first + width]]
+    return pairs
 
 
 def align_blocks(

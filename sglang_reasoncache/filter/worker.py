@@ -77,6 +77,7 @@ class Worker:
                             counters=proposal.counters,
                             seconds=now - began,
                             across=proposal.across,
+                            alternatives=proposal.alternatives,
                         )
                     )
                     began = now

@@ -14,6 +14,7 @@ from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.filter.messages import StepResult
 from sglang_reasoncache.sharing.blocks import BlockProposal, Candidate, Pages, Run
 from sglang_reasoncache.sharing.meter import BlockMeter, Measurement
+from sglang_reasoncache.sharing.nearest import nearest_pairs
 from sglang_reasoncache.sharing.records import Records
 from sglang_reasoncache.sharing.redirect import Redirector
 from sglang_reasoncache.sharing.request import RequestRecord, has_row, known_record
@@ -32,7 +33,10 @@ _POLLS_AFTER_WAIT = 256
 #: In a shortage at least this many slots are freed, so that the next decode step is not short of slots again.
 _LEAST_RECLAIMED = 64
 
-Batch = list[BlockProposal]
+#: A block and its source; or alternatives, of which those with the least KV distance share (``nearest.py``).
+Group = list[BlockProposal]
+#: Groups that are measured together.
+Batch = list[Group]
 
 
 class BlockPipeline:
@@ -85,7 +89,7 @@ class BlockPipeline:
         self._use = use
         self._polls_to_measure = 0
         self._measures = False
-        self._waiting: collections.deque[BlockProposal] = collections.deque()
+        self._waiting: collections.deque[Group] = collections.deque()
         self._in_flight: tuple[Batch, Measurement] | None = None
 
     @property
@@ -99,9 +103,9 @@ class BlockPipeline:
         return self.saved - self.redirector.within
 
     @property
-    def _unjudged(self) -> Batch:
+    def _unjudged(self) -> Group:
         """Blocks that wait to be measured, or are being measured."""
-        return [*self._waiting, *(self._in_flight[0] if self._in_flight else ())]
+        return _flat([*self._waiting, *(self._in_flight[0] if self._in_flight else ())])
 
     def advance(self) -> None:
         """Measure and judge batches until one is not ready yet, none is left, or ``_MAX_BATCH`` pairs are done.
@@ -119,7 +123,7 @@ class BlockPipeline:
                     break
                 self._in_flight = None
                 self._judge(batch, measured)
-                done += len(batch)
+                done += sum(map(len, batch))
             elif not self._waiting and not self._collect():
                 break
             elif not self._launch():
@@ -154,7 +158,7 @@ class BlockPipeline:
             if source is None or source.finished():
                 continue
             if has_row(source):
-                self._waiting.append(self._block(req, candidate, source))
+                self._waiting.append([self._block(req, candidate, source)])
             else:
                 record.pending.append(candidate)
 
@@ -187,22 +191,37 @@ class BlockPipeline:
         results = self._tracker.take(_MAX_BATCH, _MAX_BATCH)
         for req, result in results:
             if req is None:
-                self._stats.refusals[Refusal.LATE.value] += len(result.pairs) + len(result.across)
+                self._stats.refusals[Refusal.LATE.value] += result.num_pairs
                 continue
             # The rules are checked again before measuring. The check here makes the batches equal on all ranks:
             # a request that SGLang dropped may still exist on some ranks, which refuse its blocks here.
             for block in self._blocks(req, result):
-                if not self._allows(block, Stage.PROPOSED):
+                if not self._enter(block):
                     continue
-                record = known_record(req)
-                record.candidates[block.dst_start] = block.candidate
                 if self._measures:
-                    self._waiting.append(block)
+                    self._waiting.append([block])
                 else:
-                    record.pending.append(block.candidate)
+                    known_record(req).pending.append(block.candidate)
+            for pairs in result.alternatives:
+                # They are measured whether or not SGLang has enough slots, because only the chosen are kept.
+                group = [
+                    self._block(req, Candidate((Run(*pair, self.block),)), req) for pair in pairs
+                ]
+                allowed = [block for block in group if self._allows(block, Stage.PROPOSED)]
+                if allowed:
+                    self._waiting.append(allowed)
         return bool(results)
 
-    def _blocks(self, req: Request, result: StepResult) -> Batch:
+    def _enter(self, block: BlockProposal) -> bool:
+        """Make the block a candidate of its request if the rules allow that. Returns whether it is one."""
+        if _is_candidate(block):
+            return True
+        if not self._allows(block, Stage.PROPOSED):
+            return False
+        known_record(block.req).candidates[block.dst_start] = block.candidate
+        return True
+
+    def _blocks(self, req: Request, result: StepResult) -> Group:
         blocks = [
             self._block(req, Candidate(runs), req)
             for pair in result.pairs
@@ -239,27 +258,38 @@ class BlockPipeline:
         )
 
     def _launch(self) -> bool:
-        """Start to measure the next queued blocks. Returns False if the rules allow none of them."""
-        some = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MAX_BATCH))]
-        batch = [block for block in some if self._allows(block)]
+        """Start to measure the next queued groups, whose blocks have one length. Returns False if the rules
+        allow none of the blocks."""
+        batch: Batch = []
+        size = 0
+        length = self._waiting[0][0].length if self._waiting else 0
+        while self._waiting and (size == 0 or size + len(self._waiting[0]) <= _MAX_BATCH):
+            if self._waiting[0][0].length != length:
+                break
+            group = self._waiting.popleft()
+            size += len(group)
+            allowed = [block for block in group if self._allows(block)]
+            if allowed:
+                batch.append(allowed)
         if batch:
-            self._in_flight = batch, self.meter.measure(batch)
+            self._in_flight = batch, self.meter.measure(_flat(batch))
         return bool(batch)
 
     def _judge(self, batch: Batch, measured: Measurement) -> None:
         """Judge a measured batch, and enter the accepted blocks in the ledger."""
         # Ranks add up the sums of the whole batch, so blocks that the rules now refuse are left out only below.
         distances = self.meter.distances(measured)
-        allowed = [i for i, block in enumerate(batch) if self._allows(block)]
+        blocks = _flat(batch)
+        chosen = self._choose(batch, distances)
         epoch = self.threshold.epoch
-        fresh = [i for i in allowed if batch[i].candidate.accepted != epoch]
+        fresh = [i for i in chosen if blocks[i].candidate.accepted != epoch]
         self._stats.blocks_compared += len(fresh)
         accepted = self.threshold.decide([distances[i] for i in fresh])
         too_far = {i for i, yes in zip(fresh, accepted, strict=True) if not yes}
         is_warm = self.threshold.is_warm
         dst_slots, src_slots = measured.slots()
-        for i in allowed:
-            block = batch[i]
+        for i in chosen:
+            block = blocks[i]
             judgement = Judgement(accepted=i not in too_far, is_warm=is_warm)
             refusal = self._rules.refusal(block, Stage.MEASURED, judgement)
             if refusal is None:
@@ -275,6 +305,29 @@ class BlockPipeline:
                 self._accept(block, distances[i])
             else:
                 self._refuse(block, refusal)
+
+    def _choose(self, batch: Batch, distances: list[float]) -> list[int]:
+        """Indexes, in the flattened batch, of the candidates to judge: blocks that the rules still allow. Of
+        alternatives those with the least KV distance become candidates; the others are forgotten. At page sizes
+        above 1 the pages that these complete are queued instead, to be measured as a whole."""
+        chosen = []
+        begin = 0
+        for group in batch:
+            allowed = [i for i, block in enumerate(group) if self._allows(block)]
+            pairs = [(group[i].dst_start, group[i].src_start) for i in allowed]
+            nearest = nearest_pairs(pairs, [distances[begin + i] for i in allowed])
+            for i in nearest:
+                block = group[allowed[i]]
+                if self._page == 1 or _is_candidate(block):
+                    if self._enter(block):
+                        chosen.append(begin + allowed[i])
+                    continue
+                for runs in self._whole(block.req, block.runs[0]):
+                    page = self._block(block.req, Candidate(runs), block.req)
+                    if self._enter(page):
+                        self._waiting.append([page])
+            begin += len(group)
+        return chosen
 
     def _accept(self, block: BlockProposal, distance: float) -> None:
         """Enter a block that all rules allow in the ledger."""
@@ -321,3 +374,12 @@ class BlockPipeline:
         elif record.row is not None and record.row is block.row:
             # The block waits until the request of the source has a row, or until the sliding window has passed.
             record.pending.append(block.candidate)
+
+
+def _is_candidate(block: BlockProposal) -> bool:
+    """Whether the block is a candidate of its request. Alternatives are none yet."""
+    return known_record(block.req).candidates.get(block.dst_start) is block.candidate
+
+
+def _flat(batch: Batch) -> Group:
+    return [block for group in batch for block in group]

@@ -125,6 +125,24 @@ def test_an_arm_that_needs_less_shares_less_the_nearest_first(reader: Reader) ->
     assert 0 < some["kl"] / some["saved"] < every["kl"] / every["saved"]
 
 
+def test_memshare_pairs_the_blocks_whose_kv_is_nearest(reader: Reader) -> None:
+    """The blocks of a step come again in another order. MemShare finds each; pairing by index finds none."""
+    words = [i for i in range(len(TOKENIZER)) if "\n" not in TOKENIZER.decode([i])]
+    blocks = [words[:8], words[8:16], words[16:24]]
+    blank = TOKENIZER("\n\n", add_special_tokens=False)["input_ids"]
+    tokens: list[int] = []
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        tokens += [token for i in order for token in blocks[i]] + blank
+    tokens += words[24:40]
+    names = [f"memshare:block=8:align={align}" for align in ("nearest", "index")]
+    arms = parse_all(names, names[0])
+    found = Replay(reader, vocabulary_of(TOKENIZER), arms, names[0]).scores(tokens, 0)
+    near, index = (found[name] for name in names)
+    # The second and the third step, three blocks each, read earlier slots.
+    assert near["saved"] == index["saved"] == pytest.approx(48 / len(tokens))
+    assert 0 < near["kl"] < index["kl"] / 2
+
+
 def test_a_pool_in_fp8_rounds_what_its_arm_writes(reader: Reader) -> None:
     text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
@@ -144,6 +162,9 @@ def test_a_pool_in_fp8_rounds_what_its_arm_writes(reader: Reader) -> None:
         ("oldest-steps-16", (16, 0, "steps", "oldest", True, 100)),
         ("oldest-cached-steps-8", (8, 0, "steps", "oldest", False, 100)),
         ("newest-steps-4-age64-cached-p80", (4, 64, "steps", "newest", False, 80)),
+        ("memshare", (16, 0, "steps", "oldest", True, 100)),
+        ("reasoncache:align=index", (16, 0, "steps", "oldest", True, 80)),
+        ("p50:positions=as-cached:block=8", (8, 0, "steps", "oldest", False, 50)),
     ],
 )
 def test_names(name: str, knobs: tuple[object, ...]) -> None:
@@ -159,6 +180,8 @@ def test_names(name: str, knobs: tuple[object, ...]) -> None:
         (["newest-8"], "'newest-8': an arm that shares is newest or oldest"),
         (["newest-runs-0"], "--reasoncache-block must be between 1 and 1024, got 0"),
         (["fastest"], "'fastest' is neither .* nor a policy"),
+        (["memshare:align=both"], "'memshare:align=both': --reasoncache-set align must be one of"),
+        (["memshare:index"], "'memshare:index': .* must be key=value"),
         (["h2o"], "reads queries"),
         (["keydiff", "keydiff"], "--arms must name none twice"),
         (["keydiff"], "--like must be an arm that shares"),

@@ -20,7 +20,7 @@ from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.request_filter import Proposal, RequestFilter
 from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.settings import PRESETS, AlignMode, FilterConfig
-from sglang_reasoncache.filter.steps import align_blocks
+from sglang_reasoncache.filter.steps import align_blocks, alternatives_of
 from sglang_reasoncache.filter.structure import Limits, same_structure, signature
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 from tests.filter.words import Words, filter_knobs, step_of, with_length_factor
@@ -72,6 +72,8 @@ def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair
         covered = bytearray(len(step))
         pairs = []
         num_used = 0
+        starts = range(step.start, step.end - config.block + 1, config.block)
+        sources: list[int] = []
         for _, minus_j in order:
             source = steps[-minus_j]
             if config.use_structure and not same_structure(signatures[k], signatures[-minus_j]):
@@ -79,11 +81,16 @@ def slow_filter(phrases: list[str], config: FilterConfig) -> list[list[BlockPair
             if num_used == config.max_candidates:
                 break
             num_used += 1
+            if config.align == "nearest":
+                if len(sources) < len(starts):
+                    sources += range(source.start, source.end - config.block + 1, config.block)
+                continue
             for dst, src in align_blocks(step, source, config.block, config.align, covered):
                 pairs.append(BlockPair(dst, src))
                 for i in range(dst - step.start, dst - step.start + config.block):
                     covered[i] = 1
-        found.append(sorted(pairs))
+        most = config.max_blocks_per_step
+        found.append(sorted(pairs) or alternatives_of(starts, sources, most))
     return found
 
 
@@ -110,7 +117,9 @@ def test_same_pairs_as_the_slow_reference(
     expected = slow_filter(phrases, FilterConfig(**knobs))
     assert len(proposals) == len(phrases)
     for proposal, pairs in zip(proposals, expected, strict=True):
-        assert list(proposal.pairs) == pairs
+        alternatives = tuple(pairs) if preset == "memshare" else ()
+        assert proposal.alternatives == ((alternatives,) if alternatives else ())
+        assert list(proposal.pairs or alternatives) == pairs
     assert request.position == len(token_ids)
 
 
@@ -140,6 +149,32 @@ def test_a_differing_number_is_not_shared_unless_structure_allows_it(
     _, (_, last) = propose([_PHRASES[0], _PHRASES[1]], block=4, **knobs)
     assert (last.counters.candidates, last.counters.dropped_structure) == (1, dropped)
     assert bool(last.pairs) is shares
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sources", "most", "each"), [(3, 4, 12, 4), (3, 4, 8, 2), (9, 2, 4, 1), (1, 9, 4, 4)]
+)
+def test_alternatives_are_bounded(blocks: int, sources: int, most: int, each: int) -> None:
+    """Within the bound each block has all sources, else those around its own index."""
+    starts = [100 + 4 * k for k in range(blocks)]
+    earlier = [4 * k for k in range(sources)]
+    found = alternatives_of(starts, earlier, most)
+    assert len(found) <= most and sorted(found) == found == sorted(set(found))
+    assert Counter(start for start, _ in found) == dict.fromkeys(starts[:most], each)
+    assert {source for _, source in found} <= set(earlier)
+    for k, start in enumerate(starts[:most]):
+        assert BlockPair(start, earlier[min(k, sources - 1)]) in found
+    assert alternatives_of([], earlier, most) == alternatives_of(starts, [], most) == []
+
+
+def test_alternatives_are_released_together_when_the_last_reader_is_old() -> None:
+    """The first two steps have four blocks of four tokens each; 20 tokens must follow the second's last."""
+    knobs: dict[str, Any] = {**filter_knobs("memshare"), "block": 4, "min_age": 20}
+    _, proposals = propose([_PHRASES[2]] * 4, **knobs)
+    assert [len(p.alternatives) for p in proposals] == [0, 0, 0, 1]
+    (found,) = proposals[3].alternatives
+    assert set(found) == {(17 + 4 * i, 4 * j) for i in range(4) for j in range(4)}
+    assert all(p.pairs == () and p.across == () for p in proposals)
 
 
 def test_bounds_on_blocks_and_checks() -> None:

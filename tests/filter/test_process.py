@@ -94,6 +94,7 @@ _TEXT = (
     [
         ({}, None), ({}, _MARKERS), ({"match": "runs", "min_age": 3}, _MARKERS),
         ({"fixed_tau": 0.3, "length_factor": False, "align": "index"}, None),
+        ({"fixed_tau": 0.3, "length_factor": False, "align": "nearest", "min_age": 9}, None),
         ({"limits": Limits(max_chars=9), "max_history_steps": 2}, None),
         ({"random_ratio": 0.5}, _MARKERS), ({"structure_tolerance": 1}, None),
     ],
@@ -115,9 +116,13 @@ def test_same_results_as_the_filter_in_this_process(
         at += size
         size += 1
     step_filter.close(request)
-    expected = [(request, each.pairs, each.counters) for each in local.push(tokens)]
+    proposals = local.push(tokens)
+    assert any(each.alternatives for each in proposals) == (config.align == "nearest")
+    expected = [(request, each.pairs, each.counters, each.alternatives) for each in proposals]
     taken = take_all(step_filter)
-    assert [(each.request, each.pairs, each.counters) for each in taken] == expected
+    assert [
+        (each.request, each.pairs, each.counters, each.alternatives) for each in taken
+    ] == expected
 
 
 def test_closed_and_unknown_requests(make: Make) -> None:

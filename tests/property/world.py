@@ -98,10 +98,11 @@ class Pair(NamedTuple):
 
 class ScriptedEngine(FilterProcess):
     """Stands in for the filter process. When a request's new tokens are fed, proposes the blocks that the test
-    put into ``waiting``. While ``slow``, no result can be taken; while ``broken``, the engine has failed."""
+    put into ``waiting``. While ``slow``, no result can be taken; while ``broken``, the engine has failed. If
+    ``nearest``, the blocks proposed at once are alternatives, of which those with the least distance share."""
 
     steps_shed = restarts = 0
-    given_up = slow = broken = False
+    given_up = slow = broken = nearest = False
 
     def __init__(self) -> None:
         self.waiting: dict[int, list[Pair]] = {}
@@ -127,7 +128,12 @@ class ScriptedEngine(FilterProcess):
             if pairs:
                 found = tuple(BlockPair(dst, src) for dst, src in pairs)
                 counters = FilterCounters(candidates=1)
-                self._results.append(StepResult(request, found, counters, 0.0))
+                proposed = (
+                    {"pairs": (), "alternatives": (found,)} if self.nearest else {"pairs": found}
+                )
+                self._results.append(
+                    StepResult(request=request, counters=counters, seconds=0.0, **proposed)
+                )
 
     def late(self, request: int) -> list[Pair]:
         """Blocks that were proposed for a request and not taken yet."""

@@ -97,6 +97,10 @@ ACROSS = SHARED.having(
 ).beside(STOCK)
 #: Shares pages of 16 when slots run short, under forced retractions.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **retracting(25))
+#: The MemShare paper's settings: blocks of similar steps are paired by their KV distance.
+MEMSHARE = SHARED.having(
+    "memshare", TIGHT, PAGE16, *arguments_of({"preset": "memshare"}), CROWDED
+).for_long_runs()
 
 #: Has slots for a few responses. Responses to one prompt also share with each other. Blocks share at the
 #: default age: at 32 tokens, sharing a quarter of all positions costs this model 3 answers of a hundred.

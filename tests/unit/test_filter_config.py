@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from sglang_reasoncache.config import ReasonCacheConfig, filter_config
+from sglang_reasoncache.config import ConfigError, ReasonCacheConfig, filter_config
 from sglang_reasoncache.filter.settings import FilterConfig
 
 #: Field of the filter's settings -> the operator's setting, and a value that is not its default.
@@ -42,3 +42,19 @@ def test_a_setting_reaches_the_filter_alone(field: str) -> None:
     plain = dataclasses.asdict(filter_config(ReasonCacheConfig()))
     changed = dataclasses.asdict(filter_config(ReasonCacheConfig(**{name: value})))
     assert changed == {**plain, field: value} != plain
+
+
+def test_the_nearest_blocks_are_read_only_from_earlier_steps() -> None:
+    values = {"match": "steps", "direction": "oldest", "align": "nearest"}
+    assert filter_config(ReasonCacheConfig.from_mapping(values)).align == "nearest"
+    memshare = ReasonCacheConfig.from_mapping({"preset": "memshare"})
+    assert (memshare.align, memshare.percentile, memshare.warmup) == ("nearest", 100.0, 0)
+    assert (memshare.fixed_tau, memshare.length_factor, memshare.use_structure) == (
+        0.8,
+        False,
+        False,
+    )
+    for preset, value in (("memshare", "newest"), ("newest", "newest")):
+        asked = {"preset": preset, "direction": value, "match": "steps", "align": "nearest"}
+        with pytest.raises(ConfigError, match="align must be tokens or index unless direction=old"):
+            ReasonCacheConfig.from_mapping(asked)
