@@ -11,6 +11,7 @@ from datasets import Dataset, load_dataset
 
 from eval.jsonl import read_rows, text_of, valid_text
 from eval.small_reasoner import task as small
+from eval.tasks import needles
 from eval.tasks.multiple_choice import LETTERS
 from eval.tiny_reasoner import task as tiny
 from eval.tokenizers import load_tokenizer
@@ -29,7 +30,12 @@ _CHOICE_FIELDS = (
     "Incorrect Answer 2",
     "Incorrect Answer 3",
 )
+_CODE_INSTRUCTION = (
+    "Complete the following Python function. Give the whole function, with the imports it needs, in one "
+    "```python code block."
+)
 _GPQA = "Idavidrein/gpqa"
+_HUMANEVAL = "openai/openai_humaneval"
 
 
 class _Mathematics(NamedTuple):
@@ -122,6 +128,42 @@ def gpqa(name: str, file: str = "", seed: int = 0, limit: int | None = None, **_
     return _split(made, limit, file, _GPQA, name, "train")
 
 
+def humaneval(file: str = "", limit: int | None = None, **_: Any) -> Split:
+    """Reads rows with the fields that HumanEval has on the hub: ``task_id``, ``prompt``, ``test`` and
+    ``entry_point``. Without ``file``, reads the data set from the hub."""
+
+    def made(row: Mapping[str, Any]) -> dict[str, Any]:
+        code = text_of(row, "prompt")
+        given = {name: text_of(row, name) for name in ("test", "entry_point")}
+        if not given["entry_point"].isidentifier():
+            raise ValueError(f"field 'entry_point' is no name: {given['entry_point']!r}")
+        prompt = f"{_CODE_INSTRUCTION}\n\n```python\n{code}```"
+        return _row(_name(row), prompt, given["entry_point"], code=code, **given)
+
+    return _split(made, limit, file, _HUMANEVAL, None, "test")
+
+
+def needle(name: str, file: str = "", seed: int = 0, limit: int | None = None, **_: Any) -> Split:
+    """Texts that state one fact, and a question for it. Without ``file`` they are generated (``needles.py``);
+    ``needle_wN`` has texts of N words only. Rows of a file: ``{id, context, question, answer}``."""
+
+    def made(row: Mapping[str, Any]) -> dict[str, Any]:
+        texts = [text_of(row, field) for field in ("context", "question", "answer")]
+        return _row(_name(row), f"{texts[0]}\n\n{texts[1]}", texts[2])
+
+    if file:
+        return _checked(file, _read(file, made)[:limit])
+    words = name.partition("_w")[2]
+    lengths = (int(words),) if words else needles.LENGTHS
+    count = len(lengths) * len(needles.DEPTHS) if limit is None else limit
+    rows = []
+    for number in range(count):
+        one = needles.make(seed, number, lengths)
+        row = _row(f"needle-{seed}-{number}", f"{one.text}\n\n{one.question}", one.answer)
+        rows.append({**row, "group": one.group})
+    return {"test": Dataset.from_list(rows)}
+
+
 def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
     """Reads rows ``{id, question, response}``. The requests force a server to generate exactly these
     responses. A ``limit`` selects responses spread evenly from short to long. The longest are sent first, so
@@ -172,7 +214,12 @@ def _read(file: str, made: _Made) -> list[dict[str, Any]]:
 
 def _name(row: Mapping[str, Any]) -> str:
     given = next(
-        (row[key] for key in ("id", "ID", "unique_id", "Record ID") if row.get(key) is not None), ""
+        (
+            row[key]
+            for key in ("id", "ID", "unique_id", "Record ID", "task_id")
+            if row.get(key) is not None
+        ),
+        "",
     )
     return valid_text(str(given))[:200]
 

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.openai_completions import LocalChatCompletion
 from lm_eval.tasks import TaskManager
 
+from eval.tasks import sandbox
 from eval.tasks.documents import MATHEMATICS
+from eval.tasks.sandbox import SandboxError
 from eval.tokenizers import load_tokenizer
 
 logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -29,10 +32,15 @@ logging.getLogger("lm_eval").setLevel(logging.ERROR)
 #: Our task names -> lm-eval's names. Other tasks of lm-eval that generate text keep their names.
 HUB = {
     "hotpotqa": "longbench_hotpotqa",
+    "musique": "longbench_musique",
+    "2wikimqa": "longbench_2wikimqa",
     "trec": "longbench_trec",
 }
 #: Our own task asks and grades these data sets of GPQA.
 _GPQA = ("gpqa_diamond", "gpqa_main", "gpqa_extended")
+#: Generates needles in haystacks, or reads them from a file.
+_NEEDLE = re.compile(r"needle(_w[1-9]\d{0,5})?")
+_HUMANEVAL = "humaneval"
 _GENERATED = ("tiny_reasoner", "small_reasoner", "noise")
 _REPLAY = "_replay"
 # A streamed chunk has 16 tokens, because on a small machine parsing a chunk costs as much as decoding a token.
@@ -118,6 +126,11 @@ class EvalTask:
         self._limit = source.limit
         self.server_flags: tuple[str, ...] = _REPLAY_FLAGS if name.endswith(_REPLAY) else ()
         spec = _spec(name, source)
+        if name == _HUMANEVAL:
+            try:
+                sandbox.check()
+            except SandboxError as error:
+                raise TaskError(f"--tasks {name}: {error}") from error
         # Some tasks shuffle a question's choices with this global generator.
         random.seed(source.seed)
         try:
@@ -196,6 +209,10 @@ def _spec(name: str, source: Source) -> dict[str, Any]:
         return {"task": "local_replay", "metadata": metadata | own}
     if name in _GPQA:
         return {"task": "local_gpqa", "metadata": metadata | {"name": name, "file": file}}
+    if _NEEDLE.fullmatch(name):
+        return {"task": "local_needle", "metadata": metadata | {"name": name, "file": file}}
+    if name == _HUMANEVAL:
+        return {"task": "local_humaneval", "metadata": metadata | {"file": file}}
     if name in MATHEMATICS:
         return {"task": "local_math", "metadata": metadata | {"name": name, "file": file}}
     if not file:
@@ -224,7 +241,8 @@ def _grade(sample: Mapping[str, Any]) -> Grade:
 def _bounded(
     grade: Callable[..., dict[str, float]], metrics: Sequence[str]
 ) -> Callable[..., dict[str, float]]:
-    """Returns a grader with a time limit. A response scores 0 if ``grade`` fails or takes too long."""
+    """Returns a grader with a time limit. A response scores 0 if ``grade`` fails or takes too long. Raises
+    TaskError if there is no sandbox any more for code that a model wrote."""
 
     def out_of_time(*_: Any) -> None:
         raise TimeoutError
@@ -237,6 +255,8 @@ def _bounded(
                 return grade(doc, results)
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
+        except SandboxError as error:
+            raise TaskError(str(error)) from error
         except Exception:
             return dict.fromkeys(metrics, 0.0)
         finally:

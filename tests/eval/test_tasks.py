@@ -2,6 +2,7 @@
 """Tests task files, refusals of broken files, and graders, which must end in bounded time."""
 
 import contextlib
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eval.tasks import grading, harness
+from eval.tasks import grading, harness, sandbox
 from eval.tasks.documents import MATHEMATICS
 from eval.tasks.grading import last_boxed
 from eval.tasks.harness import EvalTask, Problem, Source, TaskError, _after_thinking, opens_thinking
 from eval.tasks.mathematics import MathGrader
+from eval.tasks.sandbox import SandboxError
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.model import build_tokenizer
 from tests.eval.peer import write_rows
@@ -53,6 +55,9 @@ CLASS = {"question": "?", "context": "c", "answers": ["Number"], "all_classes": 
         ("gpqa_diamond", CHOICES, "r", ""),
         ("hotpotqa", WHO, "<think>Bob</think>Ada Lovelace", "Bob"),
         ("trec", CLASS, "Number", "P"),
+        ("musique", WHO, "<think>Bob</think>Ada Lovelace", "Bob"),
+        ("2wikimqa", WHO, "Ada", "Bob"),
+        ("needle", {"context": "c", "question": "?", "answer": "42"}, "It is 42.", "It is 142."),
     ],
 )
 def test_a_file(name: str, row: dict[str, Any], right: str, wrong: str, tmp_path: Path) -> None:
@@ -129,7 +134,7 @@ def test_broken_lines_are_named(second: bytes, fault: str, tmp_path: Path) -> No
         ("math500", "", "no rows"),
         ("math500", '{"question": "Q", "answer": "%s"}\n' % ("x" * 1001), "1 to 1000 characters"),
         ("aime24", '{"id": 1, "question": "Q", "answer": 1}\n' * 2, "duplicate id '1'"),
-        ("humaneval", "{}", "run no code|cannot be loaded"),
+        ("mbpp", "{}", "run no code|cannot be loaded"),
         ("hellaswag", "{}", "only tasks that generate text|cannot be loaded"),
         ("no_such_task", "{}", "lm-eval has no such task"),
     ],
@@ -138,6 +143,57 @@ def test_what_cannot_be_used_is_told(name: str, text: str, told: str, tmp_path: 
     (tmp_path / "x.jsonl").write_text(text)
     with pytest.raises(TaskError, match=told):
         EvalTask(name, Source(file=str(tmp_path / "x.jsonl"), model=str(CHECKPOINT)))
+
+
+def test_needles_go_through_all_lengths_and_depths() -> None:
+    problems = EvalTask("needle", Source(seed=3)).problems
+    asked = [problem.messages[0]["content"] for problem in problems]
+    assert len({problem.group for problem in problems}) == len(problems) == 20
+    for text, problem in zip(asked, problems, strict=True):
+        length, depth = map(int, problem.group.split("-"))
+        assert length <= len(text.split()) < length + 40
+        at = text.index("The secret number of ") / text.index("What is the secret number of ")
+        assert abs(at - depth / 100) < 0.05
+    again = [
+        problem.messages[0]["content"] for problem in EvalTask("needle", Source(seed=3)).problems
+    ]
+    assert again == asked
+    short = EvalTask("needle_w60", Source(seed=3, limit=7))
+    assert {problem.group.partition("-")[0] for problem in short.problems} == {"60"}
+    (answer,) = re.findall(r"is (\d{6})\.", short.problems[0].messages[0]["content"])
+    grades = short.evaluate([answer, *["123"] * 6], False)
+    assert [grade.score for grade in grades.values()] == [1.0, *[0.0] * 6]
+    with pytest.raises(TaskError, match="lm-eval has no such task"):
+        EvalTask("needle_w0", Source())
+
+
+CODE = {"task_id": "HumanEval/0", "prompt": 'def f(x):\n    """Half."""\n', "entry_point": "f"}
+CODE |= {"test": "def check(f):\n    assert f(4) == 2\n", "canonical_solution": "return 2"}
+
+
+def test_code_runs_in_the_sandbox_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without bubblewrap the task is refused before any response is asked for."""
+    file = write_rows(tmp_path / "x.jsonl", CODE, {**CODE, "task_id": "HumanEval/1"})
+    try:
+        sandbox.check()
+    except SandboxError:
+        pass
+    else:
+        task = EvalTask("humaneval", Source(file=str(file)))
+        assert f"```python\n{CODE['prompt']}```" in task.problems[0].messages[0]["content"]
+        right = "<think>?</think>Here:\n```python\ndef f(x):\n    return x // 2\n```\nDone."
+        found = task.evaluate([right, "def f(x): return 1"], False)
+        assert [grade.score for grade in found.values()] == [1.0, 0.0]
+        monkeypatch.setenv("PATH", "/nowhere")
+        with pytest.raises(TaskError, match="which is not installed"):
+            task.evaluate([right, right], False)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        TaskError, match="--tasks humaneval: code that a model wrote runs only in b"
+    ):
+        EvalTask("humaneval", Source(file=str(file)))
 
 
 def test_half_surrogates_do_not_get_into_a_prompt(tmp_path: Path) -> None:
