@@ -12,7 +12,7 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-reasoncache bench-memshare bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,8 @@ help:
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
 	@echo "make bench-policies  cache policies at equal saving: accuracy (an hour)"
+	@echo "make bench-reasoncache  ablations of the ReasonCache paper: accuracy, slots saved, throughput (two hours)"
+	@echo "make bench-memshare  ablations of the MemShare paper, the same (two hours)"
 	@echo "make bench-siblings  1, 4 and 16 samples of each prompt: stock, sharing within responses and across (hours)"
 	@echo "make bench-short  stock, tuned stock, sharing at once and when short, from ample memory to two requests (two hours)"
 	@echo "make bench-answers  a fine-tuned language model: accuracy under sharing, random sharing and evicting (hours)"
@@ -95,6 +97,12 @@ bench-gpu: with-traces setup
 
 bench-policies: setup
 	$(PYTHON_ENV) -m eval.bench.servers policies $(BENCH_ARGS)
+
+bench-reasoncache: setup
+	$(PYTHON_ENV) -m eval.bench.servers reasoncache $(BENCH_ARGS)
+
+bench-memshare: setup
+	$(PYTHON_ENV) -m eval.bench.servers memshare $(BENCH_ARGS)
 
 bench-siblings: real-model
 	$(PYTHON_ENV) -m eval.bench.servers siblings $(BENCH_ARGS)

@@ -181,13 +181,62 @@ def policies(_: Path | None) -> Runs:
     }
 
 
+#: The tokens per block that the papers' ablations go through. The embedded model's steps are short: it shares
+#: little beyond 16.
+BLOCKS = (4, 8, 16, 32, 64, 128)
+
+
+def _ablations(axes: dict[str, str]) -> Runs:
+    """A run for each axis, all with stock SGLang beside the axis' methods."""
+    common = "--tasks tiny_reasoner --limit 60 --in-flight 24 --kv-budget 30000 --max-tokens 1000"
+    return {axis: f"{common} --methods dense,{methods}" for axis, methods in axes.items()}
+
+
+def _of_blocks(preset: str) -> str:
+    return ",".join(f"{preset}:block={block}" for block in BLOCKS)
+
+
+def reasoncache(_: Path | None) -> Runs:
+    """Ablations of the ReasonCache paper's rule. ``stages``: lexical similarity alone, then with the structure
+    check, then with the KV distance; random sharing. ``percentile``: of accepted distances. In both, blocks are
+    paired by index, because the distances of blocks of equal tokens say less. ``tau``: dynamic and fixed
+    lexical thresholds. ``structure``: with and without the check, and with a tolerance."""
+    stages = ",".join(f"{one}:align=index" for one in ("cosine", "cosine-structure", "reasoncache"))
+    percentiles = ",".join(f"p{percentile}:align=index" for percentile in (20, 50, 80, 100))
+    soft = ",".join(f"reasoncache:tau_strict=0.9,tau_soft={tau}" for tau in (0.5, 0.7, 0.9))
+    strict = ",".join(f"reasoncache:tau_strict={tau},tau_soft=0.7" for tau in (0.8, 0.95))
+    return _ablations({
+        "stages": f"{stages},random:random_ratio=0.2",
+        "percentile": percentiles,
+        "tau": f"fixed-0.8,fixed-0.9,{soft},{strict}",
+        "structure": "reasoncache,reasoncache:use_structure=false,reasoncache:structure_tolerance=2",
+        "block": _of_blocks("reasoncache"),
+        "align": "reasoncache,reasoncache:align=index,reasoncache:align=nearest",
+        "positions": "reasoncache,reasoncache:positions=as-cached",
+    })  # fmt: skip
+
+
+def memshare(_: Path | None) -> Runs:
+    """Ablations of the MemShare paper's rule, the same way. ``tau``: its two fixed thresholds, a lower one, and
+    ReasonCache's dynamic one."""
+    return _ablations({
+        "tau": "memshare,memshare-0.9,memshare:fixed_tau=0.7,cosine:align=nearest",
+        "percentile": ",".join(f"memshare:percentile={p},warmup=128" for p in (20, 50, 80, 100)),
+        "structure": "memshare,memshare:use_structure=true,memshare:length_factor=true",
+        "block": _of_blocks("memshare"),
+        "align": "memshare,memshare:align=index,memshare:align=tokens,random:random_ratio=0.3",
+        "positions": "memshare,memshare:positions=as-cached",
+    })  # fmt: skip
+
+
 def answers(_: Path | None) -> Runs:
     """The small reasoner answers its problems with stock SGLang, with sharing and with eviction."""
     return {"small_reasoner": f"@{quote(str(ADAPTER.with_name('answers.flags')))}"}
 
 
 BENCHES: dict[str, Callable[[Path | None], Runs]] = {
-    one.__name__: one for one in (serve, gpu, short, siblings, policies, answers)
+    one.__name__: one
+    for one in (serve, gpu, short, siblings, policies, reasoncache, memshare, answers)
 }
 
 
