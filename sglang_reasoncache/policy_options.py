@@ -13,7 +13,7 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_reasoncache import registry
+from sglang_reasoncache import registry, techniques
 from sglang_reasoncache.arguments import kind_of, value_of
 from sglang_reasoncache.eviction.policies.contract import NamedPolicy
 from sglang_reasoncache.eviction.policies.evictor import Evictor, OptionError
@@ -71,9 +71,11 @@ def _make(name: str, options: str) -> Evictor:
         kind = registry.evictor_class(name)
     except KeyError as error:
         known = ", ".join((NOTHING, SHARING, *registry.BUILT_IN))
-        raise PolicyError(
-            f"with every NAME one of {known} or module:Class, not {name!r}"
-        ) from error
+        bound = f"with every NAME one of {known} or module:Class, not {name!r}"
+        technique = techniques.named(name)
+        if technique is not None:
+            bound += f" ({technique.sentence})"
+        raise PolicyError(bound) from error
     except ValueError as error:
         raise PolicyError(f"with {name} an evicting policy ({error})") from error
     fields = [field.name for field in dataclasses.fields(kind)]
