@@ -32,10 +32,13 @@ _MAX_NAME_CHARS = 40
 PAGE_SIZES = (16, 32, 64)
 #: Block sizes at which the ReasonCache paper's rule for sharing (``match=steps``) is measured.
 BLOCKS = (4, 8, 16)
-_NOTE = """Candidate: the share of steps, without the first, that are similar to an earlier step by the papers'
-filter. Default, pages of p, d: the share of tokens that the default rule, the same at page size p, or the rule
-of the papers with blocks of d tokens could share, at the end of a response / averaged over decode steps.
-Distances are not measured."""
+#: Thresholds of MemShare, which compares steps by the cosine of their token counts alone.
+COSINES = (0.8, 0.9)
+_NOTE = """Candidate: the share of steps, without the first, that are similar to an earlier step by the
+ReasonCache paper's filter. Cosine above 0.8 or 0.9: the same by MemShare's filter; the ReasonCache paper
+counts redundant steps like that. Default, pages of p, d: the share of tokens that the default rule, the same at
+page size p, or ReasonCache's filter with blocks of d tokens could share, at the end of a response / averaged
+over decode steps. No distance is measured."""
 
 
 class Speller:
@@ -61,7 +64,8 @@ class Speller:
 
 def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     """Counts of one response. ``steps``: reasoning steps, including a last step that no blank line ends.
-    ``candidates``: steps similar to an earlier step. ``end_RULE``: tokens in all blocks that a rule proposes.
+    ``candidates``: steps similar to an earlier step; ``cosine_T``: steps whose cosine with an earlier step is
+    above T. ``end_RULE``: tokens in all blocks that a rule proposes.
     ``held``, ``time_RULE``: tokens so far, and those in blocks proposed so far, summed over decode steps."""
     tokens, default = len(ids), ReasonCacheConfig()
     rules = {"default": filter_config(default)}
@@ -79,6 +83,10 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
         # Each rule overwrites these counts. The last rules, one per block size, all give the same counts.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
         found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
+    for cosine in COSINES:
+        rule = FilterConfig(fixed_tau=cosine, length_factor=False, use_structure=False)
+        proposals = propose(ids, vocabulary, rule)
+        found[f"cosine_{cosine}"] = sum(bool(one.counters.candidates) for one in proposals)
     return found
 
 
@@ -144,6 +152,8 @@ def shares(name: str, group: pd.DataFrame) -> dict[str, Any]:
     line["candidate"] = f"{sums['candidates'] / later:.1%}"
     for rule in ("default", *map(_of_pages, PAGE_SIZES), *(f"d={block}" for block in BLOCKS)):
         line[rule] = f"{sums[f'end_{rule}'] / tokens:.1%} / {sums[f'time_{rule}'] / held:.1%}"
+    for cosine in COSINES:
+        line[f"cosine above {cosine}"] = f"{sums[f'cosine_{cosine}'] / later:.1%}"
     return line
 
 
