@@ -16,7 +16,7 @@ from sglang_reasoncache.eviction.policies import rkv
 from sglang_reasoncache.eviction.policies.contract import View
 from sglang_reasoncache.eviction.policies.evictor import Evictor
 from sglang_reasoncache.eviction.policies.h2o import H2O
-from sglang_reasoncache.eviction.policies.keydiff import KeyDiff
+from sglang_reasoncache.eviction.policies.keydiff import ANCHORS, METRICS, KeyDiff
 from sglang_reasoncache.eviction.policies.l2norm import L2Norm
 from sglang_reasoncache.eviction.policies.random_attention import RandomAttention
 from sglang_reasoncache.eviction.policies.rkv import RKV, redundancy
@@ -185,8 +185,20 @@ def norms(own: torch.Tensor) -> list[float]:
     return [norm * len(found) / sum(found) for norm in found]
 
 
-def similarities(own: torch.Tensor) -> list[float]:
-    return [cosine(key, own.mean(dim=0)) for key in own]
+def similarities(own: torch.Tensor, policy: KeyDiff) -> list[float]:
+    if policy.anchor == "unit-mean" and policy.metric == "cosine":
+        # Scaled by the anchor's length, these are the paper's pairwise scores: mean cosines with all keys.
+        length = float(torch.stack([key / key.norm() for key in own]).mean(dim=0).norm())
+        return [sum(cosine(key, other) for other in own) / len(own) / length for key in own]
+    units = torch.stack([key / key.norm() for key in own])
+    lower_medians = torch.stack([column.sort().values[(len(own) - 1) // 2] for column in own.T])
+    anchors = {"mean": own.mean(dim=0), "unit-mean": units.mean(dim=0), "median": lower_medians}
+    anchor = anchors[policy.anchor]
+    if policy.metric == "cosine":
+        return [cosine(key, anchor) for key in own]
+    if policy.metric == "dot":
+        return [float(key @ anchor) for key in own]
+    return [-math.dist(key.tolist(), anchor.tolist()) for key in own]
 
 
 def redundancies(own: torch.Tensor, threshold: float, reach: int) -> list[float]:
@@ -215,7 +227,7 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
     if isinstance(policy, L2Norm):
         return averaged(keys, norms)
     if isinstance(policy, KeyDiff):
-        return averaged(keys, similarities)
+        return averaged(keys, lambda own: similarities(own, policy))
     if isinstance(policy, H2O):
         return -weights.sum(axis=0)
     if isinstance(policy, RKV):
@@ -230,7 +242,11 @@ def by_hand(policy: Any, keys: torch.Tensor, weights: np.ndarray) -> Iterable[fl
 #: Policy, number of held positions, start and end of those that may be evicted, number of evicted ones.
 RULES: list[tuple[Any, int, int, int, int]] = [
     (L2Norm(budget=8, recent=1), 24, 5, 23, 9),
-    (KeyDiff(budget=10, recent=4), 20, 2, 16, 8),
+    *(
+        (KeyDiff(budget=10, recent=4, anchor=anchor, metric=metric), 20, 2, 16, 8)
+        for anchor in ANCHORS
+        for metric in METRICS
+    ),
     # Half of H2O's budget is for the newest positions, the rest for those with the highest weights.
     (H2O(budget=20, recent=1, prompt_queries=40), 40, 3, 30, 20),
     *(

@@ -86,6 +86,7 @@ def test_every_built_in_evictor_can_be_made(name: str) -> None:
         ("streamingllm:budget=1_0", "budget of streamingllm an integer, not '1_0'"),
         ("streamingllm:budget=\u0663", "budget of streamingllm an integer, not"),
         ("streamingllm:share=0.\u0663", "share of streamingllm a number, not"),
+        ("keydiff:budget=64:metric=angle", "metric of keydiff one of cosine, dot, euclidean"),
         ("snapkv:budget=64:prompt=false", "prompt of snapkv true, as it gives up positions of"),
         ("x" * 2000, "at most 1000 characters"),
         *((value, "got") for value in (5, None, ["streamingllm"])),

@@ -32,6 +32,12 @@ def bounded(default: float | None, low: float, high: float) -> Any:
     return dataclasses.field(default=default, metadata={"bounds": (low, high)})
 
 
+def one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    """Raises OptionError if the option ``key`` has a ``value`` that is not among those ``known``."""
+    if value not in known:
+        raise OptionError(key, f"one of {', '.join(known)}")
+
+
 @dataclass(frozen=True)
 class Evictor:
     """A policy scores positions (:meth:`scores`). Those with the lowest scores are evicted to meet the budget.
@@ -78,8 +84,7 @@ class Evictor:
             raise OptionError("budget or share", "given, one of the two")
         if self.share is not None and not 0 < self.share < 1:
             raise OptionError("share", "above 0 and below 1")
-        if self.when not in (ALWAYS, SHORT):
-            raise OptionError("when", f"one of {ALWAYS}, {SHORT}")
+        one_of("when", self.when, (ALWAYS, SHORT))
 
     def allowed(self, positions: int) -> int:
         """Slots that a request with this number of ``positions`` may take."""
