@@ -12,7 +12,7 @@ TRACES ?=
 # would take twice as long to start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-reasoncache bench-memshare bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents real-model soak docs lint format constraints clean
+.PHONY: help setup with-traces demo test test-quick test-all test-long test-sanitized test-versions release bench-filter bench-serve bench-kernels bench-gpu bench-policies bench-reasoncache bench-memshare bench-siblings bench-short bench-answers bench-fidelity bench-documents bench-agents small-model real-model soak docs lint format constraints clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,7 +38,8 @@ help:
 	@echo "make bench-documents  prompts made of cached documents: answers of SmolLM2, time to the first token (hours)"
 	@echo "make bench-agents  conversations that keep the reasoning: what is cached for the next turn (half an hour)"
 	@echo "make soak         an hour of load that swings, under SGLang's strict memory checks"
-	@echo "make real-model   SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
+	@echo "make small-model  SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
+	@echo "make real-model   the same and Qwen2.5-Coder-Instruct 0.5B and 1.5B: fetches 1.5 GB, makes 5 GB"
 	@echo "make docs         the documents as a site in build/site, links checked"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
@@ -104,26 +105,30 @@ bench-reasoncache: setup
 bench-memshare: setup
 	$(PYTHON_ENV) -m eval.bench.servers memshare $(BENCH_ARGS)
 
-bench-siblings: real-model
+bench-siblings: small-model
 	$(PYTHON_ENV) -m eval.bench.servers siblings $(BENCH_ARGS)
 
-bench-short: real-model
+bench-short: small-model
 	$(PYTHON_ENV) -m eval.bench.servers short $(BENCH_ARGS)
 
-real-model: setup
-	$(PYTHON_ENV) -m eval.fidelity.smollm2 build/models/smollm2
+small-model: setup
+	$(PYTHON_ENV) -m eval.models.smollm2 build/models/smollm2
 	$(PYTHON_ENV) -m eval.small_reasoner
 
-bench-answers: real-model
+real-model: small-model
+	$(PYTHON_ENV) -m eval.models.qwen 0.5b build/models/qwen-0.5b
+	$(PYTHON_ENV) -m eval.models.qwen 1.5b build/models/qwen-1.5b
+
+bench-answers: small-model
 	$(PYTHON_ENV) -m eval.bench.servers answers $(BENCH_ARGS)
 
-bench-fidelity: with-traces real-model
+bench-fidelity: with-traces small-model
 	$(PYTHON_ENV) -m eval.fidelity build/models/smollm2 $(TRACES) --limit 20 $(BENCH_ARGS)
 
 bench-agents: setup
 	$(PYTHON_ENV) -m eval.bench.agents $(BENCH_ARGS)
 
-bench-documents: real-model
+bench-documents: small-model
 	$(PYTHON_ENV) -m eval.bench.documents $(BENCH_ARGS)
 
 soak: setup

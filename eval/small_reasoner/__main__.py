@@ -25,7 +25,7 @@ def write(base: Path, adapter: Path, folder: Path) -> None:
 
 if __name__ == "__main__":
     if not BASE.is_dir():
-        sys.exit(f"{BASE} is not there: make real-model makes it")
+        sys.exit(f"{BASE} is not there: make small-model makes it")
     made, adapter = MODEL / "config.json", ADAPTER / "adapter_model.safetensors"
     if made.exists() and made.stat().st_mtime < adapter.stat().st_mtime:
         shutil.rmtree(MODEL)

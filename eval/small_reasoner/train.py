@@ -65,7 +65,7 @@ def batch(
 
 @dataclass(frozen=True)
 class Options:
-    model: str = option(text="folder of SmolLM2-135M-Instruct: make real-model")
+    model: str = option(text="folder of SmolLM2-135M-Instruct: make small-model")
     out: Path = option(text="folder of the adapter")
     adapter: Path | None = option(None, "adapter to train further, without short problems")
     shuffled: bool = option(False, "facts in any order")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares answers of reasoncache servers with those of stock SGLang, on the plugin's CPU platform. Compares
 log-probabilities of responses that shared slots with those of the fidelity harness (``eval/fidelity``), which
-copies KV instead. One test needs the language model that ``make real-model`` writes."""
+copies KV instead. One test needs the language model that ``make small-model`` writes."""
 
 import functools
 import json
@@ -171,7 +171,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not MODEL.is_dir(), reason=f"no {MODEL}: make real-model makes it")
+@pytest.mark.skipif(not MODEL.is_dir(), reason=f"no {MODEL}: make small-model makes it")
 def test_a_language_model_computes_what_the_harness_computes(real: ServerProcess) -> None:
     """Blocks share within a response, then also across samples of one prompt."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
