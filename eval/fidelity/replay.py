@@ -89,9 +89,11 @@ class ArmCache:
         """The KV distance of each pair."""
         rotation = self._rotation if self.arm.corrected else None
         at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
-        dst, src = at.to(self.cache.keys.device)
-        shift = None if rotation is None else (dst - src).int()
-        squares = DistanceKernel(self._layers(), rotation).squares(dst, src, shift)
+        at = at.to(self.cache.keys.device)
+        shift = None if rotation is None else (at[0] - at[1]).int()
+        compared, places = at.unique(return_inverse=True)
+        dst, src = places
+        squares = DistanceKernel(self._layers(compared), rotation).squares(dst, src, shift)
         heads = self.cache.keys.shape[2]
         distances: list[float] = block_distances(squares, self._block, heads).tolist()
         return distances
@@ -134,8 +136,8 @@ class ArmCache:
         excess = len(held) - (written - target)
         if excess <= 0:
             return
-        keys = [layer for layer, _ in self._layers()]
         at = torch.arange(written, device=self.cache.keys.device)
+        keys = [layer for layer, _ in self._layers(at)]
         pool = SimpleNamespace(start_layer=0, layer_num=len(keys), get_key_buffer=keys.__getitem__)
         positions: Any = SimpleNamespace(positions=at)
         rotations = dict.fromkeys(range(len(keys)), self._rotation)
@@ -163,10 +165,13 @@ class ArmCache:
             self.row = self.cache.branch()
         return self.cache
 
-    def _layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of every layer, shaped like SGLang's pool: ``[positions, heads, head_dim]``."""
-        cache, part = self.cache, (slice(None), self.row, slice(None), slice(self.cache.length))
-        both = ([*all_[part].transpose(1, 2).contiguous()] for all_ in (cache.keys, cache.values))
+    def _layers(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of every layer at these positions, shaped like SGLang's pool: ``[positions, heads,
+        head_dim]``."""
+        both = (
+            [*all_[:, self.row, :, positions].transpose(1, 2).contiguous()]
+            for all_ in (self.cache.keys, self.cache.values)
+        )
         return list(zip(*both, strict=True))
 
 
