@@ -55,7 +55,11 @@ def commands_of(text: str) -> list[tuple[str, list[str]]]:
     )
     lines = [shlex.split(line) for line in told.stdout.splitlines() if " -m eval." in line]
     found = [(line[2], line[3:]) for line in lines]
-    return [one for one in found if one[0] not in ("eval.fidelity.smollm2", "eval.small_reasoner")]
+    return [
+        one
+        for one in found
+        if one[0] not in ("eval.models.smollm2", "eval.models.qwen", "eval.small_reasoner")
+    ]
 
 
 def check(program: str, words: Sequence[str]) -> None:

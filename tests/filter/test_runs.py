@@ -172,12 +172,11 @@ def test_tokens_that_take_no_part_are_equal_to_none() -> None:
 
 @given(STEPS, st.lists(st.integers(0, 2), max_size=40), st.sampled_from(SHAPES), st.integers(0, 9))
 def test_old_blocks_read_equal_blocks_of_the_prompt(
-    steps: list[list[int]], prompt: list[int], shape: tuple[int, int, int], age: int
+    steps: list[list[int]], prompt: list[int], shape: tuple[int, int], age: int
 ) -> None:
-    """Windows are equal, blocks begin at page starts, and no token reads twice, within the response or the
-    prompt. A block that could read the prompt does so, unless one of its tokens reads already."""
-    block, page, lead = shape
-    shapes: dict[str, Any] = dict(block=block, page_size=page, min_run=lead + block, min_age=age)
+    """Windows are equal, and no token reads twice, within the response or the prompt. A block that could read the prompt does so, unless one of its tokens reads already."""
+    block, lead = shape
+    shapes: dict[str, Any] = dict(block=block, min_run=lead + block, min_age=age)
     config = FilterConfig(match="runs", direction="newest", **shapes)
     start = len(prompt)
     matcher = RunMatcher(config, start, prompt)
@@ -193,12 +192,11 @@ def test_old_blocks_read_equal_blocks_of_the_prompt(
             assert window == whole[source - lead : source + block]
             assert lead <= source <= start - block and start + lead <= reader
             assert reader + block <= len(whole) - age
-            assert reader % page == source % page == 0
             readers.append(reader)
     assert all(b - a >= block for a, b in itertools.pairwise(sorted(readers)))
     # What waits for its age may still be linked, so only responses without repeats are complete.
     windows = {tuple(prompt[at - lead : at + block]) for at in range(lead, start - block + 1)}
-    if not readers and page == 1 and not age:
+    if not readers and not age:
         for at in range(start + lead, len(whole) - block + 1):
             assert tuple(whole[at - lead : at + block]) not in windows
 

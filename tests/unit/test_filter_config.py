@@ -26,6 +26,7 @@ SETTINGS: dict[str, tuple[str, Any]] = {
     "max_step_tokens": ("max_step_tokens", 512),
     "max_history_steps": ("max_history_steps", 9),
     "random_ratio": ("random_ratio", 0.25),
+    "reads_prompt": ("reads_prompt", True),
 }
 #: Fields that no setting changes.
 CONSTANT = {"max_structure_checks", "max_candidates", "max_blocks_per_step", "limits"}

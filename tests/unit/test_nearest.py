@@ -59,7 +59,7 @@ def place(world: World, req: Req, contents: dict[int, float]) -> None:
 
 
 def blocks_of(req: Req) -> set[tuple[int, int]]:
-    return {(block.dst_start, block.src_start) for block in known_record(req).redirected}
+    return {(block.dst_start, block.runs[0].src_start) for block in known_record(req).redirected}
 
 
 #: Block 22 is nearest to 14, then 18 to 10. What is left for 26 is 6, however far.
