@@ -174,7 +174,8 @@ def test_tokens_that_take_no_part_are_equal_to_none() -> None:
 def test_old_blocks_read_equal_blocks_of_the_prompt(
     steps: list[list[int]], prompt: list[int], shape: tuple[int, int], age: int
 ) -> None:
-    """Windows are equal, and no token reads twice, within the response or the prompt. A block that could read the prompt does so, unless one of its tokens reads already."""
+    """Windows are equal, and no token reads twice, within the response or the prompt. A block that could read
+    the prompt does so, unless one of its tokens reads already."""
     block, lead = shape
     shapes: dict[str, Any] = dict(block=block, min_run=lead + block, min_age=age)
     config = FilterConfig(match="runs", direction="newest", **shapes)
