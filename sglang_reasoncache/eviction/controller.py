@@ -237,8 +237,10 @@ class EvictionController:
         if self._page > 1:
             held = known.held(written)
             first, _ = known.first_readers(held, self._page)
+            # By page, because the newest page, which stays, has no positions yet at some places.
+            group = first // self._page
             goes = np.isin(held, positions)
-            positions = held[goes & ~np.isin(first, first[~goes])]
+            positions = held[goes & ~np.isin(group, group[~goes])]
         if not len(positions):
             return 0
         rows = self._rows.req_to_token

@@ -36,7 +36,7 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
     if on_disk:
         assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200
     came = follow_up(server, whole, opts_out=False, most=17)
-    assert came["cached"] == min(dst for _, dst, _ in first[-1]["blocks"])
+    assert came["cached"] == min(dst for _, dst, *_ in first[-1]["blocks"])
     # The first tokens are those of other prompts.
     assert came["cached_from"]["storage" if on_disk else "host"] >= came["cached"] - 8
     again = [respond(server, [text], 601, **TO_THE_END)[0] for text in reversed(todo)]

@@ -82,10 +82,10 @@ def _made(rank: int, group: Any) -> list[tuple[Any, int]]:
     for failing in (None, 1):
         installed = list[Any]()
 
-        def ready(*_: Any, failing: int | None = failing) -> str:
+        def ready(*_: Any, failing: int | None = failing) -> Any:
             if rank == failing:
                 raise torch.OutOfMemoryError("none left")
-            return "ours"
+            return SimpleNamespace(paged=SimpleNamespace(latent=False))
 
         with (
             mock.patch.object(attention, "_ready_for_graphs", ready),
@@ -100,6 +100,8 @@ def _made(rank: int, group: Any) -> list[tuple[Any, int]]:
                 made = attention.make_cuda(runner, "triton", None, requested_by="--x y")
             except ValueError as error:
                 made = str(error)
+            else:
+                made = "ours" if installed == [made] else "another"
         found.append((made, len(installed)))
     return found
 

@@ -89,8 +89,9 @@ class View:
         """
         end = (self.written - max(recent, 1)) // self.page * self.page
         low, high = np.searchsorted(self.held, (self.owned, end))
-        stays = np.concatenate((self.first_readers[:low], self.first_readers[high:]))
-        return self.held[low:high][~np.isin(self.first_readers[low:high], stays)]
+        group = self.first_readers // self.page
+        stays = np.concatenate((group[:low], group[high:]))
+        return self.held[low:high][~np.isin(group[low:high], stays)]
 
     def mean(self, score: Callable[[Layer], torch.Tensor]) -> torch.Tensor:
         """fp32 ``[held]``: mean of ``score`` over this rank's layers and heads. ``score`` maps a layer to
