@@ -7,9 +7,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole
 from tests.server.problems import OPT_OUT, TO_THE_END, follow_up, prompts, report, respond
+
+
+def _evict_all(server: ServerProcess, on_disk: bool) -> None:
+    """Makes SGLang evict all cached prefixes and reuse the slots for other positions. With ``on_disk`` also
+    from the host."""
+    for text in prompts(3, seed=22, each=24):
+        respond(server, [text], 5, sampling_params=OPT_OUT)
+    if on_disk:
+        assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200
 
 
 @pytest.mark.parametrize("spec", specs.HOST_TIERS)
@@ -30,15 +40,12 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
     tokenizer = AutoTokenizer.from_pretrained(servers.model(spec.model))
     whole = tokenizer(todo[-1])["input_ids"] + first[-1]["tokens"]
     assert follow_up(server, whole, opts_out=False, most=17)["cached"] == len(whole) - 1
-    for text in prompts(3, seed=22, each=24):
-        # Long prompts make SGLang evict all cached prefixes and reuse the slots for other positions.
-        respond(server, [text], 5, sampling_params=OPT_OUT)
-    if on_disk:
-        assert server.post("/flush_cache", params={"timeout": 30}).status_code == 200
+    _evict_all(server, on_disk)
     came = follow_up(server, whole, opts_out=False, most=17)
     assert came["cached"] == min(dst for _, dst, *_ in first[-1]["blocks"])
     # The first tokens are those of other prompts.
     assert came["cached_from"]["storage" if on_disk else "host"] >= came["cached"] - 8
+    _evict_all(server, on_disk)
     again = [respond(server, [text], 601, **TO_THE_END)[0] for text in reversed(todo)]
     for one, other in zip(first, reversed(again), strict=True):
         came = other["cached_from"]
