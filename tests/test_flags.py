@@ -265,21 +265,23 @@ print("nothing but flags")
 from sglang.srt.arg_groups import model_override_base as base
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
-argv = "--model-path {} --device cuda --enable-reasoncache".split()
+argv = "--model-path {} --device cuda --enable-reasoncache --page-size 64".split()
+argv += "--speculative-algorithm STANDALONE --speculative-draft-model-path {}".split()
+argv += "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3".split()
 with override_platform(is_cuda=True, is_hopper_with_cuda_12_3=True, has_flashinfer=True):
     args = prepare_server_args(argv)
     args.resolve_once()
-print("attention:", *base.attention_backends_of(base.resolving_view(args)))
+view = base.resolving_view(args)
+print("attention:", *base.attention_backends_of(view), view.speculative_draft_attention_backend)
 """
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
-    """Without ``--enable-reasoncache``, the plugin hooks only argument parsing. With this flag and no other on
-    a Hopper GPU, it chooses FlashInfer as backend. ``test_attention_cuda.py`` tests other flags and GPUs."""
+    """Without ``--enable-reasoncache``, the plugin hooks only argument parsing. With it, on a Hopper GPU with
+    pages, it chooses a draft model's backend. ``test_attention_cuda.py`` tests other flags and GPUs."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
-    assert "attention: flashinfer flashinfer" in done.stdout, done.stderr
-    assert "reasoncache: takes --attention-backend flashinfer" in done.stderr
+    assert "attention: fa3 fa3 triton" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

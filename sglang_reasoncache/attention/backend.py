@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from sglang_reasoncache import compat
 from sglang_reasoncache.attention.models import check_attention
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -53,9 +54,10 @@ class PagedBackend(_Stock):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. FlashInfer's backend for
-        latent attention gets ``q`` and ``k`` without their rotated dims, and gets these as ``q_rope`` and
-        ``k_rope`` ``[batch, heads, dim]``."""
+        """``q`` ``[batch, heads * dim]``; returns ``[batch, heads * v_dim]``. FlashInfer's backends for
+        latent attention get ``q`` and ``k`` ``[batch, heads, dim]`` without their rotated dims, and get these
+        as ``q_rope`` and ``k_rope`` ``[batch, heads, dim]``. With ``cos_sin_cache`` these are not yet rotated
+        (trtllm_mla over an fp8 KV cache)."""
         self.paged.keep(q, layer)
         if self.paged.rows is None and not self.always_ours:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -94,6 +96,8 @@ class PagedBackend(_Stock):
         kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Put new keys and values into the pool. Returns whole queries, and the sinks."""
+        if kwargs.get("cos_sin_cache") is not None:
+            q, k = self._rotated(q, k, forward_batch, kwargs)
         q = _whole(q, kwargs.pop("q_rope", None))
         k = _whole(k, kwargs.pop("k_rope", None))
         sinks = kwargs.pop("sinks", None)
@@ -104,6 +108,30 @@ class PagedBackend(_Stock):
             )
         self.paged.put(k, v, layer, forward_batch, save_kv_cache)
         return q, sinks
+
+    def _rotated(
+        self, q: torch.Tensor, k: Any, forward_batch: ForwardBatch, kwargs: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole queries and keys of latent attention in the model's dtype, rotated to their positions and
+        rounded to fp8 by SGLang's kernel, as in SGLang's backend. Takes what it uses out of ``kwargs``."""
+        q_rope, k_rope = kwargs.pop("q_rope"), kwargs.pop("k_rope")
+        scaling = kwargs.pop("llama_4_scaling", None)
+        rounded, latent, turned = compat.mla_quantize_and_rope_for_fp8(
+            q,
+            q_rope,
+            k.squeeze(1),
+            k_rope.squeeze(1),
+            forward_batch.positions,
+            kwargs.pop("cos_sin_cache"),
+            kwargs.pop("is_neox"),
+            k.shape[-1],
+            k_rope.shape[-1],
+        )
+        dtype = self.paged.dtype
+        queries = rounded.to(dtype)
+        if scaling is not None:
+            queries = queries * scaling
+        return queries, torch.cat((latent.to(dtype), turned.to(dtype)), dim=-1).unsqueeze(1)
 
 
 def _whole(side: torch.Tensor | None, rotated: torch.Tensor | None) -> Any:

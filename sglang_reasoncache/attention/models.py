@@ -34,10 +34,6 @@ LAYER_ATTRIBUTES = (
 )
 #: Values of --moe-a2a-backend with which SGLang may run decode steps of a group of DP attention as prefills.
 DECODES_AS_PREFILLS = ("pplx", "deepep_v2")
-#: Dims of a head that SGLang's FlashInfer backend supports. For other dims SGLang's Triton backend is chosen.
-FLASHINFER_DIMS = (64, 128, 256)
-#: The same for latent attention: dims of the latent and of the rotated part of a row.
-FLASHINFER_LATENT = (512, 64)
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
@@ -108,23 +104,6 @@ def check_latent(pool: Any, args: ServerArgs) -> None:
     for flag, (found, reason) in given.items():
         if found and compat.latent_rank(pool):
             raise ValueError(f"{_FLAG} does not support {flag} beside latent attention: {reason}")
-
-
-def cuda_backend_of(model: Any, latent: bool, has_flashinfer: bool) -> str | None:
-    """Name of the SGLang backend that our mixin extends on CUDA if the operator has not named a backend. None
-    leaves the choice to SGLang.
-
-    ``model``: SGLang's ModelConfig, before the model is loaded. ``latent``: whether the model has multi-head
-    latent attention."""
-    if model.is_encoder_decoder or model.is_hybrid_swa:
-        return None
-    even = model.head_dim == model.v_head_dim and model.head_dim in FLASHINFER_DIMS
-    if latent:
-        # SGLang's FlashInfer backend needs ``model.scaling``; its prefill takes other dims than Sarvam passes.
-        even = (model.kv_lora_rank, model.qk_rope_head_dim) == FLASHINFER_LATENT
-        names = getattr(model.hf_config, "architectures", None) or ()
-        even = even and hasattr(model, "scaling") and not any("Sarvam" in name for name in names)
-    return "flashinfer" if has_flashinfer and even and not model.has_attention_sinks else "triton"
 
 
 def check_attention(model_runner: ModelRunner, requested_by: str) -> None:

@@ -31,13 +31,13 @@ ROTARY_KINDS = (
 #: Attention module that may multiply each dim of a key by a learned weight after the rotation -> the attribute
 #: that switches this on. Such a key cannot be rotated again.
 SCALES_ROTATED_KEYS = {"HunYuanAttention": "use_qk_norm"}
-#: Attention module -> start of the class names of models that can use this module without a rotary embedding.
-#: Cached keys then have no positions: only the state layers of such a model depend on positions.
-WITHOUT_POSITIONS = {
-    "NemotronHAttention": "NemotronH",
-    "GraniteMoeHybridAttention": "GraniteMoeHybrid",
-    "DeepseekV2AttentionMLA": "KimiLinear",
-}
+#: Attention modules that models can use without a rotary embedding. Cached keys then have no positions: only
+#: the state layers of such a model depend on positions.
+WITHOUT_POSITIONS = (
+    "NemotronHAttention",
+    "GraniteMoeHybridAttention",
+    "DeepseekV2AttentionMLA",  # of Kimi-Linear
+)
 #: Attention modules whose keys can be rotated to other positions in models with sliding windows. Each module
 #: rotates keys by its own rotary embedding, unless :func:`_rotation_of` says otherwise.
 WINDOWED = (
@@ -48,13 +48,6 @@ WINDOWED = (
     "GptOssAttention",
     "MellumAttention",
 )
-
-
-def caches_without_positions(hf_config: Any) -> bool:
-    """Like :func:`is_without_positions`, but judges a model that is not loaded yet by its configuration."""
-    [name, *_] = getattr(hf_config, "architectures", None) or [""]
-    rotates = getattr(hf_config, "position_embedding_type", None) == "rope"
-    return name.startswith(tuple(WITHOUT_POSITIONS.values())) and not rotates
 
 
 def is_without_positions(model: torch.nn.Module) -> bool:

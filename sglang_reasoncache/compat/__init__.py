@@ -29,10 +29,8 @@ _MODULES: dict[str, list[str]] = {
     "arg_groups.resolution_hooks": ["register_resolution_hook"],
     "arg_groups.overrides": ["declare_resolution"],
     "arg_groups.model_override_base": [
-        "get_default_attn_backend",
-        "model_config_of",
+        "attention_backends_of",
         "resolving_view",
-        "use_mla_backend",
     ],
     "mem_cache.registry": ["register_radix_cache_backend", "create_unified_radix_cache"],
     "layers.attention.attention_registry": ["ATTENTION_BACKENDS", "register_attention_backend"],
@@ -69,6 +67,9 @@ _MODULES: dict[str, list[str]] = {
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
     "layers.attention.flashinfer_mla_backend": ["FlashInferMLAAttnBackend"],
     "layers.attention.triton_backend": ["TritonAttnBackend"],
+    "layers.attention.flashattention_backend": ["FlashAttentionBackend"],
+    "layers.attention.trtllm_mha_backend": ["TRTLLMHAAttnBackend"],
+    "layers.attention.trtllm_mla_backend": ["TRTLLMMLABackend"],
     "layers.attention.base_attn_backend": ["SharedReadEnds"],
     "model_executor.forward_context": ["get_attn_backend"],
     "models.deepseek_common.attention_backend_handler": ["AttentionBackendRegistry"],
@@ -87,6 +88,8 @@ NAMES: dict[str, str] = {
     "http_global_state": "sglang.srt.entrypoints.http_server.get_global_state",
     "GraphBackend": "sglang.srt.model_executor.cuda_graph_config.Backend",
     "GraphPhase": "sglang.srt.model_executor.cuda_graph_config.Phase",
+    # Rotates and quantises queries and keys of latent attention for an fp8 KV cache.
+    "mla_quantize_and_rope_for_fp8": "sglang.kernels.ops.attention.utils.mla_quantize_and_rope_for_fp8",
     **{name: f"sglang.srt.{module}.{name}" for module, names in _MODULES.items() for name in names},
 }
 
@@ -164,8 +167,15 @@ CPU_BACKEND = "reasoncache_cpu"
 #: Fields of SGLang's ``ServerArgs`` that name an attention backend.
 ATTENTION_FIELDS = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 
-#: SGLang's CUDA backends that we extend, so that they rotate shared keys and skip evicted positions.
-CUDA_BACKENDS = ("flashinfer", "triton")
+#: SGLang's CUDA backends whose kernels look up single slots at all page sizes.
+SLOT_BACKENDS = ("flashinfer", "triton")
+
+#: SGLang's CUDA backends whose kernels look up pages: the first slot of a page of positions stands for all.
+PAGE_BACKENDS = ("fa3", "trtllm_mha", "trtllm_mla")
+
+#: SGLang's CUDA backends that we extend, so that they rotate shared keys and skip evicted positions. Nearly
+#: all servers on NVIDIA GPUs run one of these by default.
+CUDA_BACKENDS = (*SLOT_BACKENDS, *PAGE_BACKENDS)
 
 #: Names of the attention backends that can rotate shared keys and skip evicted positions.
 OUR_BACKENDS = (CPU_BACKEND, *CUDA_BACKENDS)

@@ -116,6 +116,7 @@ class ServerArgs(Protocol):
     speculative_algorithm: str | None
     speculative_eagle_topk: int | None
     speculative_num_draft_tokens: int | None
+    speculative_draft_attention_backend: str | None
     enable_mixed_chunk: bool
     moe_a2a_backend: str
     moe_dense_tp_size: int | None

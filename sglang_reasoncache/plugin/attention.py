@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import absorbed, models, rotations, warm_up
+from sglang_reasoncache.attention import absorbed, models, warm_up
 from sglang_reasoncache.attention.paged import PagedAttention
 from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
@@ -41,36 +41,29 @@ class AttentionParts:
     uncorrected: str = ""  # why our backend cannot correct keys; "" if it can, or was not tried
 
 
-def choose_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
-    """If ``config`` needs our kernels on an NVIDIA GPU, make SGLang use one of ``compat.CUDA_BACKENDS``. Called
-    before SGLang chooses a default backend. Does nothing if the default would be one of these, or if the
-    operator or SGLang's rules for the model name a backend. ``server_args``: not resolved yet."""
+#: The draft model's attention backend on a server whose own backend looks up pages. It serves all models.
+_DRAFTS = "triton"
+
+
+def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> None:
+    """If the server's attention looks up pages, have a draft model look up single slots: a page of a row that
+    shares may name slots of several pages. Called after SGLang has chosen the attention backend. Does nothing
+    if the operator or SGLang's rules for the model name a draft backend."""
     resolved = compat.resolving_view(server_args)
-    platform = compat.get_platform()
-    named = any(getattr(server_args, field) for field in compat.ATTENTION_FIELDS)
-    if named or resolved.device != "cuda" or not platform.is_cuda:
+    named = resolved.speculative_draft_attention_backend is not None
+    if not config.shares or named or not refusals.has_draft_model(resolved):
         return
-    model = compat.model_config_of(server_args)
-    latent = compat.use_mla_backend(server_args)
-    corrects = config.shares and config.positions != "as-cached"
-    corrects = corrects and not rotations.caches_without_positions(model.hf_config)
-    default = compat.get_default_attn_backend(server_args, latent, model)
-    name = models.cuda_backend_of(model, latent, platform.has_flashinfer)
-    paged = config.shares and (server_args.page_size or 1) > 1
-    needed = corrects or paged or config.policies.evictors
-    if not needed or default in compat.CUDA_BACKENDS or name is None:
-        return
-    if config.positions != "corrected" and refusals.in_the_way_of_corrected(server_args):
-        return
-    if any(getattr(resolved, field) not in (None, name) for field in compat.ATTENTION_FIELDS):
-        return
-    compat.declare_resolution(server_args, "sglang-reasoncache", attention_backend=name)
-    logger.warning(
-        "reasoncache: takes --attention-backend %s, which our kernels serve; "
-        "--attention-backend %s --reasoncache-positions as-cached keeps SGLang's default",
-        name,
-        default,
-    )
+    target = set(compat.attention_backends_of(resolved)) & set(compat.PAGE_BACKENDS)
+    if target and (resolved.page_size or 1) > 1:
+        compat.declare_resolution(
+            server_args, "sglang-reasoncache", speculative_draft_attention_backend=_DRAFTS
+        )
+        logger.info(
+            "reasoncache: takes --speculative-draft-attention-backend %s, which looks up single slots; %s "
+            "looks up pages",
+            _DRAFTS,
+            " and ".join(sorted(target)),
+        )
 
 
 def attention_backend(
@@ -310,11 +303,26 @@ def _ranks() -> Ranks:
     return Ranks(parallel.tp_group.cpu_group if parallel.tp_size > 1 else None)
 
 
+#: Name of one of ``compat.CUDA_BACKENDS``, and whether attention is latent -> SGLang's class.
+STOCK = {
+    ("flashinfer", False): "FlashInferAttnBackend",
+    ("flashinfer", True): "FlashInferMLAAttnBackend",
+    ("triton", False): "TritonAttnBackend",
+    ("triton", True): "TritonAttnBackend",
+    ("fa3", False): "FlashAttentionBackend",
+    ("fa3", True): "FlashAttentionBackend",
+    ("trtllm_mha", False): "TRTLLMHAAttnBackend",
+    ("trtllm_mla", True): "TRTLLMMLABackend",
+}
+
+
 def backend_class(name: str, latent: bool = False) -> type:
-    """Our subclass of SGLang's backend ``name``, for latent or ordinary attention. Raises ImportError or
-    AttributeError if SGLang's class is missing."""
-    flashinfer = "FlashInferMLAAttnBackend" if latent else "FlashInferAttnBackend"
-    stock = {"flashinfer": flashinfer, "triton": "TritonAttnBackend"}[name]
+    """Our subclass of SGLang's backend ``name``, for latent or ordinary attention. Raises ValueError if SGLang
+    has no such backend, ImportError or AttributeError if SGLang's class is missing."""
+    stock = STOCK.get((name, latent))
+    if stock is None:
+        kind = "latent" if latent else "ordinary"
+        raise ValueError(f"--attention-backend {name} does not compute {kind} attention")
     bases = (SharedSlotReads, getattr(compat, stock))
     # ``unread``: SGLang's Triton decode kernels leave out the oldest position of a sliding window.
     members = {"__module__": __name__, "unread": int(name == "triton")}

@@ -46,7 +46,7 @@ def install() -> None:
     }
     for name, hook in around.items():
         compat.HookRegistry.register(compat.HOOK_TARGETS[name], hook, compat.HookType.AROUND)
-    compat.register_resolution_hook(compat.ATTENTION_STEP)(_before_attention_default)
+    compat.register_resolution_hook(compat.ATTENTION_STEP)(_around_attention_default)
     compat.register_radix_cache_backend(compat.TREE_BACKEND, _make_tree)
     for name in compat.OUR_BACKENDS:
         # ``compat.CPU_BACKEND`` is in this registry only on our CPU platform (``cpu/platform.py``).
@@ -114,14 +114,14 @@ def _make_tree(context: TreeCacheBuildContext) -> Any:
     return _server.tree(context)
 
 
-def _before_attention_default(server_args: ServerArgs, stock: Callable[[ServerArgs], None]) -> None:
+def _around_attention_default(server_args: ServerArgs, stock: Callable[[ServerArgs], None]) -> None:
     from sglang_reasoncache.config import config_of
     from sglang_reasoncache.plugin import attention
 
     config = config_of(server_args)
-    if config is not None:
-        attention.choose_backend(server_args, config)
     stock(server_args)
+    if config is not None:
+        attention.choose_draft_backend(server_args, config)
 
 
 def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -> Any:

@@ -127,6 +127,12 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
         found.append(
             f"--page-size {page_size} with trees of drafted tokens (only chains are tested)"
         )
+    draft_backend = args.speculative_draft_attention_backend
+    if page_size > 1 and draft_backend not in (None, compat.CPU_BACKEND, *compat.SLOT_BACKENDS):
+        found.append(
+            f"--speculative-draft-attention-backend {draft_backend} at page size {page_size} (only "
+            f"{', '.join(compat.SLOT_BACKENDS)} look up single slots)"
+        )
     if has_draft_model(args) and (args.speculative_eagle_topk or 1) > 1:
         topk = f"--speculative-eagle-topk {args.speculative_eagle_topk}"
         found.append(f"{topk} (only chains, 1, are tested)")

@@ -18,11 +18,12 @@ import sglang_reasoncache
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat import types
 from sglang_reasoncache.plugin import attention
+from tests.flash_attention import import_backend
+
+import_backend()
 
 #: Caches sources, because ``getsource`` parses the whole file of a class at each call.
 _source = functools.cache(inspect.getsource)
-STOCK = {"flashinfer": "FlashInferAttnBackend", "triton": "TritonAttnBackend"}
-STOCK_OF_LATENT = STOCK | {"flashinfer": "FlashInferMLAAttnBackend"}
 
 
 def _accepts(target: Any, parameters: str) -> bool:
@@ -79,8 +80,7 @@ def _ours() -> Iterator[type]:
             for value in vars(importlib.import_module(module.name)).values():
                 if isinstance(value, type) and value.__module__ == module.name:
                     yield value
-    for latent in (False, True):
-        yield from (attention.backend_class(name, latent) for name in compat.CUDA_BACKENDS)
+    yield from (attention.backend_class(name, latent) for name, latent in attention.STOCK)
 
 
 def _overrides() -> Iterator[tuple[Any, Any]]:
@@ -253,12 +253,10 @@ _SNAPSHOTS = ("prepare_prefill_shared_read_snapshot", "_snapshot_prefill_shared_
 
 def test_stock_classes_prepare_nothing_where_we_do_not_look() -> None:
     """SGLang's backends prepare CUDA graphs only in methods that we override."""
-    assert set(STOCK) == set(compat.CUDA_BACKENDS)
+    assert {name for name, _latent in attention.STOCK} == set(compat.CUDA_BACKENDS)
     base = pkgutil.resolve_name("sglang.srt.layers.attention.base_attn_backend.AttentionBackend")
-    for stock in map(compat.resolve, {*STOCK.values(), *STOCK_OF_LATENT.values()}):
+    for stock in map(compat.resolve, set(attention.STOCK.values())):
         assert not stock.use_captured_forward_metadata_for_breakable_cuda_graph
-        assert not stock.supports_full_cuda_graph_chunked_prefix
-        assert stock.init_forward_metadata_in_graph is base.init_forward_metadata_in_graph
         found = [name for name in _SNAPSHOTS if hasattr(base, name)]
         assert len(found) == 1 and getattr(stock, found[0]) is getattr(base, found[0])
         assert stock.forward is base.forward

@@ -52,6 +52,7 @@ class Rig:
     ``interleaved``: whether rotation pairs neighbouring dims (GPT-J). ``latent``: rows of MLA. ``window``: how
     many positions a query sees before its own; 0 means all. ``own_pool``: if not 0, the layer with the window
     has its own pool. Tokens that none of a row's newest ``own_pool`` tokens sees count as freed from this pool.
+    ``page``: tokens per page; a row names whole pages, until :meth:`scatter`.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Rig:
         latent: bool = False,
         window: int = 0,
         own_pool: int = 0,
+        page: int = 1,
     ) -> None:
         generator = torch.Generator().manual_seed(23)
         self.generator = generator
@@ -76,7 +78,8 @@ class Rig:
         self.v_dim, self.query_dim = (RANK, RANK + ROTATED) if latent else (DIM, DIM)
         dims = ROTATED if latent else DIM
         self.frequencies = BASE ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
-        size = sum(lengths) + 64
+        self.page = page
+        size = sum(-(-length // page) * page for length in lengths) + 64
         heads_of_pool: Any = dict(head_num=kv_heads, head_dim=DIM)
         if latent:
             heads_of_pool = dict(kv_lora_rank=RANK, qk_rope_head_dim=ROTATED)
@@ -89,7 +92,7 @@ class Rig:
             heads_of_pool["full_attention_layer_ids"] = [0]
             self.peers[1:] = size - torch.arange(size + 1)
             self.peers[-1] = -1
-        sizes = dict(size=size, page_size=1, **layers, **heads_of_pool)
+        sizes = dict(size=size, page_size=page, **layers, **heads_of_pool)
         self.pool = kind(**sizes, dtype=dtype, device="cpu")
         places: Any = dict(dtype=dtype, device="cpu", kvcache=self.pool, need_sort=False)
         stock: Any = TokenToKVPoolAllocator(size, **places)
@@ -107,16 +110,22 @@ class Rig:
         # Beyond its end a row has entries left over from earlier requests.
         stale = torch.randint(1, size + 1, self.rows.req_to_token.shape, generator=generator)
         self.rows.req_to_token.copy_(stale)
-        self.cached_at = CachedPositions(size + 1, "cpu")
+        last = size + page
+        self.cached_at = CachedPositions(last, "cpu")
         self.cached_at.record(
-            torch.arange(size + 1), torch.randint(0, CONTEXT, (size + 1,), generator=generator)
+            torch.arange(last), torch.randint(0, CONTEXT, (last,), generator=generator)
         )
-        order = torch.randperm(size, generator=generator) + 1
-        # Slots in no row hold NaN, which spoils the result if they are read. Slot 0 (padding) may be read.
+        pages = torch.randperm(size // page, generator=generator) + 1
+        order = (pages[:, None] * page + torch.arange(page)).flatten()
+        # Slots in no row hold NaN, which spoils the result if they are read. Page 0 (padding) may be read.
         for buffer, peer in zip(*sides, strict=True):
             buffer[order[-64:]] = peer[self.peers[order[-64:]]] = float("nan")
         self.row_of = torch.arange(1, len(lengths) + 1)
-        for row, slots in zip(self.row_of, order.split([*lengths, 64])[:-1], strict=True):
+        whole = [-(-length // page) * page for length in lengths]
+        for row, length, held in zip(
+            self.row_of, lengths, order.split([*whole, 64])[:-1], strict=True
+        ):
+            slots = held[:length]
             self.rows.req_to_token[row, : len(slots)] = slots.to(torch.int32)
             at = torch.arange(len(slots))
             elsewhere = torch.randint(0, CONTEXT, at.shape, generator=generator)
@@ -211,6 +220,12 @@ class Rig:
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
             gone = torch.rand(max(end - count - 1, 0), generator=self.generator) < share
             self.rows.req_to_token[row, : len(gone)][gone] = -1
+
+    def scatter(self) -> None:
+        """Move each row's tokens to other slots of the row, so that its pages say nothing about its slots."""
+        for row, end in zip(self.row_of, self.lengths, strict=True):
+            entries = self.rows.req_to_token[row]
+            entries[:end] = entries[:end][torch.randperm(end, generator=self.generator)]
 
     def settle(self) -> None:
         """Record the slots in all rows as cached at their positions there, so that no slot is shifted."""

@@ -3,6 +3,7 @@
 Triton backend and in graphs. A *shifted* slot is read at a position that its key was not rotated for."""
 
 import dataclasses
+import inspect
 import json
 import re
 import weakref
@@ -29,8 +30,11 @@ from sglang_reasoncache.attention.paged_cuda import SharedSlotReads
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.config import ReasonCacheConfig
 from sglang_reasoncache.plugin import attention, graph_votes, hooks, refusals
+from tests.flash_attention import import_backend
 from tests.unit.attention_rig import BATCHES, Rig, mark
 from tests.unit.test_attention import backend_of
+
+import_backend()
 
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform", "few_objects")
 
@@ -70,15 +74,16 @@ def test_a_mark_survives_the_copies_sglang_makes_of_a_batch(new: list[int]) -> N
     rig.check(backend, dataclasses.replace(batch, rids=list(batch.rids)))
 
 
-@pytest.mark.parametrize("name", compat.CUDA_BACKENDS)
-def test_sglangs_backend_is_behind_ours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "latent"), attention.STOCK)
+def test_sglangs_backend_is_behind_ours(
+    name: str, latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Our class inherits SGLang's attributes that we do not override, such as flags that SGLang reads."""
-    latent = attention.backend_class(name, latent=True)
-    assert latent.__mro__[1] is SharedSlotReads and latent.__mro__[3].__name__ in (
-        *("FlashInferMLAAttnBackend", "TritonAttnBackend"),
-    )
-    made = attention.backend_class(name)
-    stock = {"flashinfer": compat.FlashInferAttnBackend, "triton": compat.TritonAttnBackend}[name]
+    made = attention.backend_class(name, latent)
+    made_by = compat.ATTENTION_BACKENDS[name]
+    stock = getattr(compat, attention.STOCK[name, latent])
+    if not latent or name != "flashinfer":
+        assert stock.__name__ in inspect.getsource(made_by)
     assert made.__mro__[1:4] == (SharedSlotReads, PagedBackend, stock)
     theirs = {attribute for attribute in vars(stock) if not attribute.startswith(("__", "_abc_"))}
     for attribute in theirs - vars(SharedSlotReads).keys() - vars(PagedBackend).keys():
@@ -137,100 +142,92 @@ def resolved(
     model: Path,
     gpu: str,
     config: ReasonCacheConfig | None,
-    *,
-    flashinfer: bool = True,
     **fields: Any,
-) -> tuple[str, str, int]:
-    """The attention backends of prefill and decode, and the page size, as SGLang resolves them."""
+) -> Any:
+    """The flags of a server on ``gpu`` as SGLang resolves them. ``fields``: of ``ServerArgs``."""
     monkeypatch.setitem(
-        resolution_hooks._HOOKS, compat.ATTENTION_STEP, [hooks._before_attention_default]
+        resolution_hooks._HOOKS, compat.ATTENTION_STEP, [hooks._around_attention_default]
     )
     # The tests run on our CPU platform, which has another default backend than CUDA.
     monkeypatch.setattr(model_override_base, "current_platform", CudaSRTPlatform())
     capability, true = GPUS[gpu]
     facts = dict.fromkeys(runtime_context._PLATFORM_PROBES, False)
-    facts |= dict.fromkeys(true, True) | {"is_cuda": gpu != "rocm", "has_flashinfer": flashinfer}
+    facts |= dict.fromkeys(true, True) | {"is_cuda": gpu != "rocm", "has_flashinfer": True}
     args: Any = compat.ServerArgs(model_path=str(model), device="cuda", **fields)
     if config is not None:
         args._reasoncache = config
     at = divmod(capability, 10)
     with override_platform(**facts, device_sm=capability, device_capability=at):
         args.resolve_once()
-    view: Any = compat.resolving_view(args)
-    return *model_override_base.attention_backends_of(view), view.page_size
+    return compat.resolving_view(args)
 
 
-def test_the_flag_alone_is_the_recommended_mode(
-    monkeypatch: pytest.MonkeyPatch, model_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With ``--enable-reasoncache`` alone, NVIDIA GPUs use FlashInfer, so that keys can be *corrected* (rotated
-    to other positions). The log says so if SGLang's default is another backend. On ROCm nothing changes."""
-    stock = {"hopper": ("fa3", "fa3", 1), "b200": ("trtllm_mha", "trtllm_mha", 64)}
-    for gpu in GPUS:
-        caplog.clear()
-        ours = resolved(monkeypatch, model_path, gpu, ReasonCacheConfig())
-        told = [line for line in caplog.messages if line.startswith("reasoncache")]
-        theirs = resolved(monkeypatch, model_path, gpu, None)
-        if gpu == "rocm":
-            assert ours == theirs == ("aiter", "aiter", 1) and not told
-            continue
-        assert ours == ("flashinfer", "flashinfer", 1)
-        assert theirs == stock.get(gpu, ours) and len(told) == (gpu in stock)
-        if told:
-            assert "takes --attention-backend flashinfer" in told[0]
-            named = f"--attention-backend {theirs[0]} --reasoncache-positions as-cached"
-            assert named in told[0]
+#: Fields of a model's config.json.
+MLA = dict(kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64)
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sinks": {"learnable_sink": True},
+    "windows": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "latent": {"architectures": ["DeepseekV2ForCausalLM"], **MLA},
+}
 
 
-MLA = dict(kv_lora_rank=64, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
-R1 = MLA | dict(kv_lora_rank=512, qk_rope_head_dim=64)
-NEMOTRON_H = {"architectures": ["NemotronHForCausalLM"]}
-EVICTS = "streamingllm:budget=64"
-
-
-@pytest.mark.parametrize(
-    ("settings", "fields", "model", "expected"),
-    [
-        ({"positions": "as-cached"}, {}, {}, "fa3 fa3"),
-        ({"policy": EVICTS, "positions": "as-cached"}, {}, {}, "flashinfer flashinfer"),
-        ({"policy": "none"}, {}, {}, "fa3 fa3"),
-        # The operator named a backend.
-        ({}, {"attention_backend": "fa3"}, {}, "fa3 fa3"),
-        ({}, {"decode_attention_backend": "flashinfer"}, {}, "fa3 flashinfer"),
-        # Keys cannot be corrected under torch.compile. An explicit ``corrected`` is refused later.
-        ({}, {"enable_torch_compile": True}, {}, "fa3 fa3"),
-        ({"positions": "corrected"}, {"enable_torch_compile": True}, {}, "flashinfer flashinfer"),
-        ({}, {"flashinfer": False}, {}, "triton triton"),
-        # The model decides.
-        ({}, {}, {"head_dim": 96}, "triton triton"),
-        ({}, {}, {"learnable_sink": True}, "triton triton"),
-        ({}, {}, {"is_hybrid_swa": True}, "fa3 fa3"),
-        ({}, {}, NEMOTRON_H, "fa3 fa3"),
-        ({"policy": EVICTS}, {}, NEMOTRON_H, "flashinfer flashinfer"),
-        ({}, {}, {"architectures": ["MllamaForConditionalGeneration"]}, "fa3 fa3"),
-        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **MLA}, "triton triton"),
-        ({}, {}, {"architectures": ["DeepseekV2ForCausalLM"], **R1}, "flashinfer flashinfer"),
-        ({}, {}, {"architectures": ["SarvamMLAForCausalLM"], **R1}, "triton triton"),
-        # SGLang's own rules for this model win.
-        ({}, {}, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}, "fa3 fa3"),
-    ],
-)
-def test_a_backend_is_taken_only_where_ours_serves_it(
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", MODELS)
+def test_sglangs_own_backend_stays_and_is_one_that_we_extend(
+    model: str,
+    gpu: str,
     monkeypatch: pytest.MonkeyPatch,
     model_path: Path,
     tmp_path: Path,
-    settings: dict[str, Any],
-    fields: dict[str, Any],
-    model: dict[str, Any],
-    expected: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """``model``: fields of the model's config.json."""
-    shape = json.loads((model_path / "config.json").read_text()) | model
+    """The flag changes no backend and no page size. On NVIDIA GPUs each server's default can rotate keys."""
+    shape = json.loads((model_path / "config.json").read_text()) | MODELS[model]
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    found = resolved(monkeypatch, tmp_path, "hopper", ReasonCacheConfig(**settings), **fields)
-    assert " ".join(found[:2]) == expected
+    found = []
+    for config in (None, ReasonCacheConfig()):
+        view = resolved(monkeypatch, tmp_path, gpu, config)
+        found.append((*model_override_base.attention_backends_of(view), view.page_size))
+    assert found[0] == found[1]
+    assert not [line for line in caplog.messages if line.startswith("reasoncache")]
+    prefill, decode, _ = found[0]
+    assert gpu == "rocm" or (prefill == decode and decode in compat.CUDA_BACKENDS)
 
 
+@pytest.mark.parametrize(
+    ("fields", "settings", "expected"),
+    [
+        ({}, {}, "triton"),
+        ({"speculative_draft_attention_backend": "flashinfer"}, {}, "flashinfer"),
+        ({"attention_backend": "flashinfer", "page_size": 64}, {}, None),
+        ({"attention_backend": "fa3"}, {}, None),
+        ({"attention_backend": "fa3", "page_size": 64}, {}, "triton"),
+        ({}, {"percentile": 0}, None),
+        ({"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1}, {}, None),
+    ],
+)
+def test_a_draft_model_looks_up_slots_where_the_model_looks_up_pages(
+    fields: dict[str, Any],
+    settings: dict[str, Any],
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    model_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A page of a row that shares may name slots of several pages. Without a setting that shares, and where the
+    operator names a draft backend, nothing changes."""
+    drafts = dict(speculative_draft_model_path=str(model_path), speculative_num_steps=2)
+    drafts |= dict(speculative_eagle_topk=1, speculative_num_draft_tokens=3)
+    fields = {"speculative_algorithm": "STANDALONE", **drafts, **fields}
+    caplog.set_level("INFO")
+    view = resolved(monkeypatch, model_path, "b200", ReasonCacheConfig(**settings), **fields)
+    assert view.speculative_draft_attention_backend == expected
+    told = [line for line in caplog.messages if "--speculative-draft-attention-backend" in line]
+    assert bool(told) == (expected == "triton")
+
+
+EVICTS = "streamingllm:budget=64"
 STOCK: Any = object()
 
 
@@ -252,7 +249,7 @@ def test_rows_that_share_as_cached_need_our_kernels_at_page_sizes_above_1(
     rig.pool.page_size, runner = page, rig.runner
     assert PagedAttention(runner, None).reads_shared == (page > 1)
     for backend, parts, why in (
-        ("fa3", attention.AttentionParts(), "this server runs fa3"),
+        ("fa4", attention.AttentionParts(), "this server runs fa4"),
         ("triton", None, "needs an NVIDIA GPU"),
         ("triton", attention.AttentionParts(serves_policies=True), None),
     ):
@@ -359,8 +356,8 @@ def test_auto_goes_on_where_ours_fails(
 @pytest.mark.parametrize(
     ("backend", "fields", "why"),
     [
-        ("fa3", {}, "needs --attention-backend .*flashinfer, triton, this server runs fa3"),
-        ("fa3", {"enable_mis": True}, "cannot be combined with: --enable-mis "),
+        ("fa4", {}, "needs --attention-backend .*flashinfer, triton, .*, this server runs fa4"),
+        ("fa4", {"enable_mis": True}, "cannot be combined with: --enable-mis "),
         ("triton", {}, "over --attention-backend triton needs an NVIDIA GPU"),
     ],
 )
@@ -372,7 +369,7 @@ def test_auto_says_why_it_is_not_corrected(
     runner.server_args = compat.ServerArgs(model_path="none", **fields)
     runner.prefill_attention_backend_str = runner.decode_attention_backend_str = backend
 
-    def resolved(asked: str) -> tuple[str, bool]:
+    def settled(asked: str) -> tuple[str, bool]:
         config, parts = ReasonCacheConfig(positions=asked), attention.AttentionParts()
         if backend in compat.CUDA_BACKENDS:
             parts = chosen(runner, backend, positions=asked)[1]
@@ -380,9 +377,9 @@ def test_auto_says_why_it_is_not_corrected(
         assert (reason is None) == found.shares
         return found.positions, found.shares
 
-    assert resolved("as-cached") == ("as-cached", True) and not caplog.messages
-    assert resolved("auto") == ("as-cached", False)
+    assert settled("as-cached") == ("as-cached", True) and not caplog.messages
+    assert settled("auto") == ("as-cached", False)
     (told,) = caplog.messages
     assert re.search(f"nothing is shared, .*corrected {why}.*as-cached .*30 points", told)
     with pytest.raises(ValueError, match=f"--reasoncache-positions corrected {why}"):
-        resolved("corrected")
+        settled("corrected")
