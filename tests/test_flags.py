@@ -265,7 +265,8 @@ print("nothing but flags")
 from sglang.srt.arg_groups import model_override_base as base
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
-argv = "--model-path {} --device cuda --enable-reasoncache --page-size 64".split()
+argv = "--model-path {} --device cuda --enable-reasoncache".split()
+argv += "--attention-backend fa3 --page-size 64".split()
 argv += "--speculative-algorithm STANDALONE --speculative-draft-model-path {}".split()
 argv += "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3".split()
 with override_platform(is_cuda=True, is_hopper_with_cuda_12_3=True, has_flashinfer=True):
