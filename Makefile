@@ -25,7 +25,7 @@ help:
 	@echo "make test-versions  contract tests and a live server with each supported SGLang version"
 	@echo "make release      sdist and wheel in dist/, checked, nothing uploaded"
 	@echo "make bench-filter TRACES=FOLDER    what the filter costs"
-	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (20 minutes)"
+	@echo "make bench-serve TRACES=FOLDER     stock against ours: throughput, memory, answers (two hours)"
 	@echo "make bench-kernels  paged attention against SGLang's torch-native backend, on a GPU against FlashInfer"
 	@echo "make bench-gpu TRACES=FOLDER       recorded responses on one GPU, stock and ours in turns (half an hour; tools/gpu.sh checks)"
 	@echo "make bench-policies  cache policies at equal saving: accuracy (an hour)"

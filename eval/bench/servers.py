@@ -41,7 +41,7 @@ LOOPING = 20_000
 
 def serve(traces: Path | None) -> Runs:
     """Two workloads of the tiny reasoner (``noise`` is random text: nothing repeats), and replays of two files
-    of ``traces`` on a model with random weights. A replay has only 8 requests, as at most 4 run at a time."""
+    of ``traces`` on a model with random weights. A replay has three times as many requests as run at a time."""
     runs = {
         "tiny_reasoner": f"--tasks tiny_reasoner {_IN_TURNS} dense,tuned,newest,random:random_ratio=0.4 "
         "--limit 32 --seeds 0,1 --kv-budget 4000",
@@ -55,7 +55,7 @@ def serve(traces: Path | None) -> Runs:
     responses, tokenizer = _tokens(traces / AIME, model)
     pieces = _records(model / "pieces.jsonl", looping_pieces(responses, 3000), tokenizer)
     replay = (
-        f"--model {model} --temperature 0 --warm-up 2 --limit 8 {_IN_TURNS} dense,tuned,newest "
+        f"--model {model} --temperature 0 --warm-up 2 --limit 24 {_IN_TURNS} dense,tuned,newest "
         "--tasks"
     )
     aime = f"aime24_replay --data aime24_replay={pieces} --seeds 0,1 --kv-budget 8000"
