@@ -142,6 +142,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         if isinstance(req.last_node, Composition | Restored) or is_plain:
             return
         end = min([up_to, *row.evicted_from(0)[:1].tolist()])
+        if self.tree_core.is_eagle:
+            # A draft layer's KV of a position depends on the next token, too: SGLang's keys are pairs.
+            end -= 1
         end -= end % self.page_size
         if end <= start:
             return

@@ -121,8 +121,6 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
         found.append(f"--speculative-algorithm {algorithm} ({supported} are supported)")
     if args.moe_a2a_backend in models.DECODES_AS_PREFILLS:
         found.append(f"--moe-a2a-backend {args.moe_a2a_backend} with speculation (untested)")
-    if has_draft_model(args) and args.enable_hierarchical_cache:
-        found.append("--enable-hierarchical-cache with a draft model (untested)")
     if page_size > 1 and (args.speculative_eagle_topk or 1) > 1:
         found.append(
             f"--page-size {page_size} with trees of drafted tokens (only chains are tested)"

@@ -184,7 +184,8 @@ class ServerParts:
         why."""
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
-        reason = _needs_more_than_kv(tree, config, args) or self._reads_as_cached(config)
+        # A draft model's KV is in the slots that the request named, as it was when the request read them.
+        reason = _row_is_not_all(tree, config, args) or self._reads_as_cached(config)
         if reason is not None:
             logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
         return reason is None
@@ -309,13 +310,20 @@ def _needs_more_than_kv(
     tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
 ) -> str | None:
     """Why the KV in the pool that is shared is not all that a request needs to go on here. None if it is."""
+    drafts = {"a draft model has KV of its own": refusals.has_draft_model(args)}
+    return _row_is_not_all(tree, config, args) or _first(drafts)
+
+
+def _row_is_not_all(
+    tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+) -> str | None:
+    """Why the slots of a request's row are not all that it needs to go on here. None if they are."""
     reasons = {
         # SGLang itself keeps retracted requests there.
         "another server prefills": _decodes_only(args),
         "state layers have states": tree.is_mamba_enabled,
         "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
         "a policy evicts positions": bool(config.policies.evictors),
-        "a draft model has KV of its own": refusals.has_draft_model(args),
     }
     return _first(reasons)
 

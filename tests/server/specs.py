@@ -335,6 +335,18 @@ _BY_MODEL = (
     f"--speculative-algorithm STANDALONE --speculative-draft-model-path {CHECKPOINT} "
     "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 )
+#: SGLang copies a draft model's KV to the host with the served model's.
+DRAFTS_HOST_TIER = HOST_TIER.having(
+    "drafts",
+    *EAGER,
+    _BY_MODEL,
+    **{
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join(
+            (str(LEAN_START), _beside_ours("faulty", "host_tier", "speculating"))
+        ),
+    },
+).for_long_runs()
 NGRAMS = SHARED.having("ngrams", FP32, *EAGER, *_BY_NGRAMS, **_SPECULATES)
 DRAFTS = SHARED.having("drafts", FP32, *EAGER, _BY_MODEL, **_SPECULATES).for_long_runs()
 #: Have slots for a few responses, so that SGLang retracts requests between two verifications.

@@ -11,6 +11,7 @@ from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole
 from tests.server.problems import OPT_OUT, TO_THE_END, follow_up, prompts, report, respond
+from tests.server.reference import Beside, Loop
 
 
 def _evict_all(server: ServerProcess, on_disk: bool) -> None:
@@ -57,5 +58,31 @@ def test_a_prefix_that_was_on_the_host_is_read_as_before(
     if spec.long:
         respond(server, prompts(16, seed=23), 601)
         assert "#retracted_reqs" in server.log_text(log)
+    assert report(server)["totals"]["blocks_missed"] == 0
+    assert_whole(server, log)
+
+
+@pytest.mark.parametrize("server", [specs.DRAFTS_HOST_TIER], indirect=True)
+def test_a_draft_model_finds_its_own_kv_of_a_prefix_that_was_on_the_host(
+    server: ServerProcess, model_path: Path
+) -> None:
+    """As many drafted tokens are accepted as before, and log-probabilities are those of a loop that redirects
+    the same blocks. The draft model is the served model, so it drafts well if its KV came back, too."""
+    log = server.log_size()
+    todo = prompts(4, seed=21, each=2)
+    beside = Beside(Loop(model_path), server)
+    steps = []
+    for turn in range(2):
+        before = report(server)["totals"]["decode_steps"]
+        for text in todo:
+            [found] = respond(server, [text], 400, **TO_THE_END)
+            beside.add(text, found)
+            assert found["blocks"]
+            if turn:
+                assert found["cached_from"].get("host", 0) >= found["prompt_tokens"] - 8
+        steps.append(report(server)["totals"]["decode_steps"] - before)
+        _evict_all(server, on_disk=False)
+    assert steps[1] <= 1.05 * steps[0] < 0.5 * 400 * len(todo)
+    beside.check("nothing shared", "keys rotated otherwise")
     assert report(server)["totals"]["blocks_missed"] == 0
     assert_whole(server, log)

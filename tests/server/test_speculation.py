@@ -5,13 +5,16 @@ on drafted tokens have CPU stand-ins (``speculating``); this project's attention
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.harness import ServerPool, assert_whole, wait_until_idle
 from tests.server.problems import (
     OPT_OUT,
+    TO_THE_END,
     accuracy,
+    follow_up,
     letters,
     problems,
     prompts,
@@ -88,4 +91,25 @@ def test_latent_rows_are_verified_as_a_loop_reads_them(
     for text, found in zip(todo, responses, strict=True):
         beside.add(text, found)
     beside.check("nothing shared", "keys rotated otherwise")
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("spec", [specs.DRAFTS, specs.MTP])
+def test_the_next_turn_finds_what_a_response_shared(
+    servers: ServerPool, spec: specs.ServerSpec
+) -> None:
+    """The prompt of the next turn ends with the response, which is cached whole, for the draft model too: most
+    of what it drafts is accepted. Log-probabilities are those of a loop that redirects the same blocks."""
+    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    tokenizer = AutoTokenizer.from_pretrained(servers.model(spec.model))
+    beside = Beside(loop, server)
+    for text in letters(3) if spec.model else prompts(3, seed=5):
+        [found] = respond(server, [text], 400, **TO_THE_END)
+        assert found["blocks"]
+        whole = tokenizer(text)["input_ids"] + found["tokens"]
+        before = report(server)["totals"]["decode_steps"]
+        follow = follow_up(server, whole, opts_out=False, most=60)
+        assert report(server)["totals"]["decode_steps"] - before < 30
+        assert follow["cached"] == len(whole) - 1
+        assert beside.continued(whole, found, follow).off.max() < ROUNDING
     assert_whole(server)
