@@ -110,6 +110,14 @@ def check_attention(model_runner: ModelRunner, requested_by: str) -> None:
     """Raises ValueError if the model needs a feature that our attention kernels lack, and names the feature."""
     if model_runner.model_config.is_encoder_decoder:
         raise ValueError(f"{requested_by} does not support encoder-decoder models")
+    if getattr(model_runner.model_config, "is_local_attention_model", False):
+        raise ValueError(f"{requested_by} does not support attention in chunks (Llama 4)")
+    if any(
+        getattr(module, "enable_sink_attention", False) for module in model_runner.model.modules()
+    ):
+        raise ValueError(
+            f"{requested_by} does not support sinks that a model applies itself (IQuest-Q1)"
+        )
     check_pool(model_runner.token_to_kv_pool, requested_by)
     latent = compat.latent_rank(model_runner.token_to_kv_pool)
     windows = compat.window_layers(model_runner.token_to_kv_pool)

@@ -16,14 +16,14 @@ import torch
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.compat.carriers import SWAPPED
-from sglang_reasoncache.compat.types import Request
+from sglang_reasoncache.compat.types import KVPool, Request
 
 if TYPE_CHECKING:
     from sglang_reasoncache.cache.tree import SharedRadixCache
 
 
 class CopiedRun(NamedTuple):
-    """SGLang's copy (``tensors``) of the KV of positions ``[start, end)``."""
+    """SGLang's copies (``tensors``) of the KV of positions ``[start, end)``: one for each pool."""
 
     start: int
     end: int
@@ -35,7 +35,7 @@ class Swapped:
 
     Attributes:
         length: Number of positions.
-        runs: SGLang's copies of their KV.
+        runs: SGLang's copies of their KV, and of draft models' KV.
         cached_at: The position that each key was rotated for, int32 ``[length]`` in host memory. None if keys
             are read as cached.
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
@@ -83,10 +83,18 @@ class HostSwap:
     Args:
         limit: Most bytes on the host, of this rank.
         cached_at: None if keys are read as cached.
+        draft_pools: The pools of draft models, whose KV is in slots of the same numbers.
     """
 
-    def __init__(self, limit: int, cached_at: CachedPositions | None) -> None:
-        self._limit, self._cached_at = limit, cached_at
+    def __init__(
+        self,
+        limit: int,
+        cached_at: CachedPositions | None,
+        draft_pools: Sequence[KVPool] = (),
+    ) -> None:
+        self._limit = limit
+        self._cached_at = cached_at
+        self._draft_pools = draft_pools
         self._there: weakref.WeakSet[Swapped] = weakref.WeakSet()
         # Bytes of one slot's copy, once a copy was made.
         self._slot_bytes: int | None = None
@@ -114,20 +122,27 @@ class HostSwap:
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
         if self._slot_bytes is None:
-            self._slot_bytes = _bytes_of(allocator.get_cpu_copy(slots[:1]))
+            self._slot_bytes = _bytes_of(self._copies(allocator, slots[:1]))
         if self.num_bytes + self._slot_bytes * length > self._limit:
             return None
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
         # Two copies: the tree may still have the first part when the request returns.
         kept = min(req.kv.cache_protected_len, length)
         runs = [
-            CopiedRun(start, end, allocator.get_cpu_copy(slots[start:end]))
+            CopiedRun(start, end, self._copies(allocator, slots[start:end]))
             for start, end in ((0, kept), (kept, length))
             if end > start
         ]
         swapped = Swapped(length, runs, cached_at, first_shared)
         self._there.add(swapped)
         return swapped
+
+    def _copies(self, allocator: Any, slots: torch.Tensor) -> list[Any]:
+        """Of the served model's KV, then of each draft model's."""
+        return [
+            allocator.get_cpu_copy(slots),
+            *(pool.get_cpu_copy(slots) for pool in self._draft_pools),
+        ]
 
     def back(self, tree: SharedRadixCache, swapped: Swapped, held: int) -> Restored | None:
         """Load the positions from ``held`` on into new slots. None if slots are missing.
@@ -146,7 +161,11 @@ class HostSwap:
             whole = torch.cat((slots.new_zeros(held), slots))
             for run in swapped.runs:
                 if run.end > held:
-                    allocator.load_cpu_copy(run.tensors, whole[run.start : run.end])
+                    places = whole[run.start : run.end]
+                    of_model, *of_drafts = run.tensors
+                    allocator.load_cpu_copy(of_model, places)
+                    for pool, tensors in zip(self._draft_pools, of_drafts, strict=True):
+                        pool.load_cpu_copy(tensors, places)
             if self._cached_at is not None and swapped.cached_at is not None:
                 self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
             return Restored(None, slots, swapped.first_shared)

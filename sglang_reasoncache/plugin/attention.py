@@ -53,6 +53,8 @@ def choose_draft_backend(server_args: ServerArgs, config: ReasonCacheConfig) -> 
     named = resolved.speculative_draft_attention_backend is not None
     if not config.shares or named or not refusals.has_draft_model(resolved):
         return
+    if refusals.in_the_way_of_corrected(server_args):
+        return  # nothing will be shared
     target = set(compat.attention_backends_of(resolved)) & set(compat.PAGE_BACKENDS)
     if target and (resolved.page_size or 1) > 1:
         compat.declare_resolution(
@@ -210,9 +212,12 @@ def _own_backend(
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason
     if name in compat.CUDA_BACKENDS and prefill == decode and _reads_pages(config, model_runner):
         try:
-            return make_cuda(model_runner, name, None, requested_by=_PAGES), reason
+            backend = make_cuda(model_runner, name, None, requested_by=_PAGES)
         except ValueError as error:
-            reason = str(error)
+            return None, str(error)
+        if backend.paged.runs_prefills:
+            return backend, reason
+        reason = f"{_PAGES}: SGLang's kernels run the prefills of this model's latent attention"
     return None, reason
 
 
@@ -280,6 +285,8 @@ def _ready_for_graphs(
     if torch.device(model_runner.device).type != "cuda" or torch.version.hip is not None:
         device = f"{model_runner.device} (ROCm)" if torch.version.hip else model_runner.device
         raise ValueError(f"{requested_by} needs an NVIDIA GPU, this server runs on {device}")
+    if name == "fa3" and torch.cuda.get_device_capability()[0] not in (8, 9):
+        raise ValueError(f"{requested_by} needs a GPU of compute capability 8 or 9")
     refusals.refuse(requested_by, refusals.in_the_way_of_corrected(model_runner.server_args))
     latent = bool(compat.latent_rank(model_runner.token_to_kv_pool))
     kwargs = {}

@@ -16,6 +16,7 @@ from sglang_reasoncache.cache.handover import Handover
 from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.cache.tree import SharedRadixCache
 from sglang_reasoncache.compat.types import (
+    KVPool,
     ModelRunner,
     ServerArgs,
     SlotAllocator,
@@ -66,8 +67,15 @@ class ServerParts:
         self._config = config
         self._cached = CachedPositions(num_slots, self.allocator.device)
         self._attention = attention.AttentionParts()
+        # The KV of draft models, in slots of the same numbers.
+        self._draft_pools: list[KVPool] = []
         #: Number of ranks over which the attention heads of a request are spread.
         self._attention_ranks: int = compat.get_parallel().attn_tp_size
+
+    def draft_model(self, model_runner: ModelRunner) -> None:
+        """Called before a draft model's attention backend is made."""
+        if model_runner.token_to_kv_pool not in self._draft_pools:
+            self._draft_pools.append(model_runner.token_to_kv_pool)
 
     def attention_backend(
         self, model_runner: ModelRunner, name: str, stock: Callable[[ModelRunner], Any]
@@ -141,6 +149,7 @@ class ServerParts:
             "the page size is above 1": self.allocator.page_size > 1,
             "the prefix cache is off": tree.disable,
             "latent attention is not tested with it": bool(compat.latent_rank(pool)),
+            "a draft model has KV of its own": refusals.has_draft_model(args),
         }
         return _first(reasons) or _has_host_tier(tree) or _needs_more_than_kv(tree, config, args)
 
@@ -154,12 +163,18 @@ class ServerParts:
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
     ) -> HostSwap | None:
         """Host memory for the KV of retracted requests. None if the operator wants none or the plugin is idle,
-        and, with a line in the log, where the KV alone is not all that a request needs."""
+        and, with a line in the log, where the KV alone is not all that a request needs. A draft model's KV is
+        copied, too."""
         asked = config.host_swap_gb
         if asked == 0 or not config.is_active:
             return None
+        drafts = {
+            "a draft model's KV was not found": refusals.has_draft_model(args)
+            and not self._draft_pools
+        }
         reason = (
             _has_host_tier(tree)
+            or _first(drafts)
             or _needs_more_than_kv(tree, config, args)
             or self._reads_as_cached(config)
         )
@@ -175,7 +190,8 @@ class ServerParts:
         logger.info(
             "reasoncache: up to %.2f GiB of host memory for retracted requests", size / 2**30
         )
-        return HostSwap(size, self._cached if config.positions == "corrected" else None)
+        cached = self._cached if config.positions == "corrected" else None
+        return HostSwap(size, cached, self._draft_pools)
 
     def _continues(
         self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
@@ -185,7 +201,7 @@ class ServerParts:
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
         # A draft model's KV is in the slots that the request named, as it was when the request read them.
-        reason = _row_is_not_all(tree, config, args) or self._reads_as_cached(config)
+        reason = _needs_more_than_kv(tree, config, args) or self._reads_as_cached(config)
         if reason is not None:
             logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
         return reason is None
@@ -310,14 +326,6 @@ def _needs_more_than_kv(
     tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
 ) -> str | None:
     """Why the KV in the pool that is shared is not all that a request needs to go on here. None if it is."""
-    drafts = {"a draft model has KV of its own": refusals.has_draft_model(args)}
-    return _row_is_not_all(tree, config, args) or _first(drafts)
-
-
-def _row_is_not_all(
-    tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
-) -> str | None:
-    """Why the slots of a request's row are not all that it needs to go on here. None if they are."""
     reasons = {
         # SGLang itself keeps retracted requests there.
         "another server prefills": _decodes_only(args),

@@ -68,6 +68,7 @@ def test_a_short_server_that_speculates_loses_nothing(server: ServerProcess) -> 
     totals = report(server)["totals"]
     assert totals["blocks_shared"] > 0 and totals["blocks_missed"] == 0
     assert totals["shortages"] > 0
+    assert totals["requests_swapped"] > 0
     assert_whole(server)
 
 

@@ -344,6 +344,8 @@ UNSUPPORTED: list[tuple[Callable[[Any], None], str]] = [
     (lambda r: setattr(r.layer, "attn_type", AttentionType.ENCODER_ONLY), "attention type"),
     (lambda r: setattr(r.layer, "xai_temperature_len", 4), "temperature"),
     (lambda r: setattr(r.runner.model_config, "is_encoder_decoder", True), "encoder-decoder"),
+    (lambda r: setattr(r.runner.model_config, "is_local_attention_model", True), "in chunks"),
+    (lambda r: setattr(r.layer, "enable_sink_attention", True), "sinks that a model applies"),
     (lambda r: setattr(r.pool, "kv_cache_layout", "hnd"), "hnd"),
     (lambda r: setattr(r.runner, "token_to_kv_pool", SimpleNamespace()), "SimpleNamespace"),
 ]
