@@ -165,6 +165,16 @@ class ReasonCacheConfig:
         "attention whose prefills SGLang's kernels run, a policy that evicts, or on a decode server of a PD "
         "pair.",
     )
+    documents: str = _setting(
+        "marked",
+        "Which parts of prompts are read from the cache at new positions. marked: what requests mark. auto: "
+        "also, in requests that mark nothing, text that earlier prompts had behind other text, unless the "
+        "request asks for exact figures of its prompt. See docs/documents.md.",
+        choices=("marked", "auto"),
+    )
+    documents_least: int = _setting(
+        64, "Fewest tokens of a document that documents=auto finds.", bounds=(40, 65_536)
+    )
     documents_repair: str = _setting(
         "none",
         "Which tokens of documents at new positions are computed again unless the request chooses: none; "

@@ -104,6 +104,11 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
         raise ValueError(told) from error
 
 
+def most_behind(tokens: int) -> int:
+    """The largest number of documents that may follow this many tokens."""
+    return min(MOST, _MOST_BEFORE // max(tokens, 1))
+
+
 def check_before(tokens: int, documents: int) -> None:
     """Raises ValueError if (tokens before the documents) x (number of documents) is too large."""
     if tokens * documents > _MOST_BEFORE:

@@ -22,6 +22,8 @@
   (``plugin/hooks.py``).
 - ``TokenizerManager``, attribute :data:`COMPOSES`: whether schedulers compose prompts
   (``plugin/documents.py``).
+- ``TokenizerManager``, attribute :data:`FINDER`: what finds documents that are not marked
+  (``plugin/documents.py``).
 - ``TokenizerManager``, attribute :data:`WAITING`: requests whose documents are prefilled
   (``plugin/waiting.py``).
 """
@@ -41,5 +43,7 @@ COPIED = "_reasoncache_copied"
 CONTINUED = "_reasoncache_continued"
 #: Attribute of the tokenizer manager: bool. Missing until all schedulers have answered.
 COMPOSES = "_reasoncache_composes"
+#: Attribute of the tokenizer manager: a ``DocumentFinder``; None once it failed. Missing until it is needed.
+FINDER = "_reasoncache_finder"
 #: Attribute of the tokenizer manager: a list of ``WaitingRequest``. Missing until a request waits.
 WAITING = "_reasoncache_waiting"

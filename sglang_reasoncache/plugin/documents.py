@@ -1,21 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepares documents (marked parts of a prompt, see ``custom_params.py``) in the server's main process: finds
-the tokens of marked chat messages, and has documents prefilled before the request that contains them."""
+the tokens of marked chat messages, marks known text if the operator wants that (``documents=auto``), and has
+documents prefilled before the request that contains them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import copy
+import hashlib
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache import custom_params as marks
-from sglang_reasoncache.compat.carriers import COMPOSES
-from sglang_reasoncache.config import config_of
+from sglang_reasoncache.compat.carriers import COMPOSES, FINDER
+from sglang_reasoncache.config import ReasonCacheConfig, config_of
+from sglang_reasoncache.filter.documents import DocumentFinder
 from sglang_reasoncache.plugin.waiting import waiting
+
+logger = logging.getLogger(__name__)
 
 #: At most this many documents of a request are prefilled at once.
 _TOGETHER = 16
@@ -31,14 +37,89 @@ def around_generate(
     params = getattr(obj, "sampling_params", None)
     alike = params if isinstance(params, list) else [params]
     marked = any(isinstance(each, dict) and _custom(each).get(marks.KEY) for each in alike)
-    if not marked or not isinstance(obj, compat.GenerateReqInput):
+    if not isinstance(obj, compat.GenerateReqInput):
         return original(manager, obj, request)
-    return _behind_documents(original, manager, obj, request)
+    if marked:
+        return _behind_documents(original, manager, obj, request)
+    config = config_of(manager.server_args)
+    if config is not None and config.documents == "auto" and _may_compose(obj):
+        return _behind_known(original, manager, obj, request, config)
+    return original(manager, obj, request)
 
 
 def _custom(params: dict[str, Any]) -> dict[str, Any]:
     custom = params.get("custom_params")
     return custom if isinstance(custom, dict) else {}
+
+
+def _may_compose(obj: Any) -> bool:
+    """Whether a request that marks no documents may read some: it has a single prompt without media, and asks
+    for output, not for figures of its prompt. A prompt's log-probabilities are asked for separately."""
+    params = obj.sampling_params or {}
+    prompt = obj.text if obj.input_ids is None else obj.input_ids
+    if not isinstance(params, dict) or not prompt or not isinstance(prompt, str | list):
+        return False
+    exact = "input_embeds", "session_params", "multi_item_delimiter_indices", "return_hidden_states"
+    asks_exact = params.get("max_new_tokens") == 0 or any(getattr(obj, name) for name in exact)
+    if asks_exact or not isinstance(prompt[0], int | str) or obj.contains_mm_input():
+        return False
+    # SGLang refuses wrong values later.
+    with contextlib.suppress(Exception):
+        return marks.asked_of(params.get("custom_params")).share
+    return False
+
+
+async def _behind_known(
+    original: Callable[..., AsyncIterator[Any]],
+    manager: Any,
+    obj: Any,
+    request: Any,
+    config: ReasonCacheConfig,
+) -> AsyncIterator[Any]:
+    """Mark the documents of ``obj`` that are known, then generate as if the client had marked them."""
+    spans, prompt = list[tuple[int, int]](), obj.input_ids
+    if await _composes(manager):
+        try:
+            if prompt is None:
+                prompt, _ = await manager._tokenize_texts(obj.text)
+            length = _verified_length(manager, obj, prompt)
+        except Exception:  # SGLang refuses the request below.
+            length = 0
+        start = obj.logprob_start_len
+        asks_prompt = obj.return_logprob and start is not None and 0 <= start < length
+        if length and not asks_prompt:
+            spans = _known(manager, obj, prompt[:length], config)
+    if not spans:
+        async for response in original(manager, obj, request):
+            yield response
+        return
+    # Copied, because a caller of ``sglang.Engine`` may use its sampling parameters again.
+    params = dict(obj.sampling_params or {})
+    obj.sampling_params = {**params, "custom_params": {**_custom(params), marks.KEY: spans}}
+    obj.input_ids, obj.text = prompt, None
+    async for response in _behind_documents(original, manager, obj, request):
+        yield response
+
+
+def _known(
+    manager: Any, obj: Any, prompt: list[int], config: ReasonCacheConfig
+) -> list[tuple[int, int]]:
+    """Spans of the known documents in ``prompt``. If finding fails, nothing is found any more."""
+    if not hasattr(manager, FINDER):
+        setattr(manager, FINDER, DocumentFinder(config.documents_least))
+    finder: DocumentFinder | None = getattr(manager, FINDER)
+    if finder is None:
+        return []
+    # Requests with equal names read the same cached prefixes.
+    names = repr((obj.lora_path, obj.extra_key, obj.cache_salt))
+    try:
+        spans = finder.find(hashlib.sha256(names.encode()).digest(), prompt)
+    except Exception:
+        logger.exception("reasoncache: documents=auto failed; only marked documents are used now")
+        setattr(manager, FINDER, None)
+        return []
+    spans = spans[: marks.most_behind(spans[0][0])] if spans else []
+    return spans if len(spans) > 1 else []
 
 
 async def _behind_documents(
@@ -64,7 +145,7 @@ async def _behind_documents(
     if obj.routed_dp_rank is None and ranks > 1:
         # Send documents and request to one replica, because each replica has a cache of its own.
         obj.routed_dp_rank = next(_ranks) % ranks
-    documents = marks.documents_of(custom, _verified_length(manager, obj))
+    documents = marks.documents_of(custom, _verified_length(manager, obj, prompt))
     assert documents is not None
     several = len(documents.ends) > 1 and not obj.contains_mm_input()
     if several and marks.asked_of(custom).share:
@@ -119,17 +200,17 @@ async def _prefill(
     return None
 
 
-def _verified_length(manager: Any, obj: Any) -> int:
-    """Number of tokens of the prompt, after truncation if SGLang is set to truncate. Raises ValueError for a
+def _verified_length(manager: Any, obj: Any, prompt: Sequence[int]) -> int:
+    """Number of tokens of ``prompt``, after truncation if SGLang is set to truncate. Raises ValueError for a
     request that SGLang would refuse, so that none of its documents is prefilled."""
-    asked = {**(manager.preferred_sampling_params or {}), **obj.sampling_params}
+    asked = {**(manager.preferred_sampling_params or {}), **(obj.sampling_params or {})}
     sampling = manager.sampling_params_class(**asked)
     sampling.normalize(manager.tokenizer)
     sampling.verify(manager.model_config.vocab_size)
-    alike, prompt = copy.copy(obj), list(obj.input_ids)
-    alike.sampling_params = dict(obj.sampling_params)
-    manager._validate_one_request(alike, prompt)
-    return len(prompt)
+    alike, kept = copy.copy(obj), list(prompt)
+    alike.sampling_params = dict(obj.sampling_params or {})
+    manager._validate_one_request(alike, kept)
+    return len(kept)
 
 
 async def _composes(manager: Any) -> bool:
