@@ -55,13 +55,15 @@ def _custom(params: dict[str, Any]) -> dict[str, Any]:
 def _may_compose(obj: Any) -> bool:
     """Whether a request that marks no documents may read some: it has a single prompt without media, and asks
     for output, not for figures of its prompt. A prompt's log-probabilities are asked for separately."""
-    params = obj.sampling_params or {}
-    prompt = obj.text if obj.input_ids is None else obj.input_ids
-    if not isinstance(params, dict) or not prompt or not isinstance(prompt, str | list):
+    params, ids = obj.sampling_params or {}, obj.input_ids
+    if ids is None:
+        single = isinstance(obj.text, str)
+    else:
+        single = isinstance(ids, list) and len(ids) > 0 and isinstance(ids[0], int)
+    if not single or not isinstance(params, dict) or obj.contains_mm_input():
         return False
     exact = "input_embeds", "session_params", "multi_item_delimiter_indices", "return_hidden_states"
-    asks_exact = params.get("max_new_tokens") == 0 or any(getattr(obj, name) for name in exact)
-    if asks_exact or not isinstance(prompt[0], int | str) or obj.contains_mm_input():
+    if params.get("max_new_tokens") == 0 or any(getattr(obj, name) for name in exact):
         return False
     # SGLang refuses wrong values later.
     with contextlib.suppress(Exception):

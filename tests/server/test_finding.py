@@ -128,8 +128,10 @@ def test_hostile_prompts_are_answered(server: ServerProcess, texts: list[list[in
         text = "".join(turn["content"] for turn in order)
         body = {"text": text, "sampling_params": {"max_new_tokens": 4}}
         assert server.post("/generate", json=body).status_code == 200
-    for wrong in ([10**9] * 200, list(range(3, 90)) * 1000):
-        body = {"input_ids": wrong, "sampling_params": {"max_new_tokens": 1}}
+    for wrong in ({"temperature": -1}, {"json_schema": "{"}, {"max_new_tokens": 10**6}):
+        body = {"input_ids": _prompt(texts, 8), "sampling_params": wrong}
         told = server.post("/generate", json=body)
         assert told.status_code == 400, told.text
+    body = {"input_ids": _prompt(texts * 1000, 8), "sampling_params": {"max_new_tokens": 1}}
+    assert server.post("/generate", json=body).status_code == 400
     assert len(_ask(server, _prompt(texts, 9))["meta_info"]["output_token_logprobs"]) == 24
