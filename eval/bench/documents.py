@@ -60,8 +60,9 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Options:
-    questions: int = option(200, "questions of each task", least=1, metavar="N")
+    questions: int = option(200, "questions of each task, 0 for none", least=0, metavar="N")
     live: int = option(500, "questions to live servers, 0 for none", least=0, metavar="N")
+    sides: tuple[str, ...] = option((*REPAIRS, FOUND), "what is timed beside stock")
     first: int = option(
         120, "first questions that find documents, timed alone", least=0, metavar="N"
     )
@@ -206,17 +207,19 @@ def live(options: Options) -> list[dict[str, Any]]:
     prompts = Live(load_tokenizer(str(MODEL)))
     flags = (*_FLAGS, "--max-total-tokens", str(_SLOTS))
     ours = (*flags, "--enable-reasoncache")
+    sides, first = dict[str, Any](), pd.DataFrame()
     with Servers(options.out / "documents", MODEL, "cpu", keep=3) as servers:
-        stock, marked = (servers.get(*side).process for side in (("stock", flags), ("ours", ours)))
-        finding = servers.get(FOUND, (*ours, "--reasoncache-set", "documents=auto")).process
-        for server in (stock, marked):
-            prompts.warm(server)
-        unmarked = prompts.side(finding)
-        first = pd.DataFrame(line for _ in range(options.first) for line in unmarked())
-        sides = {name: prompts.side(marked, name) for name in REPAIRS}
-        sides |= {"stock": prompts.side(stock), FOUND: unmarked}
+        for name in ("stock", *options.sides):
+            own = {"stock": flags, FOUND: (*ours, "--reasoncache-set", "documents=auto")}
+            server = servers.get(name if name in own else "ours", own.get(name, ours)).process
+            sides[name] = prompts.side(server, name if name in REPAIRS else "")
+            if name == FOUND:
+                lines = (line for _ in range(options.first) for line in sides[name]())
+                first = pd.DataFrame(lines)
+            else:
+                prompts.warm(server)
         found = take_turns(sides, options.live)
-    return [*first_rows(first), *(live_row(found, name) for name in ("stock", *REPAIRS, FOUND))]
+    return [*first_rows(first), *(live_row(found, name) for name in sides)]
 
 
 def first_rows(first: pd.DataFrame) -> list[dict[str, Any]]:
@@ -251,10 +254,10 @@ def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
 def work(options: Options) -> None:
     """Measure and write the results. Prompts that ``eval.fidelity`` measured before are not measured again."""
     path, draw = options.out / "documents" / "questions.jsonl", Tasks().rows
-    rows = itertools.chain(*(draw(task, options.questions) for task in options.tasks))
+    rows = [*itertools.chain(*(draw(task, options.questions) for task in options.tasks))]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    gate = path.with_name("gate.json")
-    told = through_the_gate(Gate(MODEL, documents=path, arms=options.arms, out=gate))
+    gate = Gate(MODEL, documents=path, arms=options.arms, out=path.with_name("gate.json"))
+    told = through_the_gate(gate) if rows else []
     found = [{"task": row.pop("group"), "method": row.pop("arm"), **row} for row in told]
     write_json(options.out / "documents.json", {"rows": found})
     found += live(options) if options.live else []
