@@ -151,7 +151,10 @@ class ServerParts:
             "latent attention is not tested with it": bool(compat.latent_rank(pool)),
             "a draft model has KV of its own": refusals.has_draft_model(args),
         }
-        return _first(reasons) or _has_host_tier(tree) or _needs_more_than_kv(tree, config, args)
+        reason = _first(reasons) or _has_host_tier(tree) or _needs_more_than_kv(tree, config, args)
+        if reason is not None and config.documents == "auto":
+            logger.warning("reasoncache: documents=auto has no effect: %s", reason)
+        return reason
 
     def _reads_as_cached(self, config: ReasonCacheConfig) -> str | None:
         """Why prefills read keys as cached although decode steps correct them. None if they do not."""

@@ -69,6 +69,16 @@ def test_a_prompt_that_goes_on_moves_nothing() -> None:
         assert finder.find(TENANT, [*SYSTEM, *itertools.chain(*turns)]) == []
 
 
+def test_a_conversation_about_documents_is_no_document() -> None:
+    """It is computed behind the documents that it is about, in each turn."""
+    finder, (one, two, three, *_) = DocumentFinder(64), DOCUMENTS
+    _learn(finder, DOCUMENTS[:3])
+    turns = [_text(90) for _ in range(6)]
+    for last in range(1, len(turns)):
+        prompt = _prompt(three, one, two, *turns[:last])
+        assert finder.find(TENANT, prompt) == _spans(three, one, two)
+
+
 def test_what_is_in_place_is_the_first_document() -> None:
     """Text that all prompts had behind the base stays there; what follows it may move."""
     finder, fixed = DocumentFinder(64), _text(100)

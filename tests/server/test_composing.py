@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests composed prompts: prompts that read the cached KV of documents prefilled before."""
+"""Tests composed prompts: prompts that read the cached KV of documents prefilled before. Clients mark these
+documents, or the server finds them (``documents=auto``)."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ from tests.server import specs
 from tests.server.problems import OPT_OUT, prompts, report
 
 SYSTEM, QUESTION = list(range(3, 23)), list(range(30, 41))
+#: Finds documents that are not marked.
+AUTO = specs.CORRECTED.having("auto", "--reasoncache-set documents=auto")
 ON_RANKS = [specs.CORRECTED, pytest.param(specs.TWO_RANKS, marks=specs.FEW_CORES)]
 
 
@@ -74,13 +77,18 @@ def _composed(reader: Reader, documents: Sequence[list[int]]) -> EditableCache:
     return whole
 
 
-def _off(reader: Reader, cache: EditableCache, found: dict[str, Any]) -> float:
+def _off(
+    reader: Reader,
+    cache: EditableCache,
+    found: dict[str, Any],
+    question: Sequence[int] = QUESTION,
+) -> float:
     """Largest difference of the response's log-probabilities from those of a model that reads ``cache``."""
     tokens, logprobs = _logprobs(found)
     length = cache.length
-    logits = reader.forward(cache, [*QUESTION, *tokens])[0]
+    logits = reader.forward(cache, [*question, *tokens])[0]
     cache.length = length
-    expected = logits[len(QUESTION) - 1 : -1].log_softmax(-1)
+    expected = logits[len(question) - 1 : -1].log_softmax(-1)
     expected = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     return float((expected - logprobs).abs().max())
 
@@ -309,3 +317,79 @@ def test_documents_in_a_server_that_is_short(server: ServerProcess, texts: list[
         assert sum(pool.map(ask, range(48))) == 200 * (24 + 2 * 12)
     totals = report(server)["totals"]
     assert totals["prompts_composed"] > 36 and totals["tokens_repaired"] > 0
+
+
+@pytest.fixture(scope="module")
+def unmarked(texts: list[list[int]]) -> list[list[int]]:
+    """Documents of some 90 tokens. No two begin or end with the same token."""
+    pairs = zip(texts[::2], texts[1::2], strict=True)
+    return [[30 + at, *one, *other, 40 + at] for at, (one, other) in enumerate(pairs)]
+
+
+def _ask_unmarked(
+    server: ServerProcess, documents: Sequence[list[int]], question: Sequence[int], **more: Any
+) -> dict[str, Any]:
+    """Sends system prompt, documents and question without marks. Returns the response's body."""
+    sampling = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    sampling |= more.pop("sampling", {})
+    prompt = [*SYSTEM, *itertools.chain(*documents), *question]
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **more}
+    response = server.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+@pytest.mark.parametrize("server", [AUTO], indirect=True)
+def test_documents_that_nobody_marked(
+    server: ServerProcess, reader: Reader, unmarked: list[list[int]]
+) -> None:
+    """Log-probabilities are those of a model that reads each document as computed alone, however often it was
+    read before. Who opts out, has another key, or asks for figures of the prompt reads a full prefill."""
+    composed = 0
+    for number, order in enumerate(itertools.permutations(range(len(unmarked)))):
+        documents, question = [unmarked[at] for at in order], [50 + number, *QUESTION]
+        before = report(server)["totals"]["documents_composed"]
+        found = _ask_unmarked(server, documents, question)
+        if report(server)["totals"]["documents_composed"] - before == len(documents):
+            composed += 1
+            assert _off(reader, _composed(reader, documents), found, question) < 1e-4
+    # All but the first orders, which show documents for the first or second time.
+    assert composed > 12
+    full = reader.cache(1, 2048)
+    reader.forward(full, [*SYSTEM, *itertools.chain(*documents)])
+    assert _off(reader, full, found, question) > 1e-3
+    totals = report(server)["totals"]
+    for options in ({"sampling": OPT_OUT}, {"logprob_start_len": 0}, {"extra_key": "theirs"}):
+        exact = _ask_unmarked(server, documents, question, **options)
+        assert _off(reader, full, exact, question) < 1e-4
+    assert report(server)["totals"]["prompts_composed"] == totals["prompts_composed"]
+
+
+@pytest.mark.parametrize("server", [AUTO], indirect=True)
+def test_hostile_prompts_without_marks(server: ServerProcess, unmarked: list[list[int]]) -> None:
+    """Repetitive texts, equal prompts, prompts of text or messages, and prompts that SGLang refuses."""
+    for number in range(4):
+        _ask_unmarked(server, [[7] * 300, [40 + number], [7] * 200], QUESTION)
+        _ask_unmarked(server, [[7] * 500], [7])
+    words = " ".join(["one two three four five six seven eight nine ten"] * 10)
+    turns = [{"role": "user", "content": f"{at} {words}"} for at in range(4)]
+    for order in itertools.islice(itertools.permutations(turns), 6):
+        body = {"model": "any", "messages": order, "max_tokens": 4}
+        assert server.post("/v1/chat/completions", json=body).status_code == 200
+        text = "".join(turn["content"] for turn in order)
+        body = {"text": text, "sampling_params": {"max_new_tokens": 4}}
+        assert server.post("/generate", json=body).status_code == 200
+    long = [*SYSTEM, *itertools.chain(*unmarked * 1000)]
+    prompt = long[:400]
+    for ids, wrong in (
+        (prompt, {"temperature": -1}),
+        (prompt, {"json_schema": "{"}),
+        (prompt, {"max_new_tokens": 10**6}),
+        (long, {}),
+    ):
+        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, **wrong}}
+        told = server.post("/generate", json=body)
+        assert told.status_code == 400, told.text
+    answer = _ask_unmarked(server, unmarked, QUESTION)["meta_info"]
+    assert len(answer["output_token_logprobs"]) == 24
