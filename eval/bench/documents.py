@@ -2,8 +2,8 @@
 """``make bench-documents`` compares full prefill with prompts made of cached documents, on SmolLM2.
 
 First ``eval.fidelity --documents`` scores answers to generated questions. Then a stock server and ours are
-timed in turns. Both have prefilled 50 documents; each prompt has 8 random ones. A third server, which has
-prefilled none, finds the documents in unmarked prompts. Writes ``documents.json``."""
+timed in turns. Both have prefilled 50 documents; each prompt has 8 random ones. A third server finds the
+documents in unmarked prompts. Writes ``documents.json``."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ MODEL = Path("build/models/smollm2")
 #: Documents that the servers have prefilled, tokens in each of these documents, and documents in a prompt.
 DOCUMENTS, TOKENS, IN_PROMPT = 50, 400, 8
 REPAIRS = ("none", "query:.15")
-#: The side that marks no documents, and the questions of a row of its first ones.
-FOUND, _PART = "auto", 20
+#: The side that marks no documents: the server finds them.
+FOUND = "auto"
 _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
@@ -63,9 +63,6 @@ class Options:
     questions: int = option(200, "questions of each task, 0 for none", least=0, metavar="N")
     live: int = option(500, "questions to live servers, 0 for none", least=0, metavar="N")
     sides: tuple[str, ...] = option((*REPAIRS, FOUND), "what is timed beside stock")
-    first: int = option(
-        120, "first questions that find documents, timed alone", least=0, metavar="N"
-    )
     tasks: tuple[str, ...] = option(("distinct", "rivals", "few-shot", "repeat"))
     arms: tuple[str, ...] = option((), "repairs to measure, by default all")
     out: Path = option(Path("build/bench"), "folder of results")
@@ -207,34 +204,15 @@ def live(options: Options) -> list[dict[str, Any]]:
     prompts = Live(load_tokenizer(str(MODEL)))
     flags = (*_FLAGS, "--max-total-tokens", str(_SLOTS))
     ours = (*flags, "--enable-reasoncache")
-    sides, first = dict[str, Any](), pd.DataFrame()
+    own = {"stock": flags, FOUND: (*ours, "--reasoncache-set", "documents=auto")}
+    sides = dict[str, Any]()
     with Servers(options.out / "documents", MODEL, "cpu", keep=3) as servers:
         for name in ("stock", *options.sides):
-            own = {"stock": flags, FOUND: (*ours, "--reasoncache-set", "documents=auto")}
             server = servers.get(name if name in own else "ours", own.get(name, ours)).process
+            prompts.warm(server)
             sides[name] = prompts.side(server, name if name in REPAIRS else "")
-            if name == FOUND:
-                lines = (line for _ in range(options.first) for line in sides[name]())
-                first = pd.DataFrame(lines)
-            else:
-                prompts.warm(server)
         found = take_turns(sides, options.live)
-    return [*first_rows(first), *(live_row(found, name) for name in sides)]
-
-
-def first_rows(first: pd.DataFrame) -> list[dict[str, Any]]:
-    """The times to the first token while documents are found, one row for each ``_PART`` questions."""
-    parts = (first[at : at + _PART] for at in range(0, len(first), _PART))
-    return [
-        {
-            "task": "server",
-            "method": f"{FOUND}, from question {part.index[0] + 1}",
-            "recomputed": float(part["computed"].mean() / (IN_PROMPT * TOKENS)),
-            "ttft_s": spread(part["seconds"]),
-            "questions": len(part),
-        }
-        for part in parts
-    ]
+    return [live_row(found, name) for name in sides]
 
 
 def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
