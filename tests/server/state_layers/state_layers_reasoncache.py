@@ -18,6 +18,11 @@ def register() -> None:
     # Qwen3-Next creates its norms on ``get_device_module().current_device()``. By default this is a GPU, which
     # a test machine may not have.
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
+    # SGLang's CPU has no copies of states. The functions below make them where SGLang's kernels would.
+    from sglang_reasoncache.cpu.platform import TorchCpuPlatform
+
+    platform: Any = TorchCpuPlatform
+    platform.support_mamba_cache_extra_buffer = lambda _: True
     # SGLang calls the function ``target`` after it has loaded the model and before the first forward.
     target = "sglang.srt.layers.attention.attention_registry.attn_backend_wrapper"
     HookRegistry.register(target, _replace, HookType.BEFORE)
@@ -35,6 +40,8 @@ def _replace(*_: object) -> None:
     gdn.GDNAttnBackend.forward_decode = gdn.GDNAttnBackend.forward_extend = gated_delta_rule
     kda: Any = importlib.import_module("sglang.srt.layers.attention.linear.kda_backend")
     kda.KDAAttnBackend.forward_decode = kda.KDAAttnBackend.forward_extend = gated_delta_rule
+    hybrid: Any = importlib.import_module("sglang.srt.layers.attention.hybrid_linear_attn_backend")
+    hybrid.scatter_mamba_states_after_mtp_verify = keep_accepted
     norm: Any = importlib.import_module("sglang.kernels.ops.attention.fla.fused_norm_gate")
     norm.FusedRMSNormGated.forward = gated_norm
     norm = importlib.import_module("sglang.kernels.ops.attention.fla.layernorm_gated")
@@ -71,30 +78,106 @@ def convolve(
 def convolve_one(
     x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor,
     bias: torch.Tensor | None = None, activation: str | None = None, *,
-    conv_state_indices: torch.Tensor,
+    conv_state_indices: torch.Tensor, intermediate_conv_window: torch.Tensor | None = None,
+    retrieve_next_token: torch.Tensor | None = None,
+    retrieve_next_sibling: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None, **_: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Replaces ``causal_conv1d_update``. ``x``, ``[requests, dim]``, holds one token of each request."""
+    """Replaces ``causal_conv1d_update``. ``x``, ``[requests, dim]``, holds one token of each request, or
+    ``[requests, dim, drafted]`` the drafted tokens of each. The states of these go to
+    ``intermediate_conv_window``, and their parents in the tree to ``retrieve_parent_token``."""
     slots = conv_state_indices.long()
-    piece = torch.cat((conv_state[slots].to(x.dtype), x[:, :, None]), dim=2)
-    conv_state[slots] = piece[:, :, 1:].to(conv_state.dtype)
-    made = (piece[:, :, -weight.shape[1] :] * weight).sum(dim=2)
-    made = made if bias is None else made + bias
-    return F.silu(made) if activation else made
+
+    def one(token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        piece = torch.cat((state.to(x.dtype), token[:, :, None]), dim=2)
+        made = (piece[:, :, -weight.shape[1] :] * weight).sum(dim=2)
+        made = made if bias is None else made + bias
+        return F.silu(made) if activation else made, piece[:, :, 1:].to(conv_state.dtype)
+
+    if intermediate_conv_window is None:
+        made, conv_state[slots] = one(x, conv_state[slots])
+        return made
+    out, first = torch.empty_like(x), conv_state[slots]
+    parents = _parents(len(x), x.shape[2], retrieve_next_token, retrieve_next_sibling)
+    if retrieve_parent_token is not None:
+        retrieve_parent_token.copy_(parents)
+    for at in range(x.shape[2]):
+        state = _after(parents[:, at], first, intermediate_conv_window)
+        out[:, :, at], intermediate_conv_window[: len(x), at] = one(x[:, :, at], state)
+    return out
+
+
+def _parents(
+    requests: int, drafted: int, child: torch.Tensor | None, sibling: torch.Tensor | None
+) -> torch.Tensor:
+    """The token that each drafted token follows, int64 ``[requests, drafted]``. -1: the newest accepted one.
+    ``child`` and ``sibling`` are a tree's links; None for a chain."""
+    if child is None or sibling is None:
+        return (torch.arange(drafted) - 1).expand(requests, drafted)
+    found = torch.full((requests, drafted), -1)
+    for request in range(requests):
+        for token in range(drafted):
+            below = int(child[request, token])
+            while below >= 0:
+                found[request, below] = token
+                below = int(sibling[request, below])
+    return found
+
+
+def _after(parents: torch.Tensor, first: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The state after each request's token in ``parents``: one of ``kept``, ``[rows, drafted, ...]``, or of
+    ``first``, ``[requests, ...]``, for the parent -1."""
+    found = kept[torch.arange(len(parents)), parents.clamp(min=0)]
+    return torch.where(parents.view(-1, *[1] * (first.dim() - 1)) < 0, first, found)
+
+
+def keep_accepted(
+    caches: Any, slots: torch.Tensor, steps: torch.Tensor,
+    track_slots: torch.Tensor | None, track_steps: torch.Tensor | None, **_: Any,
+) -> None:  # fmt: skip
+    """Replaces ``scatter_mamba_states_after_mtp_verify``: each request's state becomes that after its last
+    accepted token (``steps``)."""
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+
+    keep = HybridLinearAttnBackend._scatter_speculative_state_with_mask
+    pairs = [
+        (caches.temporal, caches.intermediate_ssm),
+        *zip(caches.conv, caches.intermediate_conv_window, strict=True),
+    ]
+    for state, kept in pairs:
+        keep(state, kept, slots, steps)
+        if track_slots is not None and track_steps is not None:
+            keep(state, kept, track_slots, track_steps)
 
 
 def scan_one(
     state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
     c: torch.Tensor, d: torch.Tensor, *, dt_bias: torch.Tensor, state_batch_indices: torch.Tensor,
-    out: torch.Tensor, **_: Any,
+    out: torch.Tensor, intermediate_states_buffer: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None, **_: Any,
 ) -> None:  # fmt: skip
-    """Replaces ``selective_state_update`` (Mamba 2). ``x``: a token per request, ``[requests, heads, dim]``."""
+    """Replaces ``selective_state_update`` (Mamba 2). ``x``: a token per request, ``[requests, heads, dim]``, or
+    drafted tokens, ``[requests, drafted, heads, dim]``, whose states go to ``intermediate_states_buffer``."""
     slots = state_batch_indices.long()
-    b, c = (each.repeat_interleave(x.shape[1] // each.shape[1], dim=1) for each in (b, c))
+    times = x.shape[-2] // b.shape[-2]
+    b, c = (each.repeat_interleave(times, dim=-2) for each in (b, c))
     dt = F.softplus(dt.float() + dt_bias.float())
-    new = state[slots].float() * (dt[..., None] * a).exp()
-    new = new + (dt * x)[..., None] * b[:, :, None]
-    state[slots] = new.to(state.dtype)
-    out.copy_((new * c[:, :, None]).sum(dim=-1) + x * d)
+
+    def one(at: Any, before: torch.Tensor) -> torch.Tensor:
+        new = before.float() * (dt[at][..., None] * a).exp()
+        new = new + (dt[at] * x[at])[..., None] * b[at][:, :, None]
+        out[at] = ((new * c[at][:, :, None]).sum(dim=-1) + x[at] * d).to(out.dtype)
+        return new.to(state.dtype)
+
+    kept = intermediate_states_buffer
+    if kept is None:
+        state[slots] = one(slice(None), state[slots])
+        return
+    parents = retrieve_parent_token
+    parents = _parents(*x.shape[:2], None, None) if parents is None else parents.long()
+    for token in range(x.shape[1]):
+        before = _after(parents[:, token], state[slots], kept)
+        kept[: len(x), token] = one((slice(None), token), before)
 
 
 def scan(
@@ -129,15 +212,24 @@ def gated_delta_rule(
     meta, tokens = self.forward_metadata, len(mixed_qkv)
     slots, weight = meta.mamba_cache_indices, layer.conv_weights
     weight = weight.view(len(weight), -1)
-    conv, decodes = pool.conv[0], forward_batch.forward_mode.is_decode()
-    if conv.shape[2] == len(weight):  # KDA's pool is [slots, width - 1, dim]
-        conv = conv.transpose(1, 2)
-    if decodes:
+    conv, mode = pool.conv[0], forward_batch.forward_mode
+    decodes, verifies = mode.is_decode(), mode.is_target_verify()
+    turned = conv.shape[2] == len(weight)  # KDA's pool is [slots, width - 1, dim]
+    conv = conv.transpose(1, 2) if turned else conv
+    links = (meta.retrieve_next_token, meta.retrieve_next_sibling) if verifies else (None, None)
+    fresh = [False] * len(slots)
+    if verifies:
+        drafted = forward_batch.spec_info.draft_token_num
+        windows = pool.intermediate_conv_window[0]
+        mixed = convolve_one(
+            mixed_qkv.view(len(slots), drafted, -1).transpose(1, 2), conv, weight, layer.bias, "silu",
+            conv_state_indices=slots, retrieve_next_token=links[0], retrieve_next_sibling=links[1],
+            intermediate_conv_window=windows.transpose(2, 3) if turned else windows,
+        ).transpose(1, 2).reshape(tokens, -1)  # fmt: skip
+    elif decodes:
         mixed = convolve_one(mixed_qkv, conv, weight, layer.bias, "silu", conv_state_indices=slots)
-        fresh, ends = [False] * tokens, [*range(tokens + 1)]
     else:
         fresh = [before == 0 for before in forward_batch.extend_prefix_lens_cpu]
-        ends = meta.query_start_loc.tolist()
         mixed = convolve(
             mixed_qkv.T, weight, layer.bias, query_start_loc=meta.query_start_loc,
             cache_indices=slots, has_initial_state=~torch.tensor(fresh), conv_states=conv,
@@ -155,17 +247,47 @@ def gated_delta_rule(
     decay = (-layer.A_log.float().exp().view(heads, 1) * F.softplus(forget)).exp()
     states = pool.temporal[slots.long()].float()
     states[torch.tensor(fresh)] = 0.0
-    steps = [slice(None)] if decodes else _tokens(ends)
     out = torch.empty_like(v)
-    for step in steps:
-        of = torch.arange(tokens) if decodes else torch.tensor([_request(ends, step.start)])
-        state = states[of] * decay[step][:, :, None]
+
+    def learn(step: Any, state: torch.Tensor) -> torch.Tensor:
+        state = state * decay[step][:, :, None]
         told = v[step] - (state * k[step][:, :, None]).sum(dim=-1)
         state = state + (b[step].sigmoid()[..., None] * told)[..., None] * k[step][:, :, None]
         out[step] = (state * q[step][:, :, None]).sum(dim=-1)
-        states[of] = state
+        return state
+
+    if verifies:
+        parents = _parents(len(slots), drafted, *links)
+        for at in range(drafted):
+            state = _after(parents[:, at], states, pool.intermediate_ssm).float()
+            state = learn(torch.arange(len(slots)) * drafted + at, state)
+            pool.intermediate_ssm[: len(slots), at] = state.to(pool.temporal.dtype)
+        return out.to(mixed_qkv.dtype)[None]
+    if decodes:
+        states = learn(slice(None), states)
+    else:
+        ends = meta.query_start_loc.tolist()
+        copies = _copies(self, forward_batch, ends)
+        for step in _tokens(ends):
+            of = [_request(ends, step.start)]
+            states[of] = learn(step, states[of])
+            if step.stop in copies:
+                to, before = copies[step.stop], conv.shape[2]
+                pool.temporal[to] = states[of[0]].to(pool.temporal.dtype)
+                conv[to] = mixed_qkv[step.stop - before : step.stop].T.to(conv.dtype)
     pool.temporal[slots.long()] = states.to(pool.temporal.dtype)
     return out.to(mixed_qkv.dtype)[None]
+
+
+def _copies(backend: Any, batch: Any, ends: Sequence[int]) -> dict[int, int]:
+    """The tokens of a prefill after which SGLang wants a copy of the state -> the copy's slot."""
+    if not backend.forward_metadata.has_mamba_track_mask:
+        return {}
+    chunk, found = backend.mamba_chunk_size, {}
+    for request in batch.mamba_track_mask.nonzero().flatten().tolist():
+        length = int(batch.mamba_track_seqlens[request]) - batch.extend_prefix_lens_cpu[request]
+        found[ends[request] + length // chunk * chunk] = int(batch.mamba_track_indices[request])
+    return found
 
 
 def _tokens(ends: Sequence[int]) -> list[slice]:
