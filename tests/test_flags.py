@@ -184,15 +184,10 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match="keydiff.* without --speculative-algorithm"):
         refusals.check_where_policies_evict(evicts, _server_args(**eagle))
     # SGLang may settle for another algorithm than the operator named.
-    kinds = dict(has_states=False, has_windows=False)
-    refusals.check_speculation(_server_args(**eagle), "EAGLE", 1, **kinds)
-    for settled, page, kind in (
-        ("FROZEN_KV_MTP", 1, {}),
-        ("EAGLE", 1, {"has_states": True}),
-        ("EAGLE", 1, {"has_windows": True}),
-    ):
+    refusals.check_speculation(_server_args(**eagle), "EAGLE", 1, has_windows=False)
+    for settled, windows in (("FROZEN_KV_MTP", False), ("EAGLE", True)):
         with pytest.raises(ValueError, match="--enable-reasoncache cannot be combined"):
-            refusals.check_speculation(_server_args(**eagle), settled, page, **{**kinds, **kind})
+            refusals.check_speculation(_server_args(**eagle), settled, 1, has_windows=windows)
     monkeypatch.setenv("SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1")
     with pytest.raises(ValueError, match="SGLANG_ENABLE_OVERLAP_PLAN_STREAM"):
         refusals.check(_server_args(**eagle))

@@ -22,8 +22,6 @@ from sglang_reasoncache.plugin import refusals
 
 #: Parts of recipes' names whose models have sparse attention, which the plugin refuses.
 _SPARSE = ("dsv4", "deepseek-v4", "glm5", "dsv3.2", "deepseek-v3.2", "minimaxm3", "minimax-m3")
-#: The same of models with state layers.
-_STATES = ("qwen3.5", "qwen3-next")
 #: GPUs that are not NVIDIA's, in names of recipes.
 _OTHERS = re.compile(r"mi3\d\d|_amd|amd_")
 _SECTIONS = ("decode", "aggregated", "agg")
@@ -95,8 +93,6 @@ def judge(name: str, flags: dict[str, str]) -> tuple[bool, bool, str]:
     args = _args(flags)
     try:
         refusals.check(args)
-        if args.speculative_algorithm is not None and any(part in name.lower() for part in _STATES):
-            return False, False, "speculation with state layers"
     except ValueError as error:
         reasons = re.findall(r"--[a-z0-9-]+", str(error).split(":", 1)[1])
         return False, False, "refuses " + " ".join(dict.fromkeys(reasons))

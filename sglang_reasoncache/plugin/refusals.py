@@ -146,16 +146,15 @@ def _in_speculation(args: ServerArgs, algorithm: str, page_size: int) -> list[st
 
 
 def check_speculation(
-    args: ServerArgs, algorithm: str, page_size: int, *, has_states: bool, has_windows: bool
+    args: ServerArgs, algorithm: str, page_size: int, *, has_windows: bool
 ) -> None:
     """Raises ValueError if what SGLang has settled for speculation, or the model, excludes this plugin. SGLang
     may choose another ``algorithm`` or ``page_size`` for a model than the operator did.
 
-    ``has_states``: whether the model has state layers. ``has_windows``: whether it has sliding windows."""
+    ``has_windows``: whether the model has sliding windows."""
     found = _in_speculation(compat.resolving_view(args), algorithm, page_size)
-    untested = {"state layers": has_states, "sliding windows": has_windows}
-    for layers in (layers for layers, there in untested.items() if there):
-        found.append(f"--speculative-algorithm for a model with {layers} (untested)")
+    if has_windows:
+        found.append("--speculative-algorithm for a model with sliding windows (untested)")
     refuse("--enable-reasoncache", found)
 
 

@@ -116,7 +116,6 @@ class ServerParts:
                 context.server_args,
                 runner.spec_algorithm.name,
                 page,
-                has_states=context.is_hybrid_ssm,
                 has_windows=any(
                     models.reach_of(layer) for layer in models.attention_layers(runner)
                 ),

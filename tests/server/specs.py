@@ -363,6 +363,33 @@ _BY_MTP = (
 )
 _MTP_MODULES = _importing("deepseek_v2", "deepseek_nextn")
 MTP = at_once("deepseek_v3").having("mtp", *_BY_MTP, **_SPECULATES, **_MTP_MODULES).for_long_runs()
+#: Hybrid models: SGLang keeps a state for each drafted token until it knows which are accepted.
+_WITH_STATES = {
+    "PYTHONPATH": os.pathsep.join(
+        (str(LEAN_START), _beside_ours("faulty", "state_layers", "speculating"))
+    )
+}
+_QWEN_MTP = _importing("qwen3_5_text", "qwen3_5_mtp")
+STATES_NGRAMS = at_once("qwen3_5_text").having("ngrams", *_BY_NGRAMS, **_WITH_STATES)
+STATES_MTP = (
+    at_once("qwen3_5_text").having("mtp", *_BY_MTP, **_WITH_STATES, **_QWEN_MTP).for_long_runs()
+)
+STATES_MTP_SHORT = (
+    short("qwen3_5_text").having("mtp", *_BY_MTP, **_WITH_STATES, **_QWEN_MTP).for_long_runs()
+)
+#: SGLang copies states at every 64 tokens, so that what was computed before is cached.
+STATES_COPIED = STATES_MTP.having(
+    "copied", "--mamba-radix-cache-strategy extra_buffer --mamba-track-interval 64"
+).for_long_runs()
+OTHER_STATES = [
+    at_once(model).having("ngrams", *_BY_NGRAMS, **_WITH_STATES).for_long_runs()
+    for model in ("kimi_linear", "granitemoehybrid")
+]
+OTHER_STATES.append(
+    at_once("qwen3_next")
+    .having("mtp", *_BY_MTP, **_WITH_STATES, **_importing("qwen3_next", "qwen3_next_mtp"))
+    .for_long_runs()
+)
 #: The same in two groups of DP attention, a rank with a core each. SGLang pads their verifications.
 MTP_GROUPS = MTP.having(
     "groups",

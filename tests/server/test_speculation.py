@@ -72,14 +72,18 @@ def test_a_short_server_that_speculates_loses_nothing(server: ServerProcess) -> 
     assert_whole(server)
 
 
+STATES = [specs.STATES_NGRAMS, specs.STATES_MTP, specs.STATES_COPIED, *specs.OTHER_STATES]
+
+
 @pytest.mark.parametrize(
-    "spec", [specs.MTP, specs.MTP_PAGES, pytest.param(specs.MTP_GROUPS, marks=specs.FEW_CORES)]
+    "spec",
+    [*STATES, specs.MTP, specs.MTP_PAGES, pytest.param(specs.MTP_GROUPS, marks=specs.FEW_CORES)],
 )
-def test_latent_rows_are_verified_as_a_loop_reads_them(
+def test_what_other_models_verify_is_what_a_loop_computes(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
-    """DeepSeek's layer of multi-token prediction drafts, and rows are latent. With two groups of DP
-    attention, one has more requests than the other, so SGLang pads verifications."""
+    """DeepSeek's and Qwen's layers of multi-token prediction draft. Rows are latent, or layers have states.
+    With two groups of DP attention, one has more requests than the other, so SGLang pads verifications."""
     server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
     todo = letters(9)
     responses = together(server, todo, 400)
@@ -87,11 +91,38 @@ def test_latent_rows_are_verified_as_a_loop_reads_them(
         totals = seen["totals"]
         assert seen["uncorrected"] is None and totals["blocks_missed"] == 0
         assert totals["blocks_shared"] >= 50
-        assert totals["decode_steps"] < 0.7 * 400, "drafts are accepted"
+        # Drafts are accepted. The tiny Qwen3-Next's layer drafts worse than the others.
+        assert totals["decode_steps"] < (0.9 if spec.model == "qwen3_next" else 0.7) * 400
     beside = Beside(loop, server)
     for text, found in zip(todo, responses, strict=True):
         beside.add(text, found)
-    beside.check("nothing shared", "keys rotated otherwise")
+    rotates = loop.rotation() is not None
+    beside.check("nothing shared", *["keys rotated otherwise"] * rotates)
+    assert_whole(server)
+
+
+@pytest.mark.parametrize("spec", STATES)
+def test_a_cached_state_is_that_after_accepted_tokens(
+    servers: ServerPool, spec: specs.ServerSpec
+) -> None:
+    """A response goes on behind what is cached of an earlier one: its prompt, and what was computed without
+    sharing up to the last copy of the states."""
+    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    copied = spec == specs.STATES_COPIED
+    compared = []
+    for text, found in zip(letters(4), together(server, letters(4), 200), strict=True):
+        assert found["blocks"]
+        whole = loop.tokenizer(text)["input_ids"] + found["tokens"]
+        follow = follow_up(server, whole, most=150)
+        first = min(dst for _, dst, *_ in found["blocks"])
+        assert follow["cached"] == (first // 64 * 64 if copied else found["prompt_tokens"])
+        compared.append(loop.compare(whole, follow))
+        whole += follow["tokens"]
+        again = follow_up(server, whole)
+        if copied:
+            assert again["cached"] == (len(whole) - 1) // 64 * 64
+        compared.append(loop.compare(whole, again))
+    assert joined(compared).off.max() < ROUNDING
     assert_whole(server)
 
 

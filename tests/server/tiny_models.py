@@ -34,8 +34,20 @@ _DEEPSEEK: Fields = dict(
 )
 _DEEPSEEK |= dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, n_group=1)
 _DEEPSEEK |= dict(moe_intermediate_size=16, routed_scaling_factor=1.0, topk_group=1)
-#: The number of layers that draft tokens (multi-token prediction).
+#: The number of layers that draft tokens (multi-token prediction), in the configurations that name it.
 _MTP = "num_nextn_predict_layers"
+#: Models with a layer of multi-token prediction -> names of that layer, behind ``{}`` layers: its weights, the
+#: norms of the newest token's embedding and of the last output, what joins both, the norm of its output.
+_DEEPSEEK_DRAFTS = tuple(
+    f"model.layers.{{}}.{name}" for name in ("", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+)
+_QWEN_DRAFTS = tuple(
+    f"mtp.{name}"
+    for name in ("layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+)
+_DRAFTING = {"deepseek_v3": _DEEPSEEK_DRAFTS} | dict.fromkeys(
+    ("qwen3_5_text", "qwen3_next"), _QWEN_DRAFTS
+)
 #: Every second layer sees all positions, the others a window. OLMo 3 has the rope fields of real checkpoints.
 _WINDOW: Fields = dict(num_hidden_layers=4, head_dim=16, sliding_window=48)
 _WINDOW |= dict(layer_types=["sliding_attention", _FULL] * 2)
@@ -172,7 +184,10 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     described = json.loads((path / "config.json").read_text())
     if arguments.get(_MTP):
         described[_MTP] = arguments[_MTP]
-        _add_drafting_layer(path / "model.safetensors", arguments["num_hidden_layers"])
+    if name in _DRAFTING:
+        _add_drafting_layer(
+            path / "model.safetensors", arguments["num_hidden_layers"], _DRAFTING[name]
+        )
     # SGLang's Nemotron-H reads older field names, and accepts no infinite ``time_step_limit``.
     if "layers_block_type" in arguments:
         described["layers_block_type"] = arguments["layers_block_type"]
@@ -193,23 +208,25 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     return path
 
 
-def _add_drafting_layer(file: Path, layers: int) -> None:
-    """Adds DeepSeek-V3's layer of multi-token prediction behind ``layers`` layers: a copy of the last one that
-    gets the newest token's embedding and little of the last output, so it drafts what the model says."""
+def _add_drafting_layer(file: Path, layers: int, names: tuple[str, ...]) -> None:
+    """Adds a layer of multi-token prediction to a model of ``layers`` layers: a copy of the last one that gets
+    the newest token's embedding and little of the last output, so it drafts what the model says. ``names``: see
+    ``_DRAFTING``."""
     import torch
     from safetensors.torch import load_file, save_file
 
     weights = load_file(file)
     last = f"model.layers.{layers - 1}."
-    drafting = f"model.layers.{layers}."
+    drafting, *norms, join, norm = (name.format(layers) for name in names)
     for name in [name for name in weights if name.startswith(last)]:
         weights[name.replace(last, drafting)] = weights[name].clone()
     hidden = weights["model.norm.weight"].numel()
     one = torch.eye(hidden)
-    weights[drafting + "eh_proj.weight"] = torch.cat([one, 0.1 * one], dim=1)
-    for norm in ("enorm", "hnorm"):
-        weights[f"{drafting}{norm}.weight"] = torch.ones(hidden)
-    weights[drafting + "shared_head.norm.weight"] = weights["model.norm.weight"].clone()
-    weights[drafting + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
-    weights[drafting + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights[f"{join}.weight"] = torch.cat([one, 0.1 * one], dim=1)
+    for of in norms:
+        weights[f"{of}.weight"] = torch.ones(hidden)
+    weights[f"{norm}.weight"] = weights["model.norm.weight"].clone()
+    if names is _DEEPSEEK_DRAFTS:
+        weights[drafting + "shared_head.head.weight"] = weights["lm_head.weight"].clone()
+        weights[drafting + "embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, file, metadata={"format": "pt"})
