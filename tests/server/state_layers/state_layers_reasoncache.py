@@ -173,8 +173,10 @@ def scan_one(
     if kept is None:
         state[slots] = one(slice(None), state[slots])
         return
-    parents = retrieve_parent_token
-    parents = _parents(*x.shape[:2], None, None) if parents is None else parents.long()
+    if retrieve_parent_token is None:
+        parents = _parents(x.shape[0], x.shape[1], None, None)
+    else:
+        parents = retrieve_parent_token.long()
     for token in range(x.shape[1]):
         before = _after(parents[:, token], state[slots], kept)
         kept[: len(x), token] = one((slice(None), token), before)
