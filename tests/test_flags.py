@@ -156,7 +156,10 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         r"--speculative-eagle-topk 2 \(only chains": {"speculative_eagle_topk": 2},
         r"--speculative-num-draft-tokens 64 \(at most 63": {"speculative_num_draft_tokens": 64},
         r"--moe-a2a-backend pplx with speculation": {"moe_a2a_backend": "pplx"},
-        r"--enable-hierarchical-cache with a draft": {"enable_hierarchical_cache": True},
+        r"--speculative-draft-attention-backend fa3 at page size 64": {
+            "speculative_draft_attention_backend": "fa3",
+            "page_size": 64,
+        },
         r"--page-size 64 with trees": {
             "speculative_algorithm": "NGRAM",
             "page_size": 64,
@@ -180,6 +183,7 @@ def test_what_speculation_excludes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         "enable_dp_attention": True,
     }
     refusals.check(_server_args(**eagle, **served))
+    refusals.check(_server_args(**eagle, enable_hierarchical_cache=True))
     evicts = ReasonCacheConfig(policy="keydiff:share=0.5")
     with pytest.raises(ValueError, match="keydiff.* without --speculative-algorithm"):
         refusals.check_where_policies_evict(evicts, _server_args(**eagle))
