@@ -30,6 +30,8 @@ _MOST_HEADS = 256
 #: Tokens of all texts in the index, and texts that are looked up for one hash.
 _MOST_TOKENS = 1 << 20
 _MOST_PLACES = 4
+#: In longer prompts nothing is looked for: a hostile one could take the server's main process too long.
+MOST_PROMPT = 1 << 16
 _MASK = (1 << 64) - 1
 
 
@@ -123,7 +125,7 @@ class DocumentFinder:
         Tokens before the first span are the prompt's base. What earlier prompts had at the same place, behind
         the same tokens, is at most the first document: that one is read where it was computed.
         """
-        if len(prompt) < _HEAD + self._least:
+        if not _HEAD + self._least <= len(prompt) <= MOST_PROMPT:
             return []
         tokens = np.asarray(prompt, dtype=np.int64)
         hashes = self._window_hashes(tenant, tokens)

@@ -21,6 +21,7 @@ CONFLICTS: Mapping[str, str] = {
     "enable_flexkv": _OWN_TREE,
     "enable_hisparse": _OWN_TREE,
     "enable_int8_mamba_checkpoint": "SGLang has it only with its own prefix cache",
+    "elastic_ep_backend": "a rank that has left must get no request with documents",
     "enable_unified_memory": "its pool hands out virtual slots",
     "enable_unified_cache_external_linker": _OWN_TREE,
     "enable_streaming_session": _OWN_ROW,
