@@ -139,10 +139,7 @@ class HostSwap:
 
     def _copies(self, allocator: Any, slots: torch.Tensor) -> list[Any]:
         """Of the served model's KV, then of each draft model's."""
-        return [
-            allocator.get_cpu_copy(slots),
-            *(pool.get_cpu_copy(slots) for pool in self._draft_pools),
-        ]
+        return [store.get_cpu_copy(slots) for store in (allocator, *self._draft_pools)]
 
     def back(self, tree: SharedRadixCache, swapped: Swapped, held: int) -> Restored | None:
         """Load the positions from ``held`` on into new slots. None if slots are missing.
@@ -161,11 +158,9 @@ class HostSwap:
             whole = torch.cat((slots.new_zeros(held), slots))
             for run in swapped.runs:
                 if run.end > held:
-                    places = whole[run.start : run.end]
-                    of_model, *of_drafts = run.tensors
-                    allocator.load_cpu_copy(of_model, places)
-                    for pool, tensors in zip(self._draft_pools, of_drafts, strict=True):
-                        pool.load_cpu_copy(tensors, places)
+                    stores = (allocator, *self._draft_pools)
+                    for store, tensors in zip(stores, run.tensors, strict=True):
+                        store.load_cpu_copy(tensors, whole[run.start : run.end])
             if self._cached_at is not None and swapped.cached_at is not None:
                 self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
             return Restored(None, slots, swapped.first_shared)

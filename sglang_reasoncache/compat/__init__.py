@@ -23,7 +23,6 @@ _MODULES: dict[str, list[str]] = {
         "get_server_args",
         "get_parallel",
         "get_observability",
-        "get_platform",
         "get_disagg",
     ],
     "arg_groups.resolution_hooks": ["register_resolution_hook"],

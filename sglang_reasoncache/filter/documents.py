@@ -95,7 +95,8 @@ class _Match(NamedTuple):
 class DocumentFinder:
     """The texts of earlier prompts. A text becomes a document when it is found behind different text.
 
-    Time per prompt is linear in its length. Memory is bounded: texts that were used longest ago are dropped.
+    Memory is bounded: texts that were used longest ago are dropped. Time per prompt is linear in its length,
+    unless a client crafts texts for it: then it may be quadratic, up to :data:`MOST_PROMPT` tokens.
 
     Args:
         least: Fewest tokens of a document, at least :data:`LEAST`.
@@ -194,7 +195,7 @@ class DocumentFinder:
                 yield best
                 floor, best = best.end, None
                 compared.clear()
-            # Tokens before ``floor`` are not compared again, so each is compared a bounded number of times.
+            # Tokens before ``floor`` are not compared again.
             if at < floor:
                 continue
             behind = floor

@@ -212,12 +212,9 @@ def _own_backend(
         return make_cuda(model_runner, name, None, requested_by=requested_by), reason
     if name in compat.CUDA_BACKENDS and prefill == decode and _reads_pages(config, model_runner):
         try:
-            backend = make_cuda(model_runner, name, None, requested_by=_PAGES)
+            return make_cuda(model_runner, name, None, requested_by=_PAGES), reason
         except ValueError as error:
-            return None, str(error)
-        if backend.paged.runs_prefills:
-            return backend, reason
-        reason = f"{_PAGES}: SGLang's kernels run the prefills of this model's latent attention"
+            reason = str(error)
     return None, reason
 
 
@@ -295,6 +292,10 @@ def _ready_for_graphs(
         kwargs["init_new_workspace"] = model_runner.init_new_workspace
     made = backend_class(name, latent)
     backend = made(model_runner, cached, requested_by=requested_by, **kwargs)
+    if cached is None and not backend.paged.runs_prefills:
+        raise ValueError(
+            f"{requested_by}: SGLang's kernels run the prefills of this model's latent attention"
+        )
     if backend.paged.backend != "triton":
         raise ValueError(f"{requested_by} needs Triton kernels, which cannot be had here")
     requests = compat.largest_decode_graph(model_runner)

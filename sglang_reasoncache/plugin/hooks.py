@@ -125,10 +125,10 @@ def _around_attention_default(server_args: ServerArgs, stock: Callable[[ServerAr
 
 
 def _make_attention(name: str, stock: Callable[[Any], Any], model_runner: Any) -> Any:
-    # A draft model reads shared keys as cached: that changes which tokens it drafts, not which are accepted.
     if _server is None:
         return stock(model_runner)
     if model_runner.is_draft_worker:
+        # It reads shared keys as cached: that changes which tokens it drafts, not which are accepted.
         _server.draft_model(model_runner)
         return stock(model_runner)
     return _server.attention_backend(model_runner, name, stock)
