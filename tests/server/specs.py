@@ -95,8 +95,6 @@ ACROSS = SHARED.having(
     *(TIGHT, *EAGER, CHUNKED, "--reasoncache-scope prompt --enable-metrics"),
     **retracting(25),
 ).beside(STOCK)
-#: Shares pages of 16 when slots run short, under forced retractions.
-PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **retracting(25))
 #: The MemShare paper's settings: blocks of similar steps are paired by their KV distance.
 MEMSHARE = SHARED.having(
     "memshare", TIGHT, PAGE16, *arguments_of({"preset": "memshare"}), CROWDED
@@ -115,11 +113,18 @@ def _beside_ours(*folders: str) -> str:
     return os.pathsep.join(filter(None, paths))
 
 
+def _plugins(*folders: str) -> dict[str, str]:
+    """The variable by which a server starts lean and loads the plugin ``faulty`` and those in ``folders``."""
+    return {"PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", *folders)))}
+
+
 #: Loads two plugins. One makes a rank fail after a request with a special id. If WAITS is set, the other makes
 #: the scheduler wait until its filter process has found all repeats, so that sharing does not depend on timing.
 PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
+#: Shares pages of 16 when slots run short, under forced retractions.
+PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **WAITING, **retracting(25))
 #: Two tensor-parallel ranks with a core each. They must decide alike and, if one fails, stop sharing together.
 TWO_RANKS = SHARED.having(
     *("tp2", "--max-total-tokens 850 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
@@ -199,8 +204,7 @@ STATELESS = {**LATENT, **WINDOWS, **WINDOW_POOL}
 
 def _beside(model: str) -> dict[str, str]:
     states = () if model in STATELESS else ("state_layers",)
-    paths = str(LEAN_START), _beside_ours("faulty", *states)
-    return {"PYTHONPATH": os.pathsep.join(paths)}
+    return _plugins(*states)
 
 
 def _importing(*modules: str) -> dict[str, str]:
@@ -258,7 +262,7 @@ GROUPS = replace(SHARED, name="qwen3_moe", model="qwen3_moe").having(
     "groups",
     "--dtype float32 --enable-dp-attention --tp 2 --dp-size 2 --enable-metrics --random-seed 7",
     *EAGER_CIRCLES,
-    PYTHONPATH=os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "attention_groups"))),
+    **_plugins("attention_groups"),
     **{WAITS: "1", **TWO_CORES},
 )
 GROUPS_SHORT = GROUPS.having(
@@ -278,7 +282,7 @@ HOST_TIER = SHARED.having(
     "--hicache-io-backend direct --hicache-mem-layout layer_first",
     **{
         WAITS: "1",
-        "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "host_tier"))),
+        **_plugins("host_tier"),
     },
 )
 #: WRITE_BACK copies prefixes to the host only when the pool evicts them. ON_DISK also writes prefixes to files.
@@ -299,9 +303,7 @@ HOST_TIERS = (HOST_TIER, WRITE_BACK, ON_DISK, _LATENT.for_long_runs())
 _PAIR = "--dtype float32 --disaggregation-transfer-backend mori --disaggregation-mode"
 _PAIRED = {
     WAITS: "1",
-    "PYTHONPATH": os.pathsep.join(
-        (str(LEAN_START), _beside_ours("faulty", "host_tier", "handing_over"))
-    ),
+    **_plugins("host_tier", "handing_over"),
 }
 PREFILLS = STOCK.having("prefills", _PAIR, "prefill --disable-overlap-schedule", **_PAIRED)
 _DECODES = SHARED.having("decodes", _PAIR, "decode --enable-metrics", **_PAIRED)
@@ -325,7 +327,7 @@ DECODES_ON_TWO_RANKS = DECODES_SHORT.having("tp2", "--tp 2", **TWO_CORES).for_lo
 #: chains by a model, here the served model itself.
 _SPECULATES = {
     WAITS: "1",
-    "PYTHONPATH": os.pathsep.join((str(LEAN_START), _beside_ours("faulty", "speculating"))),
+    **_plugins("speculating"),
 }
 _BY_NGRAMS = (
     "--speculative-algorithm NGRAM --speculative-num-draft-tokens 6",
@@ -341,10 +343,8 @@ DRAFTS_HOST_TIER = HOST_TIER.having(
     *EAGER,
     _BY_MODEL,
     **{
-        "TORCHDYNAMO_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join(
-            (str(LEAN_START), _beside_ours("faulty", "host_tier", "speculating"))
-        ),
+        **UNCOMPILED,
+        **_plugins("host_tier", "speculating"),
     },
 ).for_long_runs()
 NGRAMS = SHARED.having("ngrams", FP32, *EAGER, *_BY_NGRAMS, **_SPECULATES)
@@ -364,11 +364,7 @@ _BY_MTP = (
 _MTP_MODULES = _importing("deepseek_v2", "deepseek_nextn")
 MTP = at_once("deepseek_v3").having("mtp", *_BY_MTP, **_SPECULATES, **_MTP_MODULES).for_long_runs()
 #: Hybrid models: SGLang keeps a state for each drafted token until it knows which are accepted.
-_WITH_STATES = {
-    "PYTHONPATH": os.pathsep.join(
-        (str(LEAN_START), _beside_ours("faulty", "state_layers", "speculating"))
-    )
-}
+_WITH_STATES = _plugins("state_layers", "speculating")
 _QWEN_MTP = _importing("qwen3_5_text", "qwen3_5_mtp")
 STATES_NGRAMS = at_once("qwen3_5_text").having("ngrams", *_BY_NGRAMS, **_WITH_STATES)
 STATES_MTP = (
@@ -394,9 +390,7 @@ OTHER_STATES.append(
 MTP_GROUPS = MTP.having(
     "groups",
     "--enable-dp-attention --tp 2 --dp-size 2",
-    PYTHONPATH=os.pathsep.join(
-        (str(LEAN_START), _beside_ours("faulty", "attention_groups", "speculating"))
-    ),
+    **_plugins("attention_groups", "speculating"),
     **TWO_CORES,
 ).for_long_runs()
 #: A PD pair of servers that speculate. Prefills write the KV of the draft layer, too.
@@ -404,9 +398,7 @@ _MTP_PAIRED = {
     **UNCOMPILED,
     **_MTP_MODULES,
     **_PAIRED,
-    "PYTHONPATH": os.pathsep.join(
-        (str(LEAN_START), _beside_ours("faulty", "host_tier", "handing_over", "speculating"))
-    ),
+    **_plugins("host_tier", "handing_over", "speculating"),
 }
 MTP_PREFILLS = replace(STOCK, name="mtp", model="deepseek_v3").having(
     "prefills", *_BY_MTP, _PAIR, "prefill --disable-overlap-schedule", **_MTP_PAIRED

@@ -62,14 +62,13 @@ def test_follow_up_turn(server: ServerProcess) -> None:
 def test_shares_and_keeps_answers(
     server: ServerProcess, count: int, blocks: int, saved: float, right: float
 ) -> None:
-    """Answers stay right. A retracted request comes back from the host as it was, or is computed again, and its
-    blocks share again."""
+    """Answers stay right. When a retracted request has been computed again, its blocks share again."""
     todo = problems(count)
     answers = solve(server, todo)
     seen = report(server)
     if "SGLANG_TEST_RETRACT" in server.env:
         assert any(entry["retractions"] for entry in seen["recent"])
-        assert seen["totals"]["blocks_reapplied"] + seen["totals"]["requests_swapped"] > 0
+        assert seen["totals"]["blocks_reapplied"] > 0
     assert seen["block"] == seen["config"]["block"]
     assert seen["totals"]["blocks_shared"] > blocks
     assert seen["totals"]["blocks_missed"] == 0

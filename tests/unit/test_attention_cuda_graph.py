@@ -51,37 +51,45 @@ SIZES = (3, 1)
 pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform")
 
 
-def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
-    """Our backend over SGLang's Triton backend, made as when a server starts."""
-    runner, rig.unread = rig.runner, 1
-    runner.sliding_window_size, runner.gpu_id, runner.page_size = rig.window or None, 0, 1
-    runner.decode_num_tokens_per_req = lambda: 1
-    runner.kv_cache_dtype = rig.dtype
+def backend_over(
+    name: str, rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True
+) -> Any:
+    """Our backend over SGLang's backend ``name``, made as when a server starts. The runner and its config
+    have what all of SGLang's backends read."""
+    runner = rig.runner
+    runner.sliding_window_size, runner.page_size = rig.window or None, rig.page
     runner.kv_index_translator = KVIndexTranslator(
         req_to_token=rig.rows.req_to_token,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
         token_to_kv_pool=rig.pool,
-        page_size=1,
+        page_size=rig.page,
         device="cpu",
     )
     config = runner.model_config
-    config.hf_config = config.hf_text_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
     config.attention_arch = AttentionArch.MLA if rig.latent else AttentionArch.MHA
-    config.linear_attn_registry_result = None
-    config.head_dim = config.v_head_dim = config.swa_v_head_dim = rig.query_dim
-    config.kv_lora_rank = rig.v_dim
-    config.get_max_num_attention_heads = lambda: rig.heads
+    config.head_dim, config.kv_lora_rank = rig.query_dim, rig.v_dim
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # As on a GPU, our Triton kernels run.
     monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
-    backend = attention.backend_class("triton")(
+    backend = attention.backend_class(name, rig.latent)(
         runner, rig.cached_at if corrected else None, requested_by=REQUESTED_BY
     )
-    buffers = rig.buffers
-    before = [buffer.clone() for buffer in buffers]
+    before = [buffer.clone() for buffer in rig.buffers]
     compile_attention(backend.paged)
-    torch.testing.assert_close(before, buffers, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(before, rig.buffers, rtol=0, atol=0, equal_nan=True)
     return backend
+
+
+def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
+    runner, rig.unread = rig.runner, 1
+    runner.gpu_id, runner.kv_cache_dtype = 0, rig.dtype
+    runner.decode_num_tokens_per_req = lambda: 1
+    config = runner.model_config
+    config.hf_config = config.hf_text_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
+    config.linear_attn_registry_result = None
+    config.v_head_dim = config.swa_v_head_dim = rig.query_dim
+    config.get_max_num_attention_heads = lambda: rig.heads
+    return backend_over("triton", rig, monkeypatch, corrected)
 
 
 class Graphs:

@@ -5,6 +5,7 @@ kernels read the same page tables, lengths and scales in fp64. Rows that share r
 look up single slots."""
 
 import functools
+import inspect
 import math
 import sys
 import types
@@ -14,29 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.configs.model_config import AttentionArch
-from sglang.srt.layers.attention import (
-    flashinfer_backend,
-    flashinfer_mla_backend,
-    trtllm_mha_backend,
-    trtllm_mla_backend,
-)
-from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+from sglang.srt.layers.attention import trtllm_mha_backend, trtllm_mla_backend
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_reasoncache import compat
-from sglang_reasoncache.attention import paged
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED
-from sglang_reasoncache.attention.warm_up import compile_attention
-from sglang_reasoncache.kernels.paged import PagedKv
-from sglang_reasoncache.plugin import attention
 from tests.flash_attention import import_backend
 from tests.kernels.attention_cases import dense
 from tests.triton_runs import shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
-from tests.unit.attention_rig import CONTEXT, SHORT, TOLERANCE, Rig, mark
-from tests.unit.test_attention import REQUESTED_BY
-from tests.unit.test_attention_cuda_graph import CHAIN, Graphs
+from tests.unit.attention_rig import CONTEXT, SHORT, Rig, mark
+from tests.unit.test_attention_cuda_graph import CHAIN, Graphs, backend_over, close
 
 flashattention_backend = import_backend()
 
@@ -138,6 +127,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     found = Kernels()
     for module in (trtllm_mha_backend, trtllm_mla_backend):
         monkeypatch.setattr(module, "flashinfer", found, raising=False)
+        # Its counters are for the device's multiprocessors.
+        monkeypatch.setattr(module, "make_persistent_multi_ctas_kv_counter_buffer", _none)
     sgl_kernel: Any = types.ModuleType("sgl_kernel.flash_attn")
     for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
         setattr(sgl_kernel, name, found.flash_attn_with_kvcache)
@@ -147,9 +138,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
         flashattention_backend, "flash_attn_with_kvcache", found.flash_attn_with_kvcache
     )
     monkeypatch.setattr(flashattention_backend, "get_device_capability", lambda: (9, 0))
-    # Its counters are for the device's multiprocessors.
-    for module in (trtllm_mha_backend, trtllm_mla_backend):
-        monkeypatch.setattr(module, "make_persistent_multi_ctas_kv_counter_buffer", _none)
     monkeypatch.setattr(trtllm_mla_backend, "_jit_fixup_module", _none)
     monkeypatch.setattr(trtllm_mla_backend, "can_use_set_mla_kv_concat_q", lambda *_: False)
     monkeypatch.setattr(trtllm_mla_backend, "can_use_set_mla_kv_concat_q_fp8", lambda: False)
@@ -161,10 +149,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     # What FlashInfer's own backends make, below TRT-LLM's, are wrappers that need a GPU.
     for cls in (compat.FlashInferAttnBackend, compat.FlashInferMLAAttnBackend):
         monkeypatch.setattr(cls, "__init__", _parent)
-    monkeypatch.setattr(
-        flashinfer_mla_backend.FlashInferMLAAttnBackend, "init_cuda_graph_state", _none
-    )
-    assert flashinfer_backend.FlashInferAttnBackend.__init__ is _parent
+    monkeypatch.setattr(compat.FlashInferMLAAttnBackend, "init_cuda_graph_state", _none)
     with get_parallel().override(attn_dcp_rank=0, attn_tp_rank=0):
         yield found
 
@@ -188,35 +173,19 @@ def _parent(self: Any, model_runner: Any, skip_prefill: bool = False, *_buffers:
 
 def made(case: str, rig: Rig, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any = None) -> Any:
     """Our backend over the SGLang backend of a case, made as when a server starts."""
-    name, page, _ = CASES[case]
+    name, _, _ = CASES[case]
     runner = rig.runner
-    runner.page_size, runner.kv_cache_dtype = page, kv_dtype or rig.dtype
-    runner.kv_cache_dtype_str = "auto"
-    runner.sliding_window_size = rig.window or None
+    runner.kv_cache_dtype, runner.kv_cache_dtype_str = kv_dtype or rig.dtype, "auto"
     runner.prefill_attention_backend_str = runner.decode_attention_backend_str = name
     runner.max_running_requests = 8
-    runner.kv_index_translator = KVIndexTranslator(
-        req_to_token=rig.rows.req_to_token,
-        token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
-        token_to_kv_pool=rig.pool,
-        page_size=page,
-        device="cpu",
-    )
     config = runner.model_config
-    config.num_attention_heads, config.get_num_kv_heads = rig.heads, lambda *_: rig.kv_heads
-    config.hidden_size, config.head_dim = rig.heads * rig.query_dim, rig.query_dim
-    config.attention_arch = AttentionArch.MLA if rig.latent else AttentionArch.MHA
+    config.num_attention_heads, config.hidden_size = rig.heads, rig.heads * rig.query_dim
     config.is_local_attention_model = False
     config.hf_text_config = SimpleNamespace(num_attention_heads=rig.heads)
-    config.kv_lora_rank, config.v_head_dim = rig.v_dim, rig.v_dim
+    config.v_head_dim = rig.v_dim
     config.qk_rope_head_dim, config.qk_nope_head_dim = rig.query_dim - rig.v_dim, rig.v_dim
-    # As on a GPU, our Triton kernels run.
-    monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
     shrink_launches(monkeypatch)
-    backend = attention.backend_class(name, rig.latent)(
-        runner, rig.cached_at, requested_by=REQUESTED_BY
-    )
-    compile_attention(backend.paged)
+    backend = backend_over(name, rig, monkeypatch)
     if rig.latent:
         for method in ("forward_decode", "forward_extend"):
             setattr(backend, method, functools.partial(_in_parts, rig, getattr(backend, method)))
@@ -237,11 +206,6 @@ def _in_parts(
 def rig_of(case: str, lengths: list[int] = SHORT, **named: Any) -> Rig:
     _, page, shape = CASES[case]
     return Rig(shifted=0.4, lengths=lengths, heads=2, kv_heads=1, page=page, **shape, **named)
-
-
-def close(rig: Rig, found: torch.Tensor, batch: Any) -> bool:
-    error = (found.double() - rig.expected(batch)).abs().max()
-    return bool(error <= TOLERANCE[rig.dtype])
 
 
 @under_interpreter
@@ -351,11 +315,8 @@ def _turned(
 
 def test_stand_ins_are_for_what_sglang_calls() -> None:
     """The names that the stand-ins replace are those of the installed SGLang."""
-    calls = SimpleNamespace(
-        mha=("trtllm_batch_decode_with_kv_cache(", "trtllm_batch_context_with_kv_cache("),
-        mla=("trtllm_batch_decode_with_kv_cache_mla(", "mla_quantize_and_rope_for_fp8("),
-    )
-    for module, names in ((trtllm_mha_backend, calls.mha), (trtllm_mla_backend, calls.mla)):
-        with open(str(module.__file__)) as file:
-            text = file.read()
+    mha = ("trtllm_batch_decode_with_kv_cache(", "trtllm_batch_context_with_kv_cache(")
+    mla = ("trtllm_batch_decode_with_kv_cache_mla(", "mla_quantize_and_rope_for_fp8(")
+    for module, names in ((trtllm_mha_backend, mha), (trtllm_mla_backend, mla)):
+        text = inspect.getsource(module)
         assert all(name in text for name in names)
