@@ -88,6 +88,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             if not self.enable_mamba_extra_buffer:
                 # Without the extra buffer SGLang has no copy of the state at an earlier position.
                 end = 0
+            elif end < (req.kv.mamba_last_track_seqlen or 0) and compat.state_copy_in_flight(
+                req.kv
+            ):
+                # SGLang would publish the older of its two copies. It cuts a row by some tokens only, and its
+                # copies are further apart; we may cut so much that a forward in flight replaces that copy.
+                end = 0
         if isinstance(req.last_node, Restored) and running:
             self._note_restored(req)
         if isinstance(req.last_node, Composition | Continued):

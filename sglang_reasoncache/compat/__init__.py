@@ -24,6 +24,7 @@ _MODULES: dict[str, list[str]] = {
         "get_parallel",
         "get_observability",
         "get_disagg",
+        "get_exec",
     ],
     "arg_groups.resolution_hooks": ["register_resolution_hook"],
     "arg_groups.overrides": ["declare_resolution"],
@@ -214,6 +215,15 @@ def shared_layers(pool: Any) -> list[int]:
 def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
     """The range (start, end) of a request's positions that have lost their slots in the window pool."""
     return kv.swa_dead_lo(page), kv.get_evicted_seqlen(resolve("ComponentType").SWA)
+
+
+def state_copy_in_flight(kv: Any) -> bool:
+    """Whether a forward in flight may write the older of a request's two copies of its state. SGLang copies the
+    state at multiples of ``mamba_track_interval``, alternately into both. At the last multiple that the
+    request's slots reach, it has not yet recorded a copy."""
+    interval = resolve("get_exec")().mamba.mamba_track_interval
+    reached = kv.kv_allocated_len - kv.kv_allocated_len % interval
+    return bool(reached > (kv.mamba_last_track_seqlen or 0))
 
 
 def latent_rank(pool: Any) -> int:

@@ -21,6 +21,8 @@ class RequestKV(Protocol):
     holds_kv: bool
     #: SGLang's own copy of a retracted request's KV on the host, on the decode server of a PD pair.
     retraction_backup: Any
+    #: How many positions the latest copy of the request's state has seen, in models with state layers.
+    mamba_last_track_seqlen: int | None
 
 
 class Request(Protocol):

@@ -132,6 +132,36 @@ def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int)
     world.assert_whole()
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_copy_that_a_forward_may_replace_is_not_published(
+    any_length: None, in_flight: bool
+) -> None:
+    """With overlap, a request finishes while its next step runs. At the next multiple of the interval that step
+    writes the older copy of the state, which is the one that fits a row cut at its first shared position."""
+    interval = 15 if in_flight else 256
+    with get_context().override_server_args(
+        device="cpu", attention_backend="torch_native", mamba_track_interval=interval
+    ):
+        get_server_args()._mamba_cache_chunk_size = 1
+        world = States("extra_buffer")
+        req = world.start(first=100)
+        kv = req.kv
+        assert kv.kv_allocated_len == 30
+        world.set_state(kv.mamba_ping_pong_track_buffer[0], 15)
+        world.set_state(kv.mamba_ping_pong_track_buffer[1], 28)
+        kv.mamba_next_track_idx, kv.mamba_last_track_idx = 0, 1
+        kv.mamba_prev_track_seqlen, kv.mamba_last_track_seqlen = 15, 28
+        world.propose(req, Pair(len(PROMPT) + 20, len(PROMPT) + 14))
+        world.controller.after_decode([req])
+        world.step(req)
+        if in_flight:
+            world.set_state(kv.mamba_ping_pong_track_buffer[0], 30)
+        tokens = [*req.origin_input_ids, *req.output_ids]
+        world.finish(req)
+        assert world.cached(tokens) == (0 if in_flight else 15)
+        world.assert_whole()
+
+
 @pytest.mark.parametrize("end", ENDS)
 def test_a_request_that_came_back_leaves_nothing_behind(world: States, end: str) -> None:
     """After a retraction the prefill covers prompt and output, so the prefill's state must not be published
