@@ -32,6 +32,10 @@ _MOST_TOKENS = 1 << 20
 _MOST_PLACES = 4
 #: In longer prompts nothing is looked for: a hostile one could take the server's main process too long.
 MOST_PROMPT = 1 << 16
+#: Tokens that may be compared for each token of a prompt, and what a comparison counts at least. Texts that no
+#: client crafted need two.
+_MOST_COMPARED = 8
+_COMPARISON = 64
 _MASK = (1 << 64) - 1
 
 
@@ -95,8 +99,8 @@ class _Match(NamedTuple):
 class DocumentFinder:
     """The texts of earlier prompts. A text becomes a document when it is found behind different text.
 
-    Memory is bounded: texts that were used longest ago are dropped. Time per prompt is linear in its length,
-    unless a client crafts texts for it: then it may be quadratic, up to :data:`MOST_PROMPT` tokens.
+    Memory is bounded: texts that were used longest ago are dropped. Time per prompt is linear in its length: if
+    a client crafts texts that need too many comparisons, less is found.
 
     Args:
         least: Fewest tokens of a document, at least :data:`LEAST`.
@@ -111,6 +115,8 @@ class DocumentFinder:
         self._index: dict[int, list[_Text]] = {}
         # Tenant and first tokens -> the tokens with which all these prompts begin.
         self._bases: OrderedDict[tuple[bytes, bytes], np.ndarray] = OrderedDict()
+        # How many tokens may still be compared for the prompt at hand.
+        self._may_compare = 0
         # Secret, so that no client can choose windows of equal hash.
         count = WINDOW.bit_length() + 1
         self._factors = [np.uint64(secrets.randbits(64) | 1) for _ in range(count)]
@@ -132,6 +138,7 @@ class DocumentFinder:
         hashes = self._window_hashes(tenant, tokens)
         hashed = _Prompt(tenant, tokens, self._prefix_hashes(tokens), hashes)
         base, is_new = self._base(hashed)
+        self._may_compare = _MOST_COMPARED * len(tokens)
         matches = list(self._matches(hashed, base))
         # If no earlier prompt begins alike, the prompt enters whole.
         at = _HEAD if is_new else base
@@ -203,10 +210,11 @@ class DocumentFinder:
                 if text.is_document != documents or text.tenant != prompt.tenant:
                     continue
                 place = text.places[name]
-                if (text, at - place) in compared:
+                if (text, at - place) in compared or self._may_compare <= 0:
                     continue
                 compared.add((text, at - place))
                 match = _matched(prompt, text, at, place, floor, stop)
+                self._may_compare -= max(match.length, _COMPARISON)
                 if match.is_usable(self._least):
                     best = match if best is None or match.length > best.length else best
                 else:

@@ -65,8 +65,9 @@ def _may_compose(obj: Any) -> bool:
     exact = "input_embeds", "session_params", "multi_item_delimiter_indices", "return_hidden_states"
     if params.get("max_new_tokens") == 0 or any(getattr(obj, name) for name in exact):
         return False
-    # SGLang refuses wrong values later.
+    # SGLang refuses wrong values later, but not a wrong repair where nothing is marked.
     with contextlib.suppress(Exception):
+        marks.repair_of(_custom(params).get(marks.REPAIR_KEY, "none"))
         return marks.asked_of(params.get("custom_params")).share
     return False
 

@@ -5,13 +5,17 @@ import itertools
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from sglang_reasoncache.filter.documents import LEAST, DocumentFinder
+from sglang_reasoncache.filter import documents
+from sglang_reasoncache.filter.documents import LEAST, MOST_PROMPT, DocumentFinder
 
 DRAW = random.Random(7)
 TENANT = b"tenant"
+#: Tokens of a long prompt.
+LONG = 60_000
 Spans = list[tuple[int, int]]
 
 
@@ -164,16 +168,16 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
 @pytest.mark.parametrize(
     "hostile",
     [
-        lambda: [5] * 100_000,
-        lambda: [1, 2, 3] * 33_000,
-        lambda: _text(100_000),
-        lambda: _text(100) * 1000,
-        lambda: list(itertools.chain(*([at] * 65 + [0] for at in range(1500)))),
+        lambda: [5] * LONG,
+        lambda: [1, 2, 3] * (LONG // 3),
+        lambda: _text(LONG),
+        lambda: _text(100) * (LONG // 100),
+        lambda: list(itertools.chain(*([at] * 65 + [0] for at in range(LONG // 66)))),
     ],
     ids=["one token", "period", "random", "a document again and again", "runs"],
 )
 def test_time_is_linear_for_hostile_prompts(hostile: object) -> None:
-    assert callable(hostile)
+    assert callable(hostile) and LONG < MOST_PROMPT - 1000
     finder, text = DocumentFinder(64), hostile()
     finder.find(TENANT, _prompt(_text(80)))
     for number in range(6):
@@ -182,6 +186,29 @@ def test_time_is_linear_for_hostile_prompts(hostile: object) -> None:
         assert time.process_time() - start < 3
         assert all(end > begin for begin, end in spans)
         assert all(one[1] == two[0] for one, two in itertools.pairwise(spans))
+
+
+def test_crafted_texts_cost_no_more_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long text, then its overlapping parts in reverse order, each of which becomes a document. Then all parts
+    match the long text, and compared with each it would be read again."""
+    compared = 0
+
+    def counted(*args: Any) -> Any:
+        nonlocal compared
+        match = matched(*args)
+        compared += match.length
+        return match
+
+    matched = documents._matched
+    monkeypatch.setattr(documents, "_matched", counted)
+    finder, text = DocumentFinder(64), _text(16_384)
+    parts = [[*text[max(at - 15, 0) : at + 64], 5] for at in range(0, len(text) - 100, 64)]
+    for prompt in (_prompt(_text(60), text), _prompt(_text(50), text), _prompt(*parts[::-1])):
+        finder.find(TENANT, prompt)
+    compared, prompt = 0, _prompt(_text(40), text[:-100])
+    finder.find(TENANT, prompt)
+    # The last comparison may go over the bound.
+    assert compared <= 9 * len(prompt)
 
 
 def test_nothing_is_found_in_short_prompts() -> None:

@@ -97,6 +97,7 @@ def test_known_text_is_marked(auto: Callable[..., None]) -> None:
     "options",
     [
         {"sampling": {"custom_params": {"reasoncache": False}}},
+        {"sampling": {"custom_params": {"documents_repair": "nonsense"}}},
         {"sampling": {"max_new_tokens": 0}},
         {"return_logprob": True, "logprob_start_len": 0},
         {"return_logprob": True, "logprob_start_len": 150},
