@@ -404,6 +404,21 @@ MTP_PREFILLS = replace(STOCK, name="mtp", model="deepseek_v3").having(
     "prefills", *_BY_MTP, _PAIR, "prefill --disable-overlap-schedule", **_MTP_PAIRED
 )
 MTP_DECODES = MTP.having("decodes", _PAIR, "decode", _TENSORS, **_MTP_PAIRED).for_long_runs()
+#: The same with a hybrid model. Its states are handed over, too, and go to the host at retractions.
+_STATES_PAIRED = {
+    **UNCOMPILED,
+    **_QWEN_MTP,
+    **_PAIRED,
+    **_plugins("host_tier", "handing_over", "state_layers", "speculating"),
+}
+STATES_PREFILLS = replace(STOCK, name="qwen3_5_text", model="qwen3_5_text").having(
+    *("prefills", *_BY_MTP, _PAIR, "prefill --disable-overlap-schedule"),
+    "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500",
+    **{**dict(STATES_MTP.env), **_STATES_PAIRED},
+)
+STATES_DECODES = STATES_MTP.having(
+    "decodes", _PAIR, "decode", _TENSORS, **_STATES_PAIRED, **retracting(40)
+).for_long_runs()
 MTP_PAGES = MTP.having("page16", PAGE16).for_long_runs()
 DRAFT_PAGES = DRAFTS.having("page16", PAGE16, *EAGER).for_long_runs()
 SPECULATING = (NGRAMS, DRAFTS, DRAFT_PAGES, *map(on_two_ranks, (NGRAMS, DRAFTS)))

@@ -23,6 +23,7 @@ _rooms = itertools.count(1)
 _PREFILLS = {
     specs.DECODES_ON_TWO_RANKS: specs.PREFILLS_ON_TWO_RANKS,
     specs.MTP_DECODES: specs.MTP_PREFILLS,
+    specs.STATES_DECODES: specs.STATES_PREFILLS,
 }
 
 
@@ -96,11 +97,11 @@ def test_what_a_decode_server_shares_is_what_the_harness_computes(
     assert_whole(pair.decode, log)
 
 
-@pytest.mark.parametrize("spec", [specs.MTP_DECODES])
+@pytest.mark.parametrize("spec", [specs.MTP_DECODES, specs.STATES_DECODES])
 def test_a_decode_server_that_speculates_shares(
     servers: ServerPool, folder: Path, spec: specs.ServerSpec
 ) -> None:
-    """Its prompts' KV, the draft layer's too, comes from the prefill server."""
+    """Its prompts' KV, the draft layer's too, comes from the prefill server. So do a hybrid model's states."""
     pair = Pair(servers, folder, spec)
     loop = Loop(servers.model(spec.model), spec.model)
     todo = letters(9)
