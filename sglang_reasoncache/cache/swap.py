@@ -172,6 +172,9 @@ class HostSwap:
 def _bytes_of(tensors: Any) -> int:
     if isinstance(tensors, torch.Tensor):
         return tensors.nbytes
+    if isinstance(tensors, dict):
+        # Window layers have a pool of their own.
+        tensors = list(tensors.values())
     if isinstance(tensors, list | tuple):
         return sum(map(_bytes_of, tensors))
     return 0

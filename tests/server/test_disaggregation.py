@@ -108,7 +108,10 @@ def test_a_decode_server_that_speculates_shares(
     responses = pair.respond(todo, 400, **TO_THE_END)
     totals = report(pair.decode)["totals"]
     assert totals["blocks_missed"] == 0 and totals["blocks_shared"] >= 100
-    assert totals["decode_steps"] < 0.7 * 400, "drafts are accepted"
+    retracts = spec == specs.STATES_DECODES
+    assert any(found["retractions"] and found["blocks"] for found in responses) == retracts
+    # Requests that come back run on after the others.
+    assert totals["decode_steps"] < (0.9 if retracts else 0.7) * 400, "drafts are accepted"
     beside = Beside(loop, pair.decode)
     for text, found in zip(todo, responses, strict=True):
         beside.add(text, found)
