@@ -126,6 +126,12 @@ WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 #: Shares pages of 16 when slots run short, under forced retractions.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **WAITING, **retracting(25))
 #: Two tensor-parallel ranks with a core each. They must decide alike and, if one fails, stop sharing together.
+#: No prefix cache, as most public recipes have it. Retracted requests still come back from the host.
+UNCACHED = SHARED.having(
+    *("uncached", "--disable-radix-cache", TIGHT, *SOON, CROWDED, CHUNKED),
+    **WAITING,
+    **retracting(25),
+)
 TWO_RANKS = SHARED.having(
     *("tp2", "--max-total-tokens 850 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
     "--reasoncache-percentile 90",
@@ -377,6 +383,11 @@ STATES_MTP_SHORT = (
 STATES_COPIED = STATES_MTP.having(
     "copied", "--mamba-radix-cache-strategy extra_buffer --mamba-track-interval 64"
 ).for_long_runs()
+#: As most public recipes for Qwen3.5 do: pages, and no prefix cache.
+STATES_PAGES = STATES_MTP.having("page64", "--page-size 64 --disable-radix-cache").for_long_runs()
+STATES_PAGES_SHORT = STATES_MTP_SHORT.having(
+    "page16", PAGE16, "--disable-radix-cache --max-total-tokens 800"
+).for_long_runs()
 OTHER_STATES = [
     at_once(model).having("ngrams", *_BY_NGRAMS, **_WITH_STATES).for_long_runs()
     for model in ("kimi_linear", "granitemoehybrid")
@@ -391,6 +402,12 @@ MTP_GROUPS = MTP.having(
     "groups",
     "--enable-dp-attention --tp 2 --dp-size 2",
     **_plugins("attention_groups", "speculating"),
+    **TWO_CORES,
+).for_long_runs()
+#: The same with a hybrid model, in pages and without a prefix cache.
+STATES_GROUPS = STATES_MTP.having(
+    *("groups", "--enable-dp-attention --tp 2 --dp-size 2", PAGE16, "--disable-radix-cache"),
+    **_plugins("attention_groups", "state_layers", "speculating"),
     **TWO_CORES,
 ).for_long_runs()
 #: A PD pair of servers that speculate. Prefills write the KV of the draft layer, too.

@@ -76,6 +76,18 @@ def test_shares_and_keeps_answers(
     assert accuracy(todo, answers) >= right
 
 
+@pytest.mark.parametrize("server", [specs.UNCACHED], indirect=True)
+def test_without_a_prefix_cache(server: ServerProcess) -> None:
+    """Blocks share, retracted requests come back from the host, and nothing stays behind."""
+    log, todo = server.log_size(), problems(16)
+    assert accuracy(todo, solve(server, todo)) >= 0.8
+    wait_until_idle(server)
+    totals = report(server)["totals"]
+    assert totals["blocks_shared"] > 8 and totals["blocks_missed"] == 0
+    assert totals["requests_swapped"] > 0
+    assert_whole(server, log)
+
+
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_what_an_operator_can_see(server: ServerProcess) -> None:
     """Prometheus, the endpoints and the decode log line show what was shared."""

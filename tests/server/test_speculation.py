@@ -77,7 +77,14 @@ STATES = [specs.STATES_NGRAMS, specs.STATES_MTP, specs.STATES_COPIED, *specs.OTH
 
 @pytest.mark.parametrize(
     "spec",
-    [*STATES, specs.MTP, specs.MTP_PAGES, pytest.param(specs.MTP_GROUPS, marks=specs.FEW_CORES)],
+    [
+        *STATES,
+        specs.STATES_PAGES,
+        specs.MTP,
+        specs.MTP_PAGES,
+        pytest.param(specs.MTP_GROUPS, marks=specs.FEW_CORES),
+        pytest.param(specs.STATES_GROUPS, marks=specs.FEW_CORES),
+    ],
 )
 def test_what_other_models_verify_is_what_a_loop_computes(
     servers: ServerPool, spec: specs.ServerSpec
@@ -90,7 +97,8 @@ def test_what_other_models_verify_is_what_a_loop_computes(
     for seen in reports(server):
         totals = seen["totals"]
         assert seen["uncorrected"] is None and totals["blocks_missed"] == 0
-        assert totals["blocks_shared"] >= 50
+        # Few blocks cover whole pages of 64 positions in 400 tokens.
+        assert totals["blocks_shared"] >= (20 if spec == specs.STATES_PAGES else 50)
         # Drafts are accepted. The tiny Qwen3-Next's layer drafts worse than the others.
         assert totals["decode_steps"] < (0.9 if spec.model == "qwen3_next" else 0.7) * 400
     beside = Beside(loop, server)
