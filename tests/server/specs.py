@@ -383,6 +383,17 @@ STATES_MTP_SHORT = (
 STATES_COPIED = STATES_MTP.having(
     "copied", "--mamba-radix-cache-strategy extra_buffer --mamba-track-interval 64"
 ).for_long_runs()
+#: With the overlap schedule: a response ends while its next step runs, which may copy its states.
+_OVERLAPS = at_once("qwen3_5_text")
+_OVERLAPS = replace(
+    _OVERLAPS, flags=tuple(word for word in _OVERLAPS.flags if "overlap" not in word)
+)
+STATES_OVERLAPPED = [
+    _OVERLAPS.having(
+        name, f"--mamba-radix-cache-strategy {name} --mamba-track-interval 64"
+    ).for_long_runs()
+    for name in ("extra_buffer", "extra_buffer_lazy")
+]
 #: As most public recipes for Qwen3.5 do: pages, and no prefix cache.
 STATES_PAGES = STATES_MTP.having("page64", "--page-size 64 --disable-radix-cache").for_long_runs()
 STATES_PAGES_SHORT = STATES_MTP_SHORT.having(

@@ -109,14 +109,14 @@ def test_what_other_models_verify_is_what_a_loop_computes(
     assert_whole(server)
 
 
-@pytest.mark.parametrize("spec", STATES)
+@pytest.mark.parametrize("spec", [*STATES, *specs.STATES_OVERLAPPED])
 def test_a_cached_state_is_that_after_accepted_tokens(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
     """A response goes on behind what is cached of an earlier one: its prompt, and what was computed without
     sharing up to the last copy of the states."""
     server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
-    copied = spec == specs.STATES_COPIED
+    copied = spec in (specs.STATES_COPIED, *specs.STATES_OVERLAPPED)
     compared = []
     for text, found in zip(letters(4), together(server, letters(4), 200), strict=True):
         assert found["blocks"]

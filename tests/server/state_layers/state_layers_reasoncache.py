@@ -18,6 +18,9 @@ def register() -> None:
     # Qwen3-Next creates its norms on ``get_device_module().current_device()``. By default this is a GPU, which
     # a test machine may not have.
     setattr(torch, "get_device_module", lambda device=None: torch.cpu)  # noqa: B010
+    if not torch.cuda.is_available():
+        # Pinned memory needs a GPU.
+        setattr(torch.Tensor, "pin_memory", lambda self, *_: self)  # noqa: B010
     # SGLang's CPU has no copies of states. The functions below make them where SGLang's kernels would.
     from sglang_reasoncache.cpu.platform import TorchCpuPlatform
 
@@ -278,6 +281,10 @@ def gated_delta_rule(
                 pool.temporal[to] = states[of[0]].to(pool.temporal.dtype)
                 conv[to] = mixed_qkv[step.stop - before : step.stop].T.to(conv.dtype)
     pool.temporal[slots.long()] = states.to(pool.temporal.dtype)
+    if decodes and forward_batch.mamba_track_mask is not None:
+        chosen = forward_batch.mamba_track_mask.nonzero().flatten()
+        to, of = meta.mamba_track_indices.long()[chosen], slots.long()[chosen]
+        pool.temporal[to], conv[to] = pool.temporal[of], conv[of]
     return out.to(mixed_qkv.dtype)[None]
 
 
