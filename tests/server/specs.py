@@ -128,9 +128,9 @@ PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **WAITING, **retr
 #: Two tensor-parallel ranks with a core each. They must decide alike and, if one fails, stop sharing together.
 #: No prefix cache, as most public recipes have it. Retracted requests still come back from the host.
 UNCACHED = SHARED.having(
-    *("uncached", "--disable-radix-cache", TIGHT, *SOON, CROWDED, CHUNKED),
-    **WAITING,
-    **retracting(25),
+    "uncached",
+    *("--disable-radix-cache", TIGHT, *SOON, CROWDED, CHUNKED),
+    **{**WAITING, **retracting(25)},
 )
 TWO_RANKS = SHARED.having(
     *("tp2", "--max-total-tokens 850 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
@@ -417,7 +417,8 @@ MTP_GROUPS = MTP.having(
 ).for_long_runs()
 #: The same with a hybrid model, in pages and without a prefix cache.
 STATES_GROUPS = STATES_MTP.having(
-    *("groups", "--enable-dp-attention --tp 2 --dp-size 2", PAGE16, "--disable-radix-cache"),
+    "groups",
+    f"--enable-dp-attention --tp 2 --dp-size 2 --disable-radix-cache {PAGE16}",
     **_plugins("attention_groups", "state_layers", "speculating"),
     **TWO_CORES,
 ).for_long_runs()
