@@ -265,7 +265,7 @@ from sglang.srt.arg_groups import model_override_base as base
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import prepare_server_args
 argv = "--model-path {} --device cuda --enable-reasoncache".split()
-argv += "--attention-backend fa3 --page-size 64".split()
+argv += "--attention-backend fa3 --page-size 64 --tokenizer-worker-num 2".split()
 argv += "--speculative-algorithm STANDALONE --speculative-draft-model-path {}".split()
 argv += "--speculative-num-steps 2 --speculative-eagle-topk 1 --speculative-num-draft-tokens 3".split()
 with override_platform(is_cuda=True, is_hopper_with_cuda_12_3=True, has_flashinfer=True):
@@ -273,15 +273,24 @@ with override_platform(is_cuda=True, is_hopper_with_cuda_12_3=True, has_flashinf
     args.resolve_once()
 view = base.resolving_view(args)
 print("attention:", *base.attention_backends_of(view), view.speculative_draft_attention_backend)
+import os, pkgutil
+app = pkgutil.resolve_name(os.environ[compat.APP_ENV])
+assert app is compat.http_app
+paths = [getattr(route, "path", "") for route in app.routes]
+print("paths:", *(path for path in paths if "reasoncache" in path))
+targets = set(compat.FRONTEND_HOOK_TARGETS.values())
+assert targets <= HookRegistry._patched, targets - HookRegistry._patched
 """
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
     """Without ``--enable-reasoncache``, the plugin hooks only argument parsing. With it, on a Hopper GPU with
-    pages, it chooses a draft model's backend. ``test_attention_cuda.py`` tests other flags and GPUs."""
+    pages, it chooses a draft model's backend, and names the application of processes that serve HTTP.
+    ``test_attention_cuda.py`` tests other flags and GPUs."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: fa3 fa3 triton" in done.stdout, done.stderr
+    assert "paths: /reasoncache /reasoncache/ui /reasoncache/details" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

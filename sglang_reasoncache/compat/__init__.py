@@ -62,7 +62,8 @@ _MODULES: dict[str, list[str]] = {
         "GetInternalStateReqOutput",
     ],
     "disaggregation.utils": ["DisaggregationMode"],
-    "utils.auth": ["AuthLevel", "auth_level"],
+    "utils.auth": ["AuthLevel", "auth_level", "decide_request_auth"],
+    "plugins": ["load_plugins"],
     "layers.attention.torch_native_backend": ["TorchNativeAttnBackend"],
     "layers.attention.flashinfer_backend": ["FlashInferAttnBackend"],
     "layers.attention.flashinfer_mla_backend": ["FlashInferMLAAttnBackend"],
@@ -154,6 +155,10 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
     "prefill_vote": _COMPONENTS + "dp_attn._local_prefill_cuda_graph_vote",
     "votes": _COMPONENTS + "dp_attn.MLPSyncBatchInfo.all_gather",
 }
+
+#: The variable that names the HTTP application of SGLang's worker processes (``--tokenizer-worker-num``), which
+#: load no plugins. SGLang has it since 0.5.23.
+APP_ENV = "SGLANG_HTTP_SERVER_APP_PATH"
 
 #: The step of SGLang's flag resolution that chooses a default attention backend.
 ATTENTION_STEP = "handle_attention_backend_compatibility"

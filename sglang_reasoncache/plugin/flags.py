@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 ENABLED_ENV = "SGLANG_REASONCACHE_ENABLED"
 #: Environment variable with our flags, as on a command line, for launchers that make ``ServerArgs`` themselves.
 WORDS_ENV = "SGLANG_REASONCACHE"
+#: The HTTP application of SGLang's worker processes, as ``compat.APP_ENV`` names it.
+WORKER_APP = "sglang_reasoncache.plugin.worker:app"
 ENABLE = "enable_reasoncache"
 _PREFIX = "reasoncache_"
 _SET = _PREFIX + "set"
@@ -161,6 +163,8 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     """Attach the config to ``server_args`` and install the hooks. Raises ValueError for refused settings."""
     if not enabled:
         os.environ.pop(ENABLED_ENV, None)
+        if os.environ.get(compat.APP_ENV) == WORKER_APP:
+            del os.environ[compat.APP_ENV]
         if given:
             flag = flag_of(sorted(given)[0])
             raise ValueError(f"{flag} does nothing without --enable-reasoncache")
@@ -188,6 +192,14 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     # ServerArgs accept attributes that begin with an underscore, and keep them when pickled for the scheduler.
     setattr(server_args, CONFIG, config)
     os.environ[ENABLED_ENV] = "1"
+    if server_args.tokenizer_worker_num > 1:
+        app = os.environ.setdefault(compat.APP_ENV, WORKER_APP)
+        if app != WORKER_APP:
+            logger.warning(
+                "reasoncache: no GET /reasoncache and no documents: %s names another application, %s",
+                compat.APP_ENV,
+                app,
+            )
     hooks.install()
     hooks.install_frontend()
     # Child processes apply the hooks in SGLang's load_plugins(), which has run already in this process.

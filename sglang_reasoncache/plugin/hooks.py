@@ -56,7 +56,8 @@ def install() -> None:
 
 
 def install_frontend() -> None:
-    """Install the hooks of the server's main process, which parses requests."""
+    """Install the hooks of a process that parses requests: the server's main process or, with
+    ``--tokenizer-worker-num``, its workers (``worker.py``)."""
     from sglang_reasoncache.plugin import documents, waiting
 
     targets = compat.FRONTEND_HOOK_TARGETS
@@ -86,9 +87,9 @@ def _around_meta_info(
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     """Raise ValueError if ``custom_params`` has wrong values for our keys: SGLang then answers with status 400
-    before a scheduler sees the request. The worker processes of ``--tokenizer-worker-num`` load no plugins, so
-    they let wrong values through. The scheduler then treats a request with a wrong opt-out value as opted out,
-    and ignores wrong documents."""
+    before a scheduler sees the request. With SGLang 0.5.22, or an application of the operator's
+    (``compat.APP_ENV``), worker processes of ``--tokenizer-worker-num`` let wrong values through. The scheduler
+    then treats a request with a wrong opt-out value as opted out, and ignores wrong documents."""
     asked_of(params.custom_params)
     documents_of(params.custom_params)
 

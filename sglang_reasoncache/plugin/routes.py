@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``GET /reasoncache`` and the paths below it: the server's main process asks, the schedulers answer."""
+"""``GET /reasoncache`` and the paths below it: the process that serves HTTP asks, the schedulers answer."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from fastapi import Depends, HTTPException, Request
 
 from sglang_reasoncache import compat
 
@@ -24,8 +26,8 @@ BRIEF = DETAILS + "?blocks=false"
 
 
 def add() -> None:
-    """Add the paths to SGLang's HTTP application, in the server's main process. Details and responses show
-    other clients' requests, so reading them requires the ``--admin-api-key`` if the server has one."""
+    """Add the paths to SGLang's HTTP application. Details and responses show other clients' requests, so
+    reading them requires the ``--admin-api-key`` if the server has one."""
     from sglang_reasoncache.plugin import page
 
     present = {getattr(route, "path", None) for route in compat.http_app.routes}
@@ -38,7 +40,23 @@ def add() -> None:
     }
     for path, endpoint in endpoints.items():
         if path not in present:
-            compat.http_app.add_api_route(path, endpoint, methods=["GET"])
+            checks = [Depends(_check_key)] if endpoint in (_details, _response) else []
+            compat.http_app.add_api_route(path, endpoint, methods=["GET"], dependencies=checks)
+
+
+def _check_key(request: Request) -> None:
+    """Raises HTTPException without the ``--admin-api-key``. SGLang checks it, but not in the worker processes
+    of ``--tokenizer-worker-num``."""
+    decision = compat.decide_request_auth(
+        method=request.method,
+        path=request.url.path,
+        authorization_header=request.headers.get("Authorization"),
+        api_key=None,
+        admin_api_key=compat.get_server_args().admin_api_key,
+        auth_level=compat.AuthLevel.ADMIN_OPTIONAL,
+    )
+    if not decision.allowed:
+        raise HTTPException(decision.error_status_code, "Unauthorized")
 
 
 def answer(controller: Controller, path: str) -> dict[str, Any] | None:

@@ -34,6 +34,17 @@ def _accepts(target: Any, parameters: str) -> bool:
     return (found[: len(first.split())] if more else found) == first.split()
 
 
+def test_a_variable_names_the_application_of_worker_processes() -> None:
+    """SGLang 0.5.22 has no such variable."""
+    from sglang.srt.environ import envs
+
+    variable = getattr(envs, compat.APP_ENV, None)
+    if variable is None:
+        pytest.skip(f"this SGLang has no {compat.APP_ENV}")
+    module, _, name = variable.default.partition(":")
+    assert getattr(importlib.import_module(module), name) is compat.http_app
+
+
 @pytest.mark.parametrize("name", sorted(compat.NAMES))
 def test_name_exists(name: str) -> None:
     assert compat.resolve(name) is not None

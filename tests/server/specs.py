@@ -132,6 +132,11 @@ UNCACHED = SHARED.having(
     *("--disable-radix-cache", TIGHT, *SOON, CROWDED, CHUNKED),
     **{**WAITING, **retracting(25)},
 )
+#: Two processes serve HTTP. SGLang does not check the key there.
+ADMIN_KEY = "for-admins-only"
+WORKERS = SHARED.having(
+    "workers", *EAGER, f"--tokenizer-worker-num 2 --admin-api-key {ADMIN_KEY}", REASONCACHE_FORK=""
+).for_long_runs()
 TWO_RANKS = SHARED.having(
     *("tp2", "--max-total-tokens 850 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
     "--reasoncache-percentile 90",

@@ -18,7 +18,12 @@ OTHERS = ("nothing evicted", "evicted at another query")
 
 @pytest.mark.parametrize(
     ("spec", "together"),
-    [(specs.EVICTING_PAGES, 1), (specs.RKV, 6), (specs.SHARING_AND_EVICTING, 1)],
+    [
+        (specs.EVICTING_PAGES, 1),
+        (specs.RKV, 6),
+        # A minute, of what RKV and the tests of sharing show apart.
+        pytest.param(specs.SHARING_AND_EVICTING, 1, marks=pytest.mark.long),
+    ],
 )
 def test_evicting_equals_skipping(
     servers: ServerPool, spec: specs.ServerSpec, together: int
