@@ -100,6 +100,9 @@ def judge(name: str, flags: dict[str, str]) -> tuple[bool, bool, str]:
     others = sorted(backends - set(compat.CUDA_BACKENDS))
     if others:
         return True, False, f"--attention-backend {' '.join(others)} rotates no keys"
+    in_the_way = refusals.in_the_way_of_corrected(args)
+    if in_the_way:
+        return True, False, f"keys are not rotated with {'; '.join(in_the_way)}"
     return True, True, ""
 
 
