@@ -15,7 +15,7 @@ import pytest
 from sglang_reasoncache import arguments, compat
 from sglang_reasoncache.arguments import FLAGS, SET, arguments_of, flag_of
 from sglang_reasoncache.config import SETTINGS, ConfigError, ReasonCacheConfig, type_of
-from sglang_reasoncache.plugin import flags, refusals
+from sglang_reasoncache.plugin import flags, hooks, refusals
 from tools import settings_table
 
 
@@ -231,10 +231,13 @@ def test_other_sglang_version_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     compat.check_version(allow_untested=True)
 
 
-def _python(*argv: str, platform: str = "reasoncache_cpu") -> subprocess.CompletedProcess[str]:
-    """Runs Python without a GPU, with SGLANG_PLATFORM=``platform``, without SGLANG_REASONCACHE_ENABLED."""
-    env = {k: v for k, v in os.environ.items() if k != "SGLANG_REASONCACHE_ENABLED"}
-    env |= {"SGLANG_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": ""}
+def _python(
+    *argv: str, platform: str = "reasoncache_cpu", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python without a GPU, with SGLANG_PLATFORM=``platform`` and ``variables``, without other values of
+    SGLANG_REASONCACHE_ENABLED."""
+    env = {k: v for k, v in os.environ.items() if k != flags.ENABLED_ENV}
+    env |= {"SGLANG_PLATFORM": platform, "CUDA_VISIBLE_DEVICES": "", **variables}
     return subprocess.run(
         [sys.executable, *argv], env=env, capture_output=True, text=True, timeout=300, check=False
     )
@@ -273,24 +276,60 @@ with override_platform(is_cuda=True, is_hopper_with_cuda_12_3=True, has_flashinf
     args.resolve_once()
 view = base.resolving_view(args)
 print("attention:", *base.attention_backends_of(view), view.speculative_draft_attention_backend)
-import os, pkgutil
-app = pkgutil.resolve_name(os.environ[compat.APP_ENV])
-assert app is compat.http_app
-paths = [getattr(route, "path", "") for route in app.routes]
-print("paths:", *(path for path in paths if "reasoncache" in path))
-targets = set(compat.FRONTEND_HOOK_TARGETS.values())
-assert targets <= HookRegistry._patched, targets - HookRegistry._patched
+import os
+print("application:", os.environ[compat.APP_ENV])
+"""
+#: A process of ``--tokenizer-worker-num``, before it serves.
+_WORKER = """
+import sys
+from sglang.srt.entrypoints import http_server
+assert not any("reasoncache" in getattr(route, "path", "") for route in http_server.app.routes)
+assert "sglang_reasoncache.plugin.hooks" not in sys.modules, "SGLang loaded plugins here"
+from sglang_reasoncache.plugin.worker import app
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang_reasoncache import compat
+assert app is http_server.app
+print("paths:", *(path for path in (getattr(one, "path", "") for one in app.routes) if "reasoncache" in path))
+targets = {*compat.FRONTEND_HOOK_TARGETS.values(), compat.HOOK_TARGETS["verify"]}
+print("hooks:", targets <= HookRegistry._patched)
 """
 
 
 def test_hooks_of_a_real_command_line(model_path: Path) -> None:
     """Without ``--enable-reasoncache``, the plugin hooks only argument parsing. With it, on a Hopper GPU with
-    pages, it chooses a draft model's backend, and names the application of processes that serve HTTP.
+    pages, it chooses a draft model's backend, and names the application of the processes that serve HTTP.
     ``test_attention_cuda.py`` tests other flags and GPUs."""
     done = _python("-c", _HOOKS.replace("{}", str(model_path)), platform="")
     assert "nothing but flags" in done.stdout, done.stderr
     assert "attention: fa3 fa3 triton" in done.stdout, done.stderr
+    assert f"application: {flags.WORKER_APP}" in done.stdout, done.stderr
+
+
+def test_a_process_that_serves_http_loads_the_plugin() -> None:
+    done = _python("-c", _WORKER, **{flags.ENABLED_ENV: "1"})
+    assert "hooks: True" in done.stdout, done.stderr
     assert "paths: /reasoncache /reasoncache/ui /reasoncache/details" in done.stdout, done.stderr
+    without = _python("-c", _WORKER)
+    assert "paths:\nhooks: False" in without.stdout, without.stderr
+
+
+def test_the_application_of_an_operator_stays(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """And ours goes with the plugin."""
+    for name in ("install", "install_frontend"):
+        monkeypatch.setattr(hooks, name, lambda: None)
+    monkeypatch.setattr(compat, "check_applied", lambda _: None)
+    monkeypatch.setenv(flags.ENABLED_ENV, "")
+    monkeypatch.setenv(compat.APP_ENV, "theirs:app")
+    several = {"tokenizer_worker_num": 2, "device": "cpu"}
+    flags.attach(_server_args(**several), True, {})
+    assert os.environ[compat.APP_ENV] == "theirs:app" and "theirs:app" in caplog.text
+    monkeypatch.delenv(compat.APP_ENV)
+    flags.attach(_server_args(device="cpu"), True, {})
+    assert compat.APP_ENV not in os.environ
+    flags.attach(_server_args(**several), True, {})
+    assert os.environ[compat.APP_ENV] == flags.WORKER_APP
+    flags.attach(_server_args(**several), False, {})
+    assert compat.APP_ENV not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import itertools
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,14 @@ from sglang_reasoncache.plugin import refusals
 _SPARSE = ("dsv4", "deepseek-v4", "glm5", "dsv3.2", "deepseek-v3.2", "minimaxm3", "minimax-m3")
 #: GPUs that are not NVIDIA's, in names of recipes.
 _OTHERS = re.compile(r"mi3\d\d|_amd|amd_")
+#: What is counted of recipes that start.
+_COUNTED: dict[str, Callable[[dict[str, str]], bool]] = {
+    "TRT-LLM attention": lambda flags: "trtllm" in flags.get("--attention-backend", ""),
+    "decode server of a PD pair": lambda flags: flags.get("--disaggregation-mode") == "decode",
+    "speculation": lambda flags: "--speculative-algorithm" in flags,
+    "no prefix cache": lambda flags: "--disable-radix-cache" in flags,
+    "several processes serve HTTP": lambda flags: "--tokenizer-worker-num" in flags,
+}
 _SECTIONS = ("decode", "aggregated", "agg")
 
 
@@ -107,7 +115,8 @@ def judge(name: str, flags: dict[str, str]) -> tuple[bool, bool, str]:
 
 
 def main() -> None:
-    found = [(name, *judge(name, flags)) for name, flags in _recipes(Path(sys.argv[1]))]
+    recipes = list(_recipes(Path(sys.argv[1])))
+    found = [(name, *judge(name, flags)) for name, flags in recipes]
     reasons = Counter(reason for *_, reason in found if reason)
     for name, starts, shares, reason in found:
         print("shares" if shares else "starts" if starts else "refused", name, reason, sep="\t")
@@ -116,6 +125,10 @@ def main() -> None:
     print(f"{len(found)} recipes: {starting} start, {sharing} share")
     for reason, count in reasons.most_common():
         print(f"{count}\t{reason}")
+    started = [flags for (_, flags), one in zip(recipes, found, strict=True) if one[1]]
+    print("Of those that start:")
+    for what, holds in _COUNTED.items():
+        print(f"{sum(map(holds, started))}\t{what}")
 
 
 if __name__ == "__main__":

@@ -91,8 +91,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             elif end < (req.kv.mamba_last_track_seqlen or 0) and compat.state_copy_in_flight(
                 req.kv
             ):
-                # SGLang would publish the older of its two copies. It cuts a row by some tokens only, and its
-                # copies are further apart; we may cut so much that a forward in flight replaces that copy.
+                # The shorter row needs the older of the two copies, which a forward in flight may replace.
+                # SGLang itself never cuts so much that it needs that copy then.
                 end = 0
         if isinstance(req.last_node, Restored) and running:
             self._note_restored(req)

@@ -224,8 +224,8 @@ def freed_of_window(kv: Any, page: int) -> tuple[int, int]:
 
 def state_copy_in_flight(kv: Any) -> bool:
     """Whether a forward in flight may write the older of a request's two copies of its state. SGLang copies the
-    state at multiples of ``mamba_track_interval``, alternately into both. At the last multiple that the
-    request's slots reach, it has not yet recorded a copy."""
+    state alternately into both, at some or all multiples of ``mamba_track_interval``. True if the request's
+    slots reach a multiple behind the latest copy that SGLang has recorded."""
     interval = resolve("get_exec")().mamba.mamba_track_interval
     reached = kv.kv_allocated_len - kv.kv_allocated_len % interval
     return bool(reached > (kv.mamba_last_track_seqlen or 0))

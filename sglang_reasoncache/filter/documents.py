@@ -30,10 +30,9 @@ _MOST_HEADS = 256
 #: Tokens of all texts in the index, and texts that are looked up for one hash.
 _MOST_TOKENS = 1 << 20
 _MOST_PLACES = 4
-#: In longer prompts nothing is looked for: a hostile one could take the server's main process too long.
+#: In longer prompts nothing is looked for: they would keep the process that serves HTTP busy for too long.
 MOST_PROMPT = 1 << 16
-#: Tokens that may be compared for each token of a prompt, and what a comparison counts at least. Texts that no
-#: client crafted need two.
+#: Tokens that may be compared for each token of a prompt, and what a comparison counts at least.
 _MOST_COMPARED = 8
 _COMPARISON = 64
 _MASK = (1 << 64) - 1

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepares documents (marked parts of a prompt, see ``custom_params.py``) in the server's main process: finds
-the tokens of marked chat messages, marks known text if the operator wants that (``documents=auto``), and has
-documents prefilled before the request that contains them."""
+"""Prepares documents (marked parts of a prompt, see ``custom_params.py``) in the process that serves HTTP:
+finds the tokens of marked chat messages, marks known text if the operator wants that (``documents=auto``), and
+has documents prefilled before the request that contains them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _may_compose(obj: Any) -> bool:
     exact = "input_embeds", "session_params", "multi_item_delimiter_indices", "return_hidden_states"
     if params.get("max_new_tokens") == 0 or any(getattr(obj, name) for name in exact):
         return False
-    # SGLang refuses wrong values later, but not a wrong repair where nothing is marked.
+    # A wrong value raises. SGLang then refuses a wrong opt-out; a wrong repair has no effect without marks.
     with contextlib.suppress(Exception):
         marks.repair_of(_custom(params).get(marks.REPAIR_KEY, "none"))
         return marks.asked_of(params.get("custom_params")).share

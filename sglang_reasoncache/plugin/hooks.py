@@ -87,7 +87,7 @@ def _around_meta_info(
 
 def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
     """Raise ValueError if ``custom_params`` has wrong values for our keys: SGLang then answers with status 400
-    before a scheduler sees the request. With SGLang 0.5.22, or an application of the operator's
+    before a scheduler sees the request. With SGLang 0.5.22, or an application that the operator named
     (``compat.APP_ENV``), worker processes of ``--tokenizer-worker-num`` let wrong values through. The scheduler
     then treats a request with a wrong opt-out value as opted out, and ignores wrong documents."""
     asked_of(params.custom_params)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's HTTP application, with our hooks and paths, in a worker process of ``--tokenizer-worker-num``. These
-processes load no plugins. SGLang imports this module there, because the plugin's main process names it in the
-variable ``compat.APP_ENV``."""
+"""SGLang's HTTP application, with our hooks and paths, in a worker process of ``--tokenizer-worker-num``.
+SGLang loads no plugins in these processes, so this module does. SGLang imports it, because ``flags.attach``
+names it in the variable ``compat.APP_ENV``."""
 
 import os
 

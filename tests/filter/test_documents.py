@@ -189,8 +189,8 @@ def test_time_is_linear_for_hostile_prompts(hostile: object) -> None:
 
 
 def test_crafted_texts_cost_no_more_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A long text, then its overlapping parts in reverse order, each of which becomes a document. Then all
-    parts match the long text, and compared with each it would be read again."""
+    """A long text becomes a document, then its overlapping parts do, in reverse order. A prompt that lacks the
+    text's end has all parts, but not the text: without a bound it would be compared again behind each part."""
     compared = 0
 
     def counted(*args: Any) -> Any:

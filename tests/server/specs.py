@@ -125,18 +125,18 @@ LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 #: Shares pages of 16 when slots run short, under forced retractions.
 PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **WAITING, **retracting(25))
-#: Two tensor-parallel ranks with a core each. They must decide alike and, if one fails, stop sharing together.
-#: No prefix cache, as most public recipes have it. Retracted requests still come back from the host.
+#: Without a prefix cache, like most public recipes. Retracted requests still come back from the host.
 UNCACHED = SHARED.having(
     "uncached",
     *("--disable-radix-cache", TIGHT, *SOON, CROWDED, CHUNKED),
     **{**WAITING, **retracting(25)},
 )
-#: Two processes serve HTTP. SGLang does not check the key there.
 ADMIN_KEY = "for-admins-only"
+#: Two processes serve HTTP. In these SGLang does not check the key.
 WORKERS = SHARED.having(
     "workers", *EAGER, f"--tokenizer-worker-num 2 --admin-api-key {ADMIN_KEY}", REASONCACHE_FORK=""
 ).for_long_runs()
+#: Two tensor-parallel ranks with a core each. They must decide alike and, if one fails, stop sharing together.
 TWO_RANKS = SHARED.having(
     *("tp2", "--max-total-tokens 850 --tp 2 --dtype float32 --enable-metrics", CROWDED, *SOON),
     "--reasoncache-percentile 90",
@@ -388,7 +388,7 @@ STATES_MTP_SHORT = (
 STATES_COPIED = STATES_MTP.having(
     "copied", "--mamba-radix-cache-strategy extra_buffer --mamba-track-interval 64"
 ).for_long_runs()
-#: With the overlap schedule: a response ends while its next step runs, which may copy its states.
+#: With the overlap schedule, with which SGLang copies states while a later step runs.
 _OVERLAPS = at_once("qwen3_5_text")
 _OVERLAPS = replace(
     _OVERLAPS, flags=tuple(word for word in _OVERLAPS.flags if "overlap" not in word)

@@ -84,7 +84,7 @@ def test_without_a_prefix_cache(server: ServerProcess) -> None:
     wait_until_idle(server)
     totals = report(server)["totals"]
     assert totals["blocks_shared"] > 8 and totals["blocks_missed"] == 0
-    assert totals["requests_swapped"] > 0
+    assert totals["requests_swapped"] > 0 and totals["tokens_swapped_back"] > 0
     assert_whole(server, log)
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests a server with two processes that serve HTTP (``--tokenizer-worker-num``). They load no plugins."""
+"""Tests a server with two processes that serve HTTP (``--tokenizer-worker-num``) and load no plugins.
+Which process accepts a connection is left to the kernel, so requests are sent over several connections."""
 
 from typing import Any
 
@@ -12,7 +13,6 @@ from tests.server.harness import generate
 from tests.server.problems import TO_THE_END, prompts
 
 pytestmark = pytest.mark.parametrize("server", [specs.WORKERS], indirect=True)
-#: So many connections that both processes get some.
 CONNECTIONS = 16
 
 
@@ -25,7 +25,7 @@ def _statuses(server: ServerProcess, method: str, path: str, **options: Any) -> 
     return found
 
 
-def test_all_processes_have_the_paths(server: ServerProcess) -> None:
+def test_paths_and_key(server: ServerProcess) -> None:
     """What shows other clients' requests needs the key."""
     assert _statuses(server, "GET", "/reasoncache") == {200}
     assert _statuses(server, "GET", "/reasoncache/ui") == {200}
