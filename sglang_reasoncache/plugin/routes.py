@@ -48,8 +48,9 @@ def _check_key(request: Request) -> None:
     """Raises HTTPException without the ``--admin-api-key``. SGLang checks it, but not in the worker processes
     of ``--tokenizer-worker-num``."""
     decision = compat.decide_request_auth(
-        method=request.method,
-        path=request.url.path,
+        # SGLang's function lets some methods and paths pass, which a prefix of a proxy might resemble.
+        method="GET",
+        path=DETAILS,
         authorization_header=request.headers.get("Authorization"),
         api_key=None,
         admin_api_key=compat.get_server_args().admin_api_key,
