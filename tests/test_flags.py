@@ -326,6 +326,7 @@ def test_the_application_of_an_operator_stays(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.delenv(compat.APP_ENV)
     flags.attach(_server_args(device="cpu"), True, {})
     assert compat.APP_ENV not in os.environ
+    monkeypatch.setenv(compat.APP_ENV, compat.DEFAULT_APP)
     flags.attach(_server_args(**several), True, {})
     assert os.environ[compat.APP_ENV] == flags.WORKER_APP
     flags.attach(_server_args(**several), False, {})

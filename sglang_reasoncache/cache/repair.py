@@ -103,8 +103,9 @@ class Repairs:
     """The repairs of all requests in a scheduler process."""
 
     def __init__(self) -> None:
-        # Request id -> what the newest prefill recomputes and scores for that request.
-        self._prepared: dict[str, Repaired] = {}
+        # A request's index in the batch and its id -> what the newest prefill recomputes and scores for it.
+        # Several requests may have one id: HTTP processes do not know each other's ids.
+        self._prepared: dict[tuple[int, str], Repaired] = {}
         # Key of a prompt (:func:`_key`) -> its scores, entered at the last chunk of the prompt.
         self._scores: OrderedDict[Any, torch.Tensor] = OrderedDict()
         # Whether placing failed. Then nothing is placed until the cache is flushed.
@@ -157,7 +158,7 @@ class Repairs:
             return
         # Stays True if anything below raises. Then nothing is placed, and SGLang computes an ordinary prefill.
         self._failed = True
-        prepared, work = dict[str, Repaired](), list[Callable[[], None]]()
+        prepared, work = dict[tuple[int, str], Repaired](), list[Callable[[], None]]()
         for number, (req, count) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
             prefix = req.last_node
             if isinstance(prefix, Composition):
@@ -168,7 +169,7 @@ class Repairs:
                 if len(positions):
                     work.append(self._placing(batch, req, prefix, token, positions))
                 what = positions, prefix.length if len(positions) else 0, received
-                prepared[req.rid] = Repaired(number, token, count, *what)
+                prepared[number, req.rid] = Repaired(number, token, count, *what)
             token += count
         ranks.agree()
         for place in work:
@@ -178,11 +179,11 @@ class Repairs:
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
         """What was prepared for the requests ``rids``. A request is left out if it was prepared at another
         index or with another number of new tokens (``counts``). SGLang may pad ``counts``."""
-        found = (self._prepared.get(rid) for rid in rids)
+        found = (self._prepared.get(place) for place in enumerate(rids))
         return [
             each
-            for number, (each, count) in enumerate(zip(found, counts, strict=False))
-            if each is not None and (each.number, each.new) == (number, count)
+            for each, count in zip(found, counts, strict=False)
+            if each is not None and each.new == count
         ]
 
     def _positions(self, req: Request, prefix: Composition, count: int) -> np.ndarray:

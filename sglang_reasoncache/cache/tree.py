@@ -77,15 +77,15 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         end = req.kv.cache_protected_len
         with self.owner.contained_alone():
             end = self.owner.once_more(self._publishable, req, up_to, running)
-        if self.is_swa_enabled and end < up_to:
-            if end <= compat.freed_of_window(req.kv, self.page_size)[1]:
-                # The window before ``end`` is freed. SGLang would match no prefix that lacks its last window.
-                end = 0
-        elif self.is_mamba_enabled and end < up_to:
+        publishes = True
+        if self.is_swa_enabled and end < up_to and end <= self._freed_of_window(req):
+            # The window before ``end`` is freed. SGLang would match no prefix that lacks its last window.
+            end = 0
+        if self.is_mamba_enabled and end < up_to:
             # State layers hold the state after all ``up_to`` positions, which does not fit a shorter prefix.
             if running:
-                return
-            if not self.enable_mamba_extra_buffer:
+                publishes = False
+            elif not self.enable_mamba_extra_buffer:
                 # Without the extra buffer SGLang has no copy of the state at an earlier position.
                 end = 0
             elif end < (req.kv.mamba_last_track_seqlen or 0) and compat.state_copy_in_flight(
@@ -100,14 +100,19 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # KV behind a document used at a new position is not exact, and the core holds exact KV only. Nor
             # does the core have the path that a continuation belongs to.
             end = 0
-        with self._freed.of(self._host_row(req.kv)):
-            super().checkpoint_into_tree(req, up_to=end, **kwargs)
+        if publishes:
+            with self._freed.of(self._host_row(req.kv)):
+                super().checkpoint_into_tree(req, up_to=end, **kwargs)
         if not running and self.token_to_kv_pool_allocator.continues:
             with self.owner.contained_alone():
                 self._continue(req, up_to)
         if self.is_swa_enabled and not self.disable and running and end < up_to:
             # Admission expects the slots of passed windows to be free. The call above stopped at ``end``.
             self.evict_sliding_windows(req, up_to - 1)
+
+    def _freed_of_window(self, req: Request) -> int:
+        """The position up to which ``req`` has lost its slots in the window pool."""
+        return compat.freed_of_window(req.kv, self.page_size)[1]
 
     def _note_restored(self, req: Request) -> None:
         """Record in the host's copy of a restored row what is approximate, before publishing puts a node in

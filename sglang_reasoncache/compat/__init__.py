@@ -19,6 +19,7 @@ _MODULES: dict[str, list[str]] = {
     "server_args": ["ServerArgs"],
     "entrypoints.engine": ["Engine"],
     "environ": ["envs"],
+    "constants": ["HEALTH_CHECK_RID_PREFIX"],
     "runtime_context": [
         "get_server_args",
         "get_parallel",
@@ -159,6 +160,8 @@ CUDA_HOOK_TARGETS: dict[str, str] = {
 #: The variable that names the HTTP application of SGLang's worker processes (``--tokenizer-worker-num``), which
 #: load no plugins. SGLang has it since 0.5.23.
 APP_ENV = "SGLANG_HTTP_SERVER_APP_PATH"
+#: What SGLang reads where that variable is not set.
+DEFAULT_APP = "sglang.srt.entrypoints.http_server:app"
 
 #: The step of SGLang's flag resolution that chooses a default attention backend.
 ATTENTION_STEP = "handle_attention_backend_compatibility"
@@ -226,6 +229,7 @@ def state_copy_in_flight(kv: Any) -> bool:
     """Whether a forward in flight may write the older of a request's two copies of its state. SGLang copies the
     state alternately into both, at some or all multiples of ``mamba_track_interval``. True if the request's
     slots reach a multiple behind the latest copy that SGLang has recorded."""
+    # SGLang 0.5.23 copies it at multiples of the checkpoint grid only, so this is True too often there.
     interval = resolve("get_exec")().mamba.mamba_track_interval
     reached = kv.kv_allocated_len - kv.kv_allocated_len % interval
     return bool(reached > (kv.mamba_last_track_seqlen or 0))

@@ -11,6 +11,8 @@ import copy
 import hashlib
 import itertools
 import logging
+import os
+import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 _TOGETHER = 16
 #: Sampling parameters that hold a grammar.
 _GRAMMARS = "json_schema", "regex", "ebnf", "structural_tag"
-_ranks = itertools.count()
+#: Processes that serve HTTP begin at different replicas.
+_ranks = itertools.count(os.getpid())
 
 
 def around_generate(
@@ -242,6 +245,10 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
     alike = ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority")
     for name in (*alike, "stream", "background"):
         setattr(made, name, getattr(obj, name))
+    if isinstance(obj.rid, str) and not obj.rid.startswith(compat.HEALTH_CHECK_RID_PREFIX):
+        # An abort of ``obj`` in another process that serves HTTP reaches the schedulers only. They abort all
+        # requests whose id begins with the aborted id.
+        made.rid = f"{obj.rid}-{uuid.uuid4().hex}"
     made.no_logs, made.log_metrics = True, False
     return made
 

@@ -193,12 +193,15 @@ def attach(server_args: Any, enabled: bool, given: dict[str, Any]) -> Any:
     setattr(server_args, CONFIG, config)
     os.environ[ENABLED_ENV] = "1"
     if server_args.tokenizer_worker_num > 1:
-        app = os.environ.setdefault(compat.APP_ENV, WORKER_APP)
-        if app != WORKER_APP:
+        app = os.environ.get(compat.APP_ENV, compat.DEFAULT_APP)
+        if app in (compat.DEFAULT_APP, WORKER_APP):
+            os.environ[compat.APP_ENV] = WORKER_APP
+        else:
             logger.warning(
-                "reasoncache: no GET /reasoncache and no documents: %s names another application, %s",
-                compat.APP_ENV,
+                "reasoncache: no GET /reasoncache and no documents, unless %s, the application that %s names, "
+                "imports sglang_reasoncache.plugin.worker",
                 app,
+                compat.APP_ENV,
             )
     hooks.install()
     hooks.install_frontend()

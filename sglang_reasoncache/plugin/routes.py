@@ -53,7 +53,7 @@ def _check_key(request: Request) -> None:
         path=DETAILS,
         authorization_header=request.headers.get("Authorization"),
         api_key=None,
-        admin_api_key=compat.get_server_args().admin_api_key,
+        admin_api_key=compat.http_global_state().tokenizer_manager.server_args.admin_api_key,
         auth_level=compat.AuthLevel.ADMIN_OPTIONAL,
     )
     if not decision.allowed:

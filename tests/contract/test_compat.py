@@ -41,6 +41,7 @@ def test_a_variable_names_the_application_of_worker_processes() -> None:
     variable = getattr(envs, compat.APP_ENV, None)
     if variable is None:
         pytest.skip(f"this SGLang has no {compat.APP_ENV}")
+    assert variable.default == compat.DEFAULT_APP
     module, _, name = variable.default.partition(":")
     assert getattr(importlib.import_module(module), name) is compat.http_app
 

@@ -159,6 +159,20 @@ def test_recomputed_tokens_are_placed_and_given_back() -> None:
     world.assert_empty()
 
 
+def test_two_requests_with_one_id_get_their_own_repairs() -> None:
+    """Clients choose ids, and processes that serve HTTP do not know each other's."""
+    world = Prompts()
+    first = world.marked("same", "first:2")
+    second = world.marked("same", "first:1")
+    batch = world.batch_of(first, second)
+    world.repairs.prepare(batch, world.ranks)
+    found = world.repairs.of(["same", "same"], batch.extend_lens)
+    assert [(one.number, len(one.positions)) for one in found] == [(0, 4), (1, 2)]
+    for req in batch.reqs:
+        world.abort(req)
+    world.assert_empty()
+
+
 def test_what_was_prepared_is_told_of_its_batch_only() -> None:
     """Other requests in the batch, ordinary ones too, come before and between. SGLang may pad the counts."""
     world = Prompts()

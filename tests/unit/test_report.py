@@ -57,6 +57,7 @@ def serving(world: World, monkeypatch: pytest.MonkeyPatch, **keys: str | None) -
         auto_create_handle_loop=lambda: None,
         get_internal_state_communicator=ask,
         tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids))),
+        server_args=SimpleNamespace(admin_api_key=keys.get("admin_api_key")),
     )
     app = FastAPI()
     state = SimpleNamespace(tokenizer_manager=manager)

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -191,6 +192,28 @@ def test_an_abort_ends_the_prefills(run: Any, how: str, stream: bool) -> None:
         await _turns()
         await manager.finish("mine")
         assert not _is_abort((await again)[0])
+
+    run(test)
+
+
+def test_an_abort_in_another_process_that_serves_http(run: Any) -> None:
+    """It reaches the scheduler only, which aborts all requests whose id begins with the aborted id."""
+
+    async def test(manager: Manager) -> None:
+        task = await _prefilling(manager, _obj())
+        manager.sent.append(AbortReq(rid="mine"))
+        manager.echo()
+        assert _is_abort((await task)[0])
+
+    run(test)
+
+
+def test_a_prefix_of_an_id_that_another_process_knows(run: Any) -> None:
+    async def test(manager: Manager) -> None:
+        task = await _prefilling(manager, _obj())
+        manager.server_args = SimpleNamespace(tokenizer_worker_num=2)
+        manager.abort_request("mi")
+        assert _is_abort((await task)[0])
 
     run(test)
 
