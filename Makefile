@@ -39,7 +39,7 @@ help:
 	@echo "make bench-agents  conversations that keep the reasoning: what is cached for the next turn (half an hour)"
 	@echo "make soak         an hour of load that swings, under SGLang's strict memory checks"
 	@echo "make small-model  SmolLM2-135M-Instruct and the small reasoner as Hugging Face folders in build/models"
-	@echo "make real-model   the same and Qwen2.5-Coder-Instruct 0.5B and 1.5B: fetches 1.5 GB, makes 5 GB"
+	@echo "make real-model   the same, Qwen2.5-Coder-Instruct 0.5B and 1.5B, and all-MiniLM-L6-v2: fetches 1.6 GB, makes 5 GB"
 	@echo "make docs         the documents as a site in build/site, links checked"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       ruff format and import order"
@@ -118,6 +118,7 @@ small-model: setup
 real-model: small-model
 	$(PYTHON_ENV) -m eval.models.qwen 0.5b build/models/qwen-0.5b
 	$(PYTHON_ENV) -m eval.models.qwen 1.5b build/models/qwen-1.5b
+	$(PYTHON_ENV) -m eval.models.minilm build/models/minilm
 
 bench-answers: small-model
 	$(PYTHON_ENV) -m eval.bench.servers answers $(BENCH_ARGS)

@@ -123,9 +123,10 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique(
         "Quest",
         _CLUSTER,
-        Here.REFUSED,
+        Here.OFFLINE,
         _FREES_NOTHING
         + "; earlier versions had it (before ff3df155), and SGLang has selections of its own",
+        "python -m eval.fidelity MODEL RESPONSES.jsonl --arms newest-runs-8,quest",
     ),
     Technique("SqueezedAttention", _CLUSTER, Here.REFUSED, _FREES_NOTHING),
     Technique("RetrievalAttention", _CLUSTER, Here.REFUSED, _FREES_NOTHING),

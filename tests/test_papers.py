@@ -58,7 +58,13 @@ def commands_of(text: str) -> list[tuple[str, list[str]]]:
     return [
         one
         for one in found
-        if one[0] not in ("eval.models.smollm2", "eval.models.qwen", "eval.small_reasoner")
+        if one[0]
+        not in (
+            "eval.models.smollm2",
+            "eval.models.qwen",
+            "eval.models.minilm",
+            "eval.small_reasoner",
+        )
     ]
 
 
@@ -137,14 +143,20 @@ def test_the_quick_ones_run(text: str, tmp_path: Path, monkeypatch: pytest.Monke
     asked = {"question": "a b", "answer": "c", "documents": [texts[0][:200], texts[1][:200]]}
     write_rows(tmp_path / "DOCUMENTS.jsonl", {"system": "a", **asked})
     [(program, words)] = commands_of(text)
-    if program == "eval.fidelity":
+    module = importlib.import_module(
+        f"{program}.__main__" if program == "eval.fidelity" else program
+    )
+    if program.startswith("eval.fidelity"):
         words = [str(CHECKPOINT) if word == "build/models/smollm2" else word for word in words]
+        words = [
+            word.replace("encoder=build/models/minilm", "encoder=embedding:metric=cosine")
+            for word in words
+        ]
         words += ["--limit", "1", "--cap", "700", "--shortest", "10", "--out", "found.json"]
-        module = importlib.import_module("eval.fidelity.__main__")
-    else:
-        module = importlib.import_module(program)
+        if program == "eval.fidelity.heatmap":
+            words[-1] = "found.png"
     command.run(module.Options, module.work, words)
-    assert any(path.suffix in (".json", ".md") for path in tmp_path.iterdir())
+    assert any(path.suffix in (".json", ".md", ".png") for path in tmp_path.iterdir())
 
 
 def test_the_page_has_the_table_of_techniques() -> None:

@@ -109,15 +109,15 @@ class Options:
             raise ValueError("RESPONSES or --documents FILE is needed, and not both")
 
 
-def load(options: Options) -> Reader:
-    """Load the model. Raises OSError or ValueError if that fails or ``--cap`` exceeds the model's positions."""
+def load(folder: Path, dtype: str, device: str, cap: int) -> Reader:
+    """Load the model. Raises OSError or ValueError if that fails or ``cap`` exceeds the model's positions."""
     model: Any = AutoModelForCausalLM.from_pretrained(
-        options.model, local_files_only=True, dtype=getattr(torch, options.dtype)
+        folder, local_files_only=True, dtype=getattr(torch, dtype)
     )
     longest = model.config.get_text_config().max_position_embeddings
-    if longest < options.cap:
+    if longest < cap:
         raise ValueError(f"--cap must be at most the model's {longest} positions")
-    return Reader(model.to(options.device))
+    return Reader(model.to(device))
 
 
 def chosen(options: Options, tokenizer: Any) -> list[Response]:
@@ -151,7 +151,9 @@ def measure(
     for item in items:
         key = hashlib.sha256(json.dumps([settings, item]).encode()).hexdigest()[:16]
         if key not in known:
-            scores = scores or begin(load(options))
+            scores = scores or begin(
+                load(options.model, options.dtype, options.device, options.cap)
+            )
             begun = time.monotonic()
             record: dict[str, Any] = dict(key=key, response=item.name, group=item.group)
             record |= dict(tokens=len(item.tokens), arms=scores(item))

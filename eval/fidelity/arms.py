@@ -22,6 +22,11 @@ POOLS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 RANDOM_RATIO = 0.3
 #: Presets that are arms. The arms ``newest-...`` and ``random-evict`` are not presets.
 PAPERS = tuple(name for name in PRESETS if name not in ("newest", "random"))
+#: Measures of KV distance; the papers take the first.
+METRICS = ("euclidean", "cosine")
+#: Ends the name of a policy that evicts for each layer and KV head on its own.
+BY_HEAD = "-by-head"
+_QUEST = re.compile(r"quest(?::(?P<page>[1-9]\d{0,3}))?")
 _OPTION = re.compile(
     r"(?P<match>runs|steps|random)|(?P<cached>cached)|(?P<block>\d+)"
     r"|(?P<pool>e4m3|e5m2)|age(?P<min_age>\d+)|p(?P<percentile>\d+)|run(?P<min_run>\d+)|need(?P<need>\d+)"
@@ -35,7 +40,8 @@ _GRAMMAR = (
 @dataclass(frozen=True)
 class Arm:
     """A way to edit a KV cache. ``filter`` holds settings of the plugin's filter, which finds blocks to share.
-    ``evictor`` is an eviction policy; callers set its budget. ``pool`` is the fp8 dtype of KV, if not None."""
+    ``evictor`` is an eviction policy; callers set its budget. ``pool`` is the fp8 dtype of KV, if not None.
+    ``quest``: positions in a page of Quest; 0 if the arm is another."""
 
     name: str
     filter: FilterConfig | None = None
@@ -44,6 +50,15 @@ class Arm:
     evictor: Any = None
     need: float = 1.0  # pairs share, least KV distance first, until this part of positions is saved
     pool: torch.dtype | None = None
+    encoder: str = ""  # compares steps: see eval/fidelity/encoders.py; "": counts of tokens
+    metric: str = "euclidean"  # of KV distances
+    by_head: bool = False  # the evictor chooses positions for each layer and KV head
+    quest: int = 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether the arm saves as much as another arm, which shares."""
+        return self.evictor is not None or self.quest > 0
 
 
 def parse(name: str) -> Arm:
@@ -52,11 +67,13 @@ def parse(name: str) -> Arm:
         return Arm(name, pool=POOLS[name])
     if name.partition(":")[0] in PAPERS:
         return _preset(name)
+    if found := _QUEST.fullmatch(name):
+        return Arm(name, quest=int(found["page"] or 16))
     direction, *options = name.split("-")
     if direction not in ("newest", "oldest"):
         return _evictor(name)
-    found = [match for option in options if (match := _OPTION.fullmatch(option))]
-    values: dict[str, Any] = {str(m.lastgroup): m[str(m.lastgroup)] for m in found}
+    matches = [match for option in options if (match := _OPTION.fullmatch(option))]
+    values: dict[str, Any] = {str(m.lastgroup): m[str(m.lastgroup)] for m in matches}
     if len(values) < len(options) or not {"match", "block"} <= values.keys():
         raise ValueError(f"{name!r}: an arm that shares is {_GRAMMAR}")
     cached, match = values.pop("cached", None), values.pop("match")
@@ -79,27 +96,46 @@ def parse(name: str) -> Arm:
 
 def _preset(name: str) -> Arm:
     """The arm of ``PRESET[:key=value:...]``: a preset of the plugin, with settings of the plugin."""
-    preset, _, given = name.partition(":")
+    preset, *given = name.split(":")
+    # What only this program has.
+    only = {"encoder": "", "metric": METRICS[0]}
+    for setting in tuple(given):
+        key, equals, value = setting.partition("=")
+        if key in only and equals:
+            only[key] = value
+            given.remove(setting)
+    if only["metric"] not in METRICS:
+        raise ValueError(f"{name!r}: metric must be one of {', '.join(METRICS)}")
     try:
-        values = parse_settings(given.replace(":", ",")) if given else {}
+        values = parse_settings(",".join(given)) if given else {}
         config = ReasonCacheConfig.from_mapping({"preset": preset, **values})
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from error
     rule = filter_config(config)
-    return Arm(name, rule, config.positions != "as-cached", config.percentile)
+    if only["encoder"] and rule.match != "steps":
+        raise ValueError(f"{name!r}: encoder needs match=steps, got {rule.match}")
+    return Arm(
+        name,
+        rule,
+        config.positions != "as-cached",
+        config.percentile,
+        encoder=only["encoder"],
+        metric=only["metric"],
+    )
 
 
 def _evictor(name: str) -> Arm:
-    policy = name.removesuffix("-evict")
+    alone = name.removesuffix("-evict")
+    policy = alone.removesuffix(BY_HEAD)
     try:
         found = policy_options.parse(f"{policy}{',' if ':' in policy else ':'}budget=1").evictors
     except policy_options.PolicyError as error:
         raise ValueError(
-            f"{name!r} is neither {_GRAMMAR}, nor a policy: must be {error}"
+            f"{name!r} is neither {_GRAMMAR}; nor quest or quest:PAGE; nor a policy: must be {error}"
         ) from error
     if len(found) != 1 or found[0].policy.queries:
         raise ValueError(f"{name!r} is two policies, or reads queries, not recorded here")
-    return Arm(name, evictor=found[0].policy)
+    return Arm(name, evictor=found[0].policy, by_head=alone.endswith(BY_HEAD))
 
 
 def default_name() -> str:
@@ -120,11 +156,11 @@ def default_names() -> list[str]:
 
 def parse_all(names: Sequence[str], like: str) -> list[Arm]:
     """Returns the arms with these names; arms that evict come last. Raises ValueError if a name is bad or given
-    twice, or if some arm evicts and ``like`` names none of the arms that share."""
-    arms = sorted(map(parse, names), key=lambda arm: arm.evictor is not None)
+    twice, or if some arm evicts or is Quest and ``like`` names none of the arms that share."""
+    arms = sorted(map(parse, names), key=lambda arm: arm.follows)
     if len(set(names)) < len(names):
         raise ValueError(f"--arms must name none twice, got {', '.join(names)}")
     sharing = [arm.name for arm in arms if arm.filter is not None]
-    if arms[-1].evictor is not None and like not in sharing:
+    if arms[-1].follows and like not in sharing:
         raise ValueError(f"--like must be an arm that shares ({', '.join(sharing)}), got {like!r}")
     return arms

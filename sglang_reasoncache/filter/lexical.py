@@ -7,6 +7,7 @@ token ids of c; |S_c| is the length of c in characters. MemShare leaves out the 
 
 from array import array
 from collections import deque
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,23 @@ def dynamic_threshold(sims: Floats, strict: float, soft: float) -> float:
         return strict
     total = int(np.rint(sims * _FIXED_POINT).astype(np.int64).sum())
     return strict - (strict - soft) * (total / (len(sims) * _FIXED_POINT))
+
+
+def length_factors(num_chars: Floats, step: Step) -> Floats:
+    """``min / max`` of the characters of ``step`` and of each other step (``num_chars``)."""
+    return np.minimum(num_chars, step.num_chars) / np.maximum(num_chars, step.num_chars)
+
+
+class StepIndex(Protocol):
+    """Remembers the newest steps of one request, and says how similar they are to another step."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Step: ...
+
+    def add(self, step: Step) -> None: ...
+
+    def similarities(self, step: Step) -> Floats: ...
 
 
 class LexicalIndex:
@@ -96,7 +114,5 @@ class LexicalIndex:
         # The product of the squared norms is an exact integer, so equal bags give exactly 1.
         sims = np.asarray(dots / np.sqrt(np.array(self._norm_sq) * step.norm_sq))
         if self._length_factor:
-            chars = np.array(self._num_chars)
-            sims *= np.minimum(chars, step.num_chars)
-            sims /= np.maximum(chars, step.num_chars)
+            sims *= length_factors(np.array(self._num_chars), step)
         return sims

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from sglang_reasoncache.filter.aging import AgeRule, StepAgeRule
+from sglang_reasoncache.filter.lexical import StepIndex
 from sglang_reasoncache.filter.matcher import (
     AcrossPair,
     BlockPair,
@@ -45,6 +46,7 @@ class RequestFilter:
         span: Tells which tokens are reasoning. Each filter needs its own. None if all tokens are reasoning.
             A token outside reasoning ends the open step and is never paired, but advances ``position``.
         prompt: The prompt's tokens if blocks of the response may read them.
+        history: With ``match=steps``, compares steps; None compares their counts of tokens.
 
     Attributes:
         position: Position of the next token.
@@ -58,6 +60,7 @@ class RequestFilter:
         start_position: int,
         span: ReasoningSpan | None = None,
         prompt: Sequence[int] = (),
+        history: StepIndex | None = None,
     ) -> None:
         self._span = span
         self._segmenter = Segmenter(classes, config.max_step_tokens)
@@ -71,7 +74,7 @@ class RequestFilter:
         elif config.match == "runs":
             self._matcher = RunMatcher(config, start_position, prompt)
         else:
-            self._matcher = StepMatcher(config, classes, vocabulary)
+            self._matcher = StepMatcher(config, classes, vocabulary, history)
         self._age_rule = AgeRule(config, start_position)
         is_nearest = isinstance(self._matcher, StepMatcher) and config.align == "nearest"
         self._step_age_rule = StepAgeRule(config) if is_nearest else None

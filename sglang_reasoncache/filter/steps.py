@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sglang_reasoncache.filter.lexical import LexicalIndex, dynamic_threshold
+from sglang_reasoncache.filter.lexical import LexicalIndex, StepIndex, dynamic_threshold
 from sglang_reasoncache.filter.matcher import BlockPair, FilterCounters, Matcher, block_starts
 from sglang_reasoncache.filter.segment import BLANK, Step, TokenClasses
 from sglang_reasoncache.filter.settings import AlignMode, FilterConfig
@@ -19,12 +19,21 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary
 class StepMatcher(Matcher):
     """Compares each step of a response with the ``max_history_steps`` steps before it."""
 
-    def __init__(self, config: FilterConfig, classes: TokenClasses, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self,
+        config: FilterConfig,
+        classes: TokenClasses,
+        vocabulary: Vocabulary,
+        history: StepIndex | None = None,
+    ) -> None:
+        """``history``: compares steps; None compares their counts of tokens."""
         self._config = config
         self._classes = classes
         self._vocabulary = vocabulary
         self._in_code = False
-        self._history = LexicalIndex(config.max_history_steps, config.length_factor)
+        if history is None:
+            history = LexicalIndex(config.max_history_steps, config.length_factor)
+        self._history = history
         # How many more characters of earlier steps may be parsed for the current step.
         self._readable = 0
 

@@ -96,7 +96,7 @@ def _waiting_in(manager: Any) -> list[WaitingRequest]:
 def after_abort(_result: None, manager: Any, rid: str = "", abort_all: bool = False) -> None:
     """Hook after SGLang's ``abort_request``: aborts waiting requests, as SGLang aborts those of the schedulers.
     If SGLang knows the id ``rid``, or several processes serve HTTP, it aborts all requests whose id begins with
-    ``rid``. If another process gets the abort, the schedulers abort the prefills: their ids begin with the id of
+    ``rid``. If another process gets the abort, the schedulers abort the prefills: their ids begin with that of
     the request."""
     several = manager.server_args.tokenizer_worker_num > 1
     if abort_all or (rid and (several or rid in manager.rid_to_state)):

@@ -6,18 +6,43 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, LlamaConfig, LlamaForCausalLM
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.models import Pooling, Transformer
+from transformers import (  # type: ignore[attr-defined]
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from eval import command
-from eval.fidelity import documents, samkv, summary
+from eval.fidelity import (
+    bound,
+    documents,
+    encoders,
+    heatmap,
+    replay,
+    samkv,
+    selection,
+    summary,
+)
 from eval.fidelity.__main__ import Options, read, work
 from eval.fidelity.arms import default_name, parse, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay, compare
 from eval.tiny_reasoner import CHECKPOINT
+from eval.tiny_reasoner.task import generate
 from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.filter.matcher import BlockPair
+from sglang_reasoncache.filter.segment import Step
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from tests.eval.peer import write_rows
 
@@ -143,6 +168,220 @@ def test_memshare_pairs_the_blocks_whose_kv_is_nearest(reader: Reader) -> None:
     assert 0 < near["kl"] < index["kl"] / 2
 
 
+def test_quest_reads_the_pages_that_may_have_the_greatest_logits(
+    model: Any, reader: Reader
+) -> None:
+    """With pages of one position the bound is the logit itself. Layers before the third read everything."""
+    torch.manual_seed(2)
+    query, key = torch.randn(4, 5, 8), torch.randn(2, 21, 8)
+    visible = torch.ones(5, 21).tril(16).bool()
+    quest = selection.Quest(1, prompt=17)
+    quest.skip = 6
+    assert quest.visible(1, query, key, visible).sum() == 4 * visible.sum() and quest.saved == 0
+    read = quest.visible(2, query, key, visible)
+    # The first query is of the prompt. The others read what their logits choose, and their own position.
+    assert read[:, 0].equal(visible[0].expand(4, -1))
+    for head in range(4):
+        logits = query[head] @ key[head // 2].T
+        for token in range(1, 5):
+            before = logits[token, : 16 + token]
+            best = before.topk(17 + token - 6 - 1).indices.tolist()
+            assert read[head, token].nonzero()[:, 0].tolist() == sorted([*best, 16 + token])
+    assert quest.saved == 3  # six in layer 2, none in layer 1
+    pages = selection.Quest(4, prompt=0)
+    pages.skip = 8
+    read = pages.visible(2, query, key, visible)
+    for token in range(5):
+        own = (16 + token) // 4
+        count = -(-(17 + token - 8) // 4)
+        of_pages = read[:, token, : own * 4].unflatten(1, (-1, 4))
+        assert (
+            of_pages.all(-1).equal(of_pages.any(-1))
+            and (of_pages.any(-1).sum(1) == count - 1).all()
+        )
+        assert read[:, token, own * 4 : 17 + token].all() and not read[:, token, 17 + token :].any()
+
+
+def test_quest_and_policies_by_head_save_as_much_as_an_arm_that_shares(reader: Reader) -> None:
+    text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    names = [ARMS[0], "quest:4", "keydiff", "keydiff-by-head", "random-by-head-evict"]
+    found = Replay(reader, vocabulary_of(TOKENIZER), parse_all(names, ARMS[0]), ARMS[0]).scores(
+        tokens, 6
+    )
+    saved = found[ARMS[0]]["saved"]
+    for name in ("keydiff", "keydiff-by-head", "random-by-head-evict"):
+        assert found[name]["saved"] == pytest.approx(saved, abs=0.1) and found[name]["kl"] > 0
+    assert found["keydiff"] != found["keydiff-by-head"]
+    # This model has two layers, in which Quest reads everything.
+    assert found["quest:4"] == found["dense"]
+
+
+def test_a_policy_by_head_chooses_as_if_the_head_were_alone(reader: Reader) -> None:
+    cache = reader.cache(2, 50)
+    arm = replay.ArmCache(parse("keydiff:recent=1-by-head"), reader, cache, 4)
+    reader.forward(cache, TOKENS)
+    arm.evict(11, seed=0)
+    assert arm.saved == 11
+    for layer in range(2):
+        for head in range(2):
+            keys = cache.keys[layer, arm.row, head, :50]
+            likeness = torch.cosine_similarity(keys, keys.mean(0, keepdim=True), dim=-1)
+            wanted = sorted((likeness[4:49].topk(11).indices + 4).tolist())
+            gone = arm._selection.gone[layer, head]  # type: ignore[union-attr]
+            assert np.flatnonzero(gone).tolist() == wanted
+
+
+def test_distances_by_cosine(reader: Reader) -> None:
+    """They do not depend on the length of keys and values."""
+    cache = reader.cache(2, 50)
+    reader.forward(cache, TOKENS)
+    pairs = [BlockPair(24, 3), BlockPair(40, 16)]
+    arm = replay.ArmCache(parse("reasoncache:block=8:metric=cosine"), reader, cache, 0)
+    distances = arm._distances(pairs)
+    for pair, distance in zip(pairs, distances, strict=True):
+        apart = []
+        for layer in range(2):
+            dst, src = (slice(at, at + 8) for at in pair)
+            keys = cache.keys[layer, 0].transpose(0, 1)
+            shift = torch.full((8,), pair.dst_start - pair.src_start)
+            values = cache.values[layer, 0].transpose(0, 1)
+            for one, two in (
+                (keys[dst], reader.rotation.rotate(keys[src], shift)),
+                (values[dst], values[src]),
+            ):
+                apart.append(1 - torch.cosine_similarity(one.flatten(), two.flatten(), dim=0))
+        assert distance == pytest.approx(float(sum(apart)) / 4, abs=1e-6)
+    cache.values *= 3
+    assert arm._distances(pairs) == pytest.approx(distances, abs=1e-6)
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    far=st.floats(0, 3),
+    size=st.floats(0.1, 4),
+    places=st.sets(st.integers(0, 11), max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_change_exceeds_the_bound_of_the_theorem(
+    seed: int, far: float, size: float, places: set[int]
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    query = size * torch.randn(4, 3, 8, generator=random)
+    before = [torch.randn(2, 12, 8, generator=random) for _ in range(2)]
+    after = [part.clone() for part in before]
+    for part in after:
+        part[:, [*places]] += far * torch.randn(2, len(places), 8, generator=random)
+    visible = torch.ones(3, 12).tril(9).bool()
+    keys, values = zip(before, after, strict=True)
+    found = bound.changes(query, keys, values, visible)
+    for name in ("weights", "output"):
+        assert (found[name] <= found[f"{name}_bound"] + 1e-5).all()
+    # The first query does not see the last two positions.
+    if places <= {10, 11}:
+        assert not found["weights_bound"][:, 0].any() and not found["output"][:, 0].any()
+
+
+def test_blocks_of_similar_steps_are_nearer_in_the_picture_and_in_the_theorem(
+    reader: Reader, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = [problem.response.replace("\n\n", " ") + "\n\n" for problem in generate(5, 4)]
+    text = "".join(step[:160].rstrip() + "\n\n" for step in steps * 2)
+    path = write_rows(tmp_path / "rows.jsonl", {"question": "1?", "response": text})
+    arguments = [str(folder), str(path), "--cap", "900", "--limit", "1", "--out"]
+    found = heatmap.work(command.parse(heatmap.Options, [*arguments, str(tmp_path / "heat.png")]))
+    assert "pairs of similar blocks are nearer" in capsys.readouterr().out
+    assert (tmp_path / "heat.png").read_bytes()[:4] == b"\x89PNG"
+    for row in found:
+        assert row["K similar"] < row["K other"] and row["V similar"] < row["V other"]
+    # In layer 0, K and V depend on the token alone.
+    assert found[0]["K similar"] == pytest.approx(0, abs=2e-3) and found[0]["V similar"] == 0
+    rows = bound.work(command.parse(bound.Options, [*arguments, str(tmp_path / "bound.csv")]))
+    for row in rows:
+        assert row["weights, within"] == row["output, within"] == 1
+    assert rows[0]["weights, most"] < 1e-4 < rows[1]["weights, most"]
+    cached = bound.work(
+        command.parse(bound.Options, [*arguments, str(tmp_path / "cached.csv"), "--as-cached"])
+    )
+    assert cached[0]["weights, most"] > 1e-2, "keys keep the earlier position"
+    write_rows(path, {"question": "1?", "response": OTHER.format(4)})
+    for program in (heatmap, bound):
+        with pytest.raises(ValueError, match="no response with similar steps"):
+            program.work(
+                command.parse(program.Options, [str(folder), str(path), "--shortest", "1"])
+            )
+
+
+WORDS = ["we", "add", "three", "and", "four", "get", "seven", "so", "the", "sum", "is", "numbers"]
+
+
+@pytest.fixture(scope="module")
+def sentence_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a Sentence-BERT model with random weights, as the library writes it."""
+    home = tmp_path_factory.mktemp("bert")
+    (home / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])
+    )
+    BertTokenizerFast(str(home / "vocab.txt")).save_pretrained(home / "bert")
+    sizes: Any = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    BertModel(BertConfig(vocab_size=99, num_attention_heads=2, **sizes)).save_pretrained(
+        home / "bert"
+    )
+    bert = Transformer(str(home / "bert"))
+    pooling = Pooling(bert.get_embedding_dimension())
+    SentenceTransformer(modules=[bert, pooling]).save(str(home / "whole"))
+    return home / "whole"
+
+
+def test_encoders_find_steps_that_counts_of_tokens_do_not(
+    reader: Reader, sentence_bert: Path
+) -> None:
+    ids = TOKENIZER("three and four", add_special_tokens=False)["input_ids"]
+    one, two, far = (
+        Step.build(0, tokens, text)
+        for tokens, text in (
+            (ids, "we add three and four"),
+            ([*ids, ids[0]], "we add four and three"),
+            ([*range(20, 40)], "numbers"),
+        )
+    )
+    table = reader.model.get_input_embeddings().weight.detach()
+    for name in ("embedding", str(sentence_bert)):
+        encode = encoders.encoder(name, reader)
+        index = encoders.DenseIndex(encode, 2, length_factor=False)
+        for step in (two, far, two):
+            index.add(step)
+        assert len(index) == 2 and index[0] is far
+        near = index.similarities(one)
+        wanted = [
+            np.clip(encode(step) @ encode(one), 0, None)
+            / np.linalg.norm(encode(step))
+            / np.linalg.norm(encode(one))
+            for step in (far, two)
+        ]
+        assert near == pytest.approx(wanted, abs=1e-5) and near[1] > 0.8 > 0.5 > near[0] - 0.5
+        lengths = encoders.DenseIndex(encode, 2)
+        lengths.add(far)
+        assert lengths.similarities(one) == pytest.approx(near[:1] * 7 / 21, abs=1e-6)
+    mean = table[torch.tensor(ids)].mean(0).numpy()
+    assert encoders.encoder("embedding", reader)(one) == pytest.approx(mean, abs=1e-5)
+
+
+def test_an_arm_with_an_encoder(reader: Reader, sentence_bert: Path, tmp_path: Path) -> None:
+    text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    preset = "memshare:block=8:align=index:encoder"
+    names = [f"{preset}=embedding", f"{preset}={sentence_bert}"]
+    found = Replay(reader, vocabulary_of(TOKENIZER), parse_all(names, names[0]), names[0]).scores(
+        tokens, 6
+    )
+    for name in names:
+        assert found[name]["saved"] > 0.5 and found[name]["kl"] > 0
+    for name, said in (("bert", "or a folder, got 'bert'"), (str(tmp_path), "cannot be read")):
+        with pytest.raises(ValueError, match=said):
+            encoders.encoder(name, reader)
+
+
 def test_a_pool_in_fp8_rounds_what_its_arm_writes(reader: Reader) -> None:
     text = "".join(STEP + OTHER.format(i % 3) for i in range(12))
     tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
@@ -185,6 +424,10 @@ def test_names(name: str, knobs: tuple[object, ...]) -> None:
         (["h2o"], "reads queries"),
         (["keydiff", "keydiff"], "--arms must name none twice"),
         (["keydiff"], "--like must be an arm that shares"),
+        (["quest"], "--like must be an arm that shares"),
+        (["quest:0"], "'quest:0' is neither .*; nor quest or quest:PAGE; nor a policy"),
+        (["memshare:metric=angle"], "metric must be one of euclidean, cosine"),
+        (["reasoncache:match=runs:encoder=embedding"], "encoder needs match=steps, got runs"),
         (["newest-runs-8-need0"], "needN must be between 1 and 100, got 0"),
     ],
 )

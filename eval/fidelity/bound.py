@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m eval.fidelity.bound MODEL RESPONSES`` compares how much shared blocks change attention with what
+theorem 1 of the ReasonCache paper allows. Each layer gets the queries that it has without sharing.
+
+Where keys k_j are replaced by keys at distance eps_j and values v_j by values at distance delta_j, the theorem
+bounds the change of a query's attention weights (L1) by ``W = sum_j |q| eps_j / sqrt(d)`` and the change of its
+output by ``max_j delta_j + W max_j |v_j|``."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from eval import command
+from eval.command import option
+from eval.fidelity.__main__ import load, read
+from eval.fidelity.cache import EditableCache, Reader
+from eval.fidelity.heatmap import pairs_of
+from eval.tokenizers import load_tokenizer
+from sglang_reasoncache.filter.matcher import BlockPair
+from sglang_reasoncache.filter.vocabulary import vocabulary_of
+
+_CHUNK = 128
+FIGURES = ("weights", "weights_bound", "output", "output_bound")
+
+
+@dataclass(frozen=True)
+class Options:
+    model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
+    responses: Path = option(text="JSONL file of rows with question and response")
+    block: int = option(8, "tokens of a block", least=1)
+    queries: int = option(32, "last tokens of a response whose attention is compared", least=1)
+    cap: int = option(1500, "most tokens of question and response", least=1)
+    shortest: int = option(100, "shorter responses are left out", least=1)
+    limit: int = option(5, "responses with similar steps that are read", least=1)
+    as_cached: bool = option(False, "read keys as cached, as the paper does, not rotated")
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
+    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
+    out: Path = option(Path("build/bench/bound.csv"), "file of the figures")
+
+
+def changes(
+    query: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+    values: tuple[torch.Tensor, torch.Tensor],
+    visible: torch.Tensor,
+) -> dict[str, torch.Tensor]:
+    """What replacing K and V changes, and the theorem's bounds. All fp32 ``[heads, tokens]``.
+
+    Args:
+        query: ``[heads, tokens, head_dim]``.
+        keys, values: before and after, ``[KV heads, positions, head_dim]`` each.
+        visible: bool ``[tokens, positions]``.
+    """
+    groups, width = len(query) // len(keys[0]), query.shape[-1]
+    k, new_k, v, new_v = (
+        part.float().repeat_interleave(groups, dim=0) for part in (*keys, *values)
+    )
+    asked = query.float()
+    before, after = (
+        (asked @ part.mT * width**-0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+        for part in (k, new_k)
+    )
+    # Positions that a query does not see count neither as replaced nor as values.
+    apart = torch.where(visible, (k - new_k).norm(dim=-1)[:, None], 0.0)
+    far = torch.where(visible, (v - new_v).norm(dim=-1)[:, None], 0.0)
+    sizes = torch.where(visible, v.norm(dim=-1)[:, None], 0.0)
+    weights_bound = asked.norm(dim=-1) * apart.sum(-1) * width**-0.5
+    return {
+        "weights": (before - after).abs().sum(-1),
+        "weights_bound": weights_bound,
+        "output": (before @ v - after @ new_v).norm(dim=-1),
+        "output_bound": far.amax(-1) + weights_bound * sizes.amax(-1),
+    }
+
+
+def measure(
+    reader: Reader,
+    tokens: Sequence[int],
+    pairs: Sequence[BlockPair],
+    block: int,
+    queries: int,
+    rotates: bool,
+) -> list[dict[str, torch.Tensor]]:
+    """For each layer the :func:`changes` of the last ``queries`` tokens, where the first block of each pair
+    reads the second. Pairs that end among these tokens are left out."""
+    split, found = len(tokens) - queries, list[dict[str, torch.Tensor]]()
+    cache: EditableCache = reader.cache(2, len(tokens))
+    for start in range(0, split, _CHUNK):
+        reader.forward(cache, tokens[start : min(start + _CHUNK, split)], logits_to_keep=1)
+    shared = cache.branch()
+    cache.rows = 1
+    for pair in pairs:
+        if pair.dst_start + block <= split:
+            reads = [(pair.dst_start + at, pair.src_start + at) for at in range(block)]
+            # From the row without sharing: pairs do not build on each other.
+            cache.redirect(shared, reads, reader.rotation if rotates else None, (cache, 0))
+    at = torch.arange(len(tokens), device=reader.device)
+    visible = at <= at[split:, None]
+
+    def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
+        keys, values = cache.keys[layer], cache.values[layer]
+        for part in (keys, values):
+            part[shared, :, split:] = part[0, :, split:]
+        found.append(changes(query, (keys[0], keys[shared]), (values[0], values[shared]), visible))
+
+    reader.forward(cache, tokens[split:], watch=watch, logits_to_keep=1)
+    return found
+
+
+def work(options: Options) -> list[dict[str, Any]]:
+    """Measure, print a table, write it, and return its rows. Raises ValueError if no step is similar."""
+    tokenizer = load_tokenizer(str(options.model), local=True)
+    vocabulary, reader, names = vocabulary_of(tokenizer), None, list[str]()
+    layers: list[dict[str, list[torch.Tensor]]] = []
+    for response in read(options.responses, tokenizer, options.cap, options.shortest):
+        pairs = pairs_of(response, vocabulary, options.block)
+        if len(names) == options.limit:
+            break
+        if not pairs or len(response.tokens) <= options.queries:
+            continue
+        reader = reader or load(options.model, options.dtype, options.device, options.cap)
+        sizes = options.block, options.queries, not options.as_cached
+        measured = measure(reader, response.tokens, pairs, *sizes)
+        layers = layers or [{name: [] for name in FIGURES} for _ in measured]
+        for sums, layer in zip(layers, measured, strict=True):
+            for name in FIGURES:
+                sums[name].append(layer[name].flatten())
+        names.append(response.name)
+        print(f"{response.name}: {len(pairs)} pairs", file=sys.stderr, flush=True)
+    if not names:
+        raise ValueError(f"{options.responses}: no response with similar steps of --block tokens")
+    rows = []
+    for number, sums in enumerate(layers):
+        joined = {name: torch.cat(parts) for name, parts in sums.items()}
+        row: dict[str, Any] = {"layer": number}
+        for name in ("weights", "output"):
+            change, bound = joined[name], joined[f"{name}_bound"]
+            row[f"{name}, median"] = round(float(change.median()), 5)
+            row[f"{name}, most"] = round(float(change.max()), 5)
+            row[f"{name}, median bound"] = round(float(bound.median()), 3)
+            # Rounding of fp32 alone may exceed a bound of 0.
+            row[f"{name}, within"] = round(float((change <= bound + 1e-4).float().mean()), 4)
+        rows.append(row)
+    frame = pd.DataFrame(rows)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    frame.to_csv(options.out, index=False)
+    print(f"{frame.to_markdown(index=False)}\n\n{len(names)} responses, wrote {options.out}")
+    return rows
+
+
+if __name__ == "__main__":
+    command.run(Options, work)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m eval.fidelity.heatmap MODEL RESPONSES`` draws how far the K and V of similar steps are from each
+other, for each layer and pair of blocks (figure 3 of the ReasonCache paper), beside blocks of other steps."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import torch
+
+from eval import command
+from eval.command import option
+from eval.fidelity.__main__ import Response, load, read
+from eval.fidelity.cache import EditableCache, Reader
+from eval.tokenizers import load_tokenizer
+from sglang_reasoncache.config import ReasonCacheConfig, filter_config
+from sglang_reasoncache.filter.matcher import BlockPair
+from sglang_reasoncache.filter.request_filter import RequestFilter
+from sglang_reasoncache.filter.segment import TokenClasses
+from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+from sglang_reasoncache.kernels.distance import DistanceKernel
+
+_CHUNK = 128
+#: Pairs of unlike blocks that the similar pairs are compared with, at most.
+_OTHERS = 256
+
+
+@dataclass(frozen=True)
+class Options:
+    model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
+    responses: Path = option(text="JSONL file of rows with question and response")
+    block: int = option(8, "tokens of a block", least=1)
+    cap: int = option(2600, "most tokens of question and response", least=1)
+    shortest: int = option(100, "shorter responses are left out", least=1)
+    limit: int = option(20, "responses among which the one with most pairs is drawn", least=1)
+    as_cached: bool = option(False, "compare keys as cached, as the paper does, not rotated")
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
+    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
+    out: Path = option(Path("build/bench/heatmap.png"), "the picture; figures go beside it")
+
+
+def pairs_of(response: Response, vocabulary: Vocabulary, block: int) -> list[BlockPair]:
+    """The k-th blocks of each step and of the most similar step before it, by the paper's filter."""
+    config = ReasonCacheConfig.from_mapping(
+        {"preset": "reasoncache", "align": "index", "block": block, "percentile": 100}
+    )
+    request = RequestFilter(
+        filter_config(config), TokenClasses(vocabulary), vocabulary, response.prompt
+    )
+    proposals = request.push(response.tokens[response.prompt :])
+    return [pair for proposal in proposals for pair in proposal.pairs]
+
+
+def others(pairs: list[BlockPair], seed: int = 0) -> list[BlockPair]:
+    """Each block with a random source of another pair: blocks at like distances whose text is unlike."""
+    drawn = np.random.default_rng(seed).permutation(len(pairs))
+    made = [
+        BlockPair(pair.dst_start, pairs[at].src_start)
+        for pair, at in zip(pairs, drawn, strict=True)
+        if pairs[at].src_start not in (pair.src_start, pair.dst_start)
+    ]
+    return made[:_OTHERS]
+
+
+def distances(
+    reader: Reader, cache: EditableCache, pairs: list[BlockPair], block: int, rotates: bool
+) -> np.ndarray:
+    """Distances of K and of V of each pair in each layer, fp64 ``[layers, 2, pairs]``: the norm of the
+    difference divided by the root mean square of the norms of the two blocks."""
+    at = torch.tensor(pairs).T[..., None] + torch.arange(block)
+    dst, src = at.to(reader.device)
+    length = torch.arange(cache.length, device=reader.device)
+    layers = [
+        (
+            keys[0, :, length].transpose(0, 1).contiguous(),
+            values[0, :, length].transpose(0, 1).contiguous(),
+        )
+        for keys, values in zip(cache.keys, cache.values, strict=True)
+    ]
+    rotation = reader.rotation if rotates else None
+    shift = (dst - src).int() if rotates else None
+    apart = DistanceKernel(layers, rotation, backend="torch").squares(dst, src, shift)
+    norms = [
+        [
+            sum(part[places].float().square().sum((1, 2, 3)) for places in (dst, src)) / 2
+            for part in layer
+        ]
+        for layer in layers
+    ]
+    sizes = torch.stack([torch.stack(layer) for layer in norms]).double()
+    found: np.ndarray = (apart.permute(1, 2, 0) / sizes).sqrt().cpu().numpy()
+    return found
+
+
+def draw(similar: np.ndarray, unlike: np.ndarray, path: Path, title: str) -> None:
+    """Write the heat maps: K above V, similar pairs left, unlike pairs right, a row for each layer."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    for row, part in enumerate("KV"):
+        for column, (name, shown) in enumerate(
+            (("similar steps", similar), ("other steps", unlike))
+        ):
+            axis = axes[row][column]
+            image = axis.imshow(shown[:, row], aspect="auto", vmin=0, vmax=1.5, cmap="viridis")
+            axis.set(title=f"{part}, {name}", xlabel="pair of blocks", ylabel="layer")
+    figure.colorbar(image, ax=axes, label="distance / norm")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def work(options: Options) -> list[dict[str, Any]]:
+    """Draw the response with most pairs; print and return the median distances of each layer. Raises ValueError
+    if no response has similar steps."""
+    tokenizer = load_tokenizer(str(options.model), local=True)
+    vocabulary = vocabulary_of(tokenizer)
+    pairs: list[BlockPair] = []
+    drawn: Response | None = None
+    for number, response in enumerate(
+        read(options.responses, tokenizer, options.cap, options.shortest)
+    ):
+        if number == options.limit:
+            break
+        found = pairs_of(response, vocabulary, options.block)
+        if len(found) > len(pairs):
+            pairs, drawn = found, response
+    unlike = others(pairs)
+    if drawn is None or not unlike:
+        raise ValueError(f"{options.responses}: no response with similar steps of --block tokens")
+    reader = load(options.model, options.dtype, options.device, options.cap)
+    cache = reader.cache(1, len(drawn.tokens))
+    for start in range(0, len(drawn.tokens), _CHUNK):
+        reader.forward(cache, drawn.tokens[start : start + _CHUNK], logits_to_keep=1)
+    similar, other = (
+        distances(reader, cache, some, options.block, not options.as_cached)
+        for some in (pairs, unlike)
+    )
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(similar, other, options.out, f"{drawn.name}: blocks of {options.block} tokens")
+    rows = [
+        {"layer": layer}
+        | {
+            f"{part} {name}": round(float(np.median(apart[layer, at])), 3)
+            for at, part in enumerate("KV")
+            for name, apart in (("similar", similar), ("other", other))
+        }
+        for layer in range(reader.layers)
+    ]
+    frame = pd.DataFrame(rows)
+    frame.to_csv(options.out.with_suffix(".csv"), index=False)
+    # The k-th pair is near if K and V are nearer than the median of other blocks, in every layer.
+    bounds = np.median(other, axis=2, keepdims=True)
+    near = int((similar < bounds).all((0, 1)).sum())
+    print(frame.to_markdown(index=False), file=sys.stdout)
+    print(
+        f"\n{drawn.name}: {near} of {len(pairs)} pairs of similar blocks are nearer than the median pair of "
+        f"other blocks, K and V, in every layer\nwrote {options.out}"
+    )
+    return rows
+
+
+if __name__ == "__main__":
+    command.run(Options, work)
