@@ -94,14 +94,17 @@ def module_of(kind: type) -> str:
 
 
 def _add(parser: argparse.ArgumentParser, field: "dataclasses.Field[Any]", hint: Any) -> None:
-    about, kind, is_required = field.metadata, hint, field.default is dataclasses.MISSING
+    about = field.metadata
+    kind = hint
+    is_required = field.default is dataclasses.MISSING
     if get_origin(hint) is UnionType:
         (kind,) = (one for one in get_args(hint) if one is not NoneType)
     argument: dict[str, Any] = {"help": about["help"]}
     if kind is bool:
         argument["action"] = "store_true"
     else:
-        read, several = about["read"] or kind, get_origin(kind) is tuple
+        read = about["read"] or kind
+        several = get_origin(kind) is tuple
         if several and about["read"] is None:
             (item, _) = get_args(kind)
             read = item if is_required else commas(item)

@@ -26,7 +26,8 @@ from eval.runs.options import RunOptions
 from eval.runs.session import run
 from eval.tiny_reasoner import CHECKPOINT
 
-_TASK, _SEED = "tiny_reasoner", 20_261
+_TASK = "tiny_reasoner"
+_SEED = 20_261
 #: The servers by the names of the table's columns, and their methods. At conservativeness 0.3, a clip of 64 is
 #: the fastest of 8, 64, 256 and 4096 for this load (``eval.run --methods tuned`` sweeps both settings).
 _SERVERS = {
@@ -73,7 +74,8 @@ class Options:
 
 def measure(options: Options) -> dict[str, Cell]:
     """Measure all servers; return the records of each by name. Raises RunError if a server has no records."""
-    asked, folder = options.run, options.logs / "run"
+    asked = options.run
+    folder = options.logs / "run"
     # An earlier run is not continued, because the code or the machine may have changed since.
     shutil.rmtree(folder, ignore_errors=True)
     run(asked, folder, {_SERVERS["reasoncache"]: (*_SHOWS_TEXTS, *options.shared)})
@@ -82,14 +84,16 @@ def measure(options: Options) -> dict[str, Cell]:
 
 def draw(options: Options) -> Path:
     """Draw KV slots and running requests over the decode steps; return the path of the picture."""
-    data, path = load([options.logs / "run"]), options.output.with_suffix(".png")
+    data = load([options.logs / "run"])
+    path = options.output.with_suffix(".png")
     names = {method: name for name, method in _SERVERS.items()}
     timeline(dataclasses.replace(data, timeline=data.timeline.replace(names)), _TASK, path)
     return path
 
 
 def arm_of(cell: Cell) -> dict[str, Any]:
-    right, served = [row.correct for row in cell.results()], cell.served()
+    right = [row.correct for row in cell.results()]
+    served = cell.served()
     told = {name: getattr(served, name) for name in ("output_tokens", "seconds", "decode_steps")}
     accuracy = sum(right) / len(right)
     return {"problems": len(right), **vars(of_cell(cell)), "accuracy": accuracy, **told}
@@ -115,7 +119,8 @@ def marked_response(report: dict[str, Any], responses: Sequence[Response]) -> st
     if not known:
         return "no finished request with shared steps to show"
     entry = max(known, key=lambda e: e["shared_positions"])
-    start, positions = entry["prompt_tokens"], entry["shared_positions"]
+    start = entry["prompt_tokens"]
+    positions = entry["shared_positions"]
     shared = {
         at - start for _, dst, _, length in entry["blocks"] for at in range(dst, dst + length)
     }

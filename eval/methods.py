@@ -65,7 +65,8 @@ class Method:
         return 0.5 if "fp8" in self.stock.get("kv", "") else 1.0
 
 
-DENSE, TUNED = "dense", "tuned"
+DENSE = "dense"
+TUNED = "tuned"
 #: The option ``clip`` of ``dense``: this variable limits for how many tokens of a request's future output
 #: SGLang reserves slots.
 _CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"

@@ -46,11 +46,13 @@ class Speller:
     which makes each word and punctuation mark a token. Raises ValueError if the tokenizer cannot be read."""
 
     def __init__(self, name: str) -> None:
-        self.name, self._tokenizer = name, None
+        self.name = name
+        self._tokenizer = None
         if name != WORDS:
             if not Path(name).is_dir():
                 raise ValueError(f"--tokenizer must be {WORDS!r} or a folder, got {name!r}")
-            self.name, self._tokenizer = Path(name).resolve().name, load_tokenizer(name, local=True)
+            self.name = Path(name).resolve().name
+            self._tokenizer = load_tokenizer(name, local=True)
             self._vocabulary = vocabulary_of(self._tokenizer)
 
     def spell(self, text: str) -> tuple[list[int], Vocabulary]:
@@ -67,7 +69,8 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
     ``candidates``: steps similar to an earlier step; ``cosine_T``: steps whose cosine with an earlier step is
     above T. ``end_RULE``: tokens in all blocks that a rule proposes.
     ``held``, ``time_RULE``: tokens so far, and those in blocks proposed so far, summed over decode steps."""
-    tokens, default = len(ids), ReasonCacheConfig()
+    tokens = len(ids)
+    default = ReasonCacheConfig()
     rules = {"default": filter_config(default)}
     rules |= {f"d={block}": FilterConfig(block=block) for block in BLOCKS}
     found: dict[str, float] = {"tokens": tokens, "held": tokens * (tokens + 1) // 2}
@@ -128,7 +131,8 @@ def read(options: Options, left_out: list[str]) -> Iterator[tuple[str, str, str]
     Adds ``file:line`` to ``left_out`` for each line that cannot be read."""
 
     def made(row: dict[str, Any]) -> tuple[str, str, str]:
-        dataset, correct = row.get("dataset"), row.get("correct")
+        dataset = row.get("dataset")
+        correct = row.get("correct")
         name = one_line(dataset, _MAX_NAME_CHARS) if isinstance(dataset, str) else ""
         right = ("correct" if correct else "wrong") if isinstance(correct, bool) else ""
         return name, right, text_of(row, "response")

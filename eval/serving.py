@@ -28,7 +28,8 @@ DEFAULT_KV_SLOTS = 16384
 MODEL_NAME = "default"
 
 LEAN_START = Path(__file__).with_name("lean_start")
-_TAIL_LINES, _LINE_WIDTH = 60, 300
+_TAIL_LINES = 60
+_LINE_WIDTH = 300
 # A server that logs this line has failed, but does not exit at once: SGLang polls its own port for two minutes.
 _PORT_TAKEN = "error while attempting to bind on address"
 
@@ -141,7 +142,8 @@ class ServerProcess:
     def close(self, grace_s: float = 15.0) -> None:
         """Ask the server to exit, wait up to ``grace_s`` seconds, then kill the rest of its process group."""
         self._http.close()
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return
         if process.poll() is None:

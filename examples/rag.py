@@ -31,7 +31,9 @@ def main() -> None:
         ]
         for text in (*(path.read_text() for path in documents), asked.question):
             messages.append({"role": "user", "content": text})
-        begun, first, text = time.perf_counter(), None, ""
+        begun = time.perf_counter()
+        first = None
+        text = ""
         stream = client.chat.completions.create(
             model=model,
             messages=messages,

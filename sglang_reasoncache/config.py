@@ -221,7 +221,8 @@ class ReasonCacheConfig:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
         for name, most in (("block", "max_step_tokens"), ("tau_soft", "tau_strict")):
-            value, bound = getattr(self, name), getattr(self, most)
+            value = getattr(self, name)
+            bound = getattr(self, most)
             if value > bound:
                 raise ConfigError(name, f"at most {most} ({bound})", value)
 
@@ -293,7 +294,9 @@ def type_of(name: str) -> type:
 
 
 def _check(field: dataclasses.Field[Any], value: Any) -> None:
-    choices, bounds, kind = field.metadata["choices"], field.metadata["bounds"], type_of(field.name)
+    choices = field.metadata["choices"]
+    bounds = field.metadata["bounds"]
+    kind = type_of(field.name)
     if choices and value not in choices:
         raise ConfigError(field.name, "one of " + ", ".join(choices), value)
     if value is None and field.default is None:

@@ -17,7 +17,8 @@ _SPELLINGS = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 #: ``KEY`` marks documents. ``REPAIR_KEY`` chooses which tokens of documents are computed again (a *repair*).
-KEY, REPAIR_KEY = "documents", "documents_repair"
+KEY = "documents"
+REPAIR_KEY = "documents_repair"
 #: Limit on documents per prompt, because a request's first look-up in the cache matches each document.
 MOST = 256
 #: Limit on (tokens before the documents) x (number of documents). Every match includes those tokens.
@@ -77,7 +78,8 @@ def documents_of(custom_params: object, length: int | None = None) -> Documents 
     unknown. Raises ValueError for a wrong list, span, repair or base length; the message names the fault.
     """
     custom = custom_params if isinstance(custom_params, dict) else {}
-    spans, repair = custom.get(KEY), custom.get(REPAIR_KEY, "none")
+    spans = custom.get(KEY)
+    repair = custom.get(REPAIR_KEY, "none")
     if spans is None:
         return None
     if not isinstance(spans, Sequence) or isinstance(spans, str) or not 1 <= len(spans) <= MOST:

@@ -85,13 +85,15 @@ class _Event:
     """Stands in for a CUDA event. The second query after a record makes the queued copies and returns True."""
 
     def __init__(self, device: "StrictDevice") -> None:
-        self._device, self._asked = device, False
+        self._device = device
+        self._asked = False
 
     def record(self, _stream: Any = None) -> None:
         self._asked = False
 
     def query(self) -> bool:
-        asked, self._asked = self._asked, True
+        asked = self._asked
+        self._asked = True
         if asked:
             self._device.finish()
         return asked
@@ -119,7 +121,8 @@ class StrictDevice(TorchFunctionMode):
         self.finish()
 
     def finish(self, *_: Any) -> None:
-        queued, self._queued = self._queued, []
+        queued = self._queued
+        self._queued = []
         with torch._C.DisableTorchFunction():
             for done in queued:
                 done()
@@ -147,7 +150,8 @@ class StrictDevice(TorchFunctionMode):
         return host
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = dict(kwargs or {}), getattr(func, "__name__", str(func))
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", str(func))
         with torch._C.DisableTorchFunction():
             if name in ("__get__", "__set__", "as_subclass"):
                 found = func(*args, **kwargs)
@@ -240,7 +244,8 @@ class StrictDevice(TorchFunctionMode):
         return _on_device(found) if there else found
 
     def _copy(self, into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        to, of = isinstance(into, DeviceTensor), isinstance(source, DeviceTensor)
+        to = isinstance(into, DeviceTensor)
+        of = isinstance(source, DeviceTensor)
         if of and not to:
             self._copied(into, source.as_subclass(Tensor), "copy_ to the host", non_blocking)
             return into

@@ -16,7 +16,8 @@ OTHER = "nothing here looks like that"
 
 def run(tmp_path: Path, *rows: Any, options: tuple[str, ...] = ()) -> dict[str, list[str]]:
     """Runs the program; returns its table, as a dict from the first cell of each row to the other cells."""
-    out, traces = tmp_path / "out", write_rows(tmp_path / "traces.jsonl", *rows)
+    out = tmp_path / "out"
+    traces = write_rows(tmp_path / "traces.jsonl", *rows)
     # The last line has no newline, as in files that some programs write.
     traces.write_text(traces.read_text(encoding="utf-8").removesuffix("\n"), encoding="utf-8")
     command.run(Options, work, [str(traces), "--out", str(out), *options])

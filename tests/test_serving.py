@@ -130,6 +130,7 @@ def test_only_the_needed_model_is_loaded(tmp_path: Path) -> None:
 
 
 def test_free_port_is_below_the_ephemeral_range() -> None:
-    low, port = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0], free_port()
+    low = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]
+    port = free_port()
     assert port < int(low)
     socket.create_server(("127.0.0.1", port)).close()

@@ -8,6 +8,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,20 @@ _BESIDE = {
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreted run")
 def test_interpreted(request: pytest.FixtureRequest) -> None:
-    """The importing file and its ``_BESIDE`` files pass under the interpreter. Each has a test that runs."""
+    """The importing file and its ``_BESIDE`` files pass under the interpreter. Each has a test that runs. Tests
+    that this run leaves out by their marks (``long``) are left out there, too."""
     files = [str(request.path.relative_to(ROOT)), *_BESIDE.get(request.path.stem, ())]
-    done = interpreted("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", *files)
+    marks = request.config.getoption("markexpr")
+    done = interpreted(
+        *("-m", "pytest", "-q", "-x", "-rp", "-p", "no:cacheprovider", "-m", marks, *files)
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert all(f"PASSED {file}::" in done.stdout for file in files)
+
+
+def long_if(names: Iterable[str], *long: str) -> list[Any]:
+    """Test parameters, of which those in ``long`` are marked so."""
+    return [pytest.param(name, marks=[pytest.mark.long] * (name in long)) for name in names]
 
 
 def there(tensor: torch.Tensor) -> torch.Tensor:

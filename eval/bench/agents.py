@@ -108,7 +108,9 @@ def ask(server: Server, prompt: Sequence[int], most: int) -> dict[str, Any]:
     (``ttft``), seconds between tokens after it (``tpot``) and how many tokens of the prompt were cached."""
     sampling = {"temperature": 0, "max_new_tokens": most}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-    begun, first, last = time.perf_counter(), None, {}
+    begun = time.perf_counter()
+    first = None
+    last = {}
     with httpx.stream(
         "POST", f"{server.url}/generate", json=body, timeout=900, trust_env=False
     ) as lines:
@@ -150,7 +152,8 @@ def row(
     }
     told: dict[str, Any] = {"method": side}
     for name, of in figures.items():
-        mine, theirs = by_round(side, of), by_round(reference, of)
+        mine = by_round(side, of)
+        theirs = by_round(reference, of)
         told[name] = spread(mine)
         told[f"{name}_of_reference"] = spread(mine / theirs)
     for name in ("blocks_shared", "prompts_continued", "tokens_continued"):

@@ -81,7 +81,8 @@ class Options:
 
 def work(options: Options) -> None:
     torch.manual_seed(5)
-    is_cpu, rows = options.device == "cpu", []
+    is_cpu = options.device == "cpu"
+    rows = []
     with torch.inference_mode():
         for row in on_cpu(options.shapes, options.rounds) if is_cpu else on_gpu(options.rounds):
             print("{shape}, {shared_percent}%".format(**row), file=sys.stderr, flush=True)

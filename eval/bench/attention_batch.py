@@ -57,7 +57,8 @@ def shared_blocks(
     shared = torch.zeros(1 + others, dtype=torch.bool)
     count = min(others, round(fraction * tokens / run))
     shared[1 + torch.randperm(others, generator=draw)[:count]] = True
-    blocks, kept = shared.nonzero()[:, 0], (~shared).nonzero()[:, 0]
+    blocks = shared.nonzero()[:, 0]
+    kept = (~shared).nonzero()[:, 0]
     earlier = torch.searchsorted(kept, blocks)
     chosen = torch.rand(count, generator=draw, dtype=torch.float64) * earlier
     return torch.stack([blocks, kept[chosen.long()]])
@@ -95,7 +96,9 @@ class Batch:
     tolerance: ClassVar[float]
 
     def __init__(self, shape: Shape, pool: tuple[torch.Tensor, torch.Tensor]) -> None:
-        self.shape, self.pool, self.device = shape, pool, pool[0].device
+        self.shape = shape
+        self.pool = pool
+        self.device = pool[0].device
         self.scale = shape.query_dim**-0.5
         query = torch.randn(shape.requests, shape.heads, shape.query_dim)
         self.query = query.to(self.device, torch.bfloat16)
@@ -131,5 +134,6 @@ class Batch:
         at = torch.arange(slots.shape[1], dtype=torch.int32, device=self.device)
         keys, values = self.pool
         shift = at - self.cached_at[slots]
-        k, v = read_keys(keys, slots, shift, self.rotation), read_rows(values, slots)
+        k = read_keys(keys, slots, shift, self.rotation)
+        v = read_rows(values, slots)
         return torch.cat((v, k), dim=3) if self.shape.rotated else k, v

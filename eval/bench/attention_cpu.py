@@ -63,7 +63,8 @@ class CpuBatch(Batch):
             compat.RadixAttention(*heads, layer_id=layer, v_head_dim=shape.head_dim)
             for layer in range(self.num_layers)
         ]
-        dim, neox = self.rotation.rotary_dim, self.rotation.is_neox
+        dim = self.rotation.rotary_dim
+        neox = self.rotation.is_neox
         rope = get_rope(dim, dim, shape.tokens, 10_000, neox, None, torch.bfloat16)
         # The attributes of SGLang's runner that the backends read.
         runner: Any = SimpleNamespace(
@@ -146,7 +147,8 @@ class CpuBatch(Batch):
             self._forward(backend, layer, batch)
         end = time.perf_counter()
         layer_ms = (end - planned) / self.num_layers * 1e3
-        plan_us, step_ms = (planned - start) * 1e6, (end - start) * 1e3
+        plan_us = (planned - start) * 1e6
+        step_ms = (end - start) * 1e3
         return [{"plan_us": plan_us, "layer_ms": layer_ms, "step_ms": step_ms}]
 
     def _absorbed(self) -> list[dict[str, float]]:
@@ -164,10 +166,12 @@ class CpuBatch(Batch):
         """Time one layer of one request in SGLang's backend, after a warm-up; multiply the time by the numbers
         of layers and requests. A whole step would be slow, as the backend copies latent KV for each head."""
         alone = self._batch_of(1)
-        alone.req_pool_indices, alone.seq_lens = alone.req_pool_indices[:1], alone.seq_lens[:1]
+        alone.req_pool_indices = alone.req_pool_indices[:1]
+        alone.seq_lens = alone.seq_lens[:1]
         for _ in range(2):
             start = time.perf_counter()
-            query, layer = self.query[:1].flatten(1), self._layers[0]
+            query = self.query[:1].flatten(1)
+            layer = self._layers[0]
             self._native.forward_decode(query, None, None, layer, alone, save_kv_cache=False)
         layer_ms = (time.perf_counter() - start) * 1e3 * self.shape.requests
         return [{"layer_ms": layer_ms, "step_ms": layer_ms * self.num_layers}]

@@ -90,7 +90,8 @@ class CudaBatch(Batch):
         """A call of FlashInfer's decode over each request's own slots. The plan is made beforehand."""
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        shape, rows = self.shape, self.own_rows
+        shape = self.shape
+        rows = self.own_rows
         ones = torch.ones(shape.requests, dtype=torch.int32, device=self.device)
         indptr = torch.arange(shape.requests + 1, dtype=torch.int32, device=self.device)
         workspace = torch.zeros(128 << 20, dtype=torch.uint8, device=self.device)
@@ -99,7 +100,8 @@ class CudaBatch(Batch):
         wrapper = BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=tensor_cores
         )
-        heads, page_size = (shape.heads, shape.kv_heads, shape.head_dim), 1
+        heads = (shape.heads, shape.kv_heads, shape.head_dim)
+        page_size = 1
         kinds = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
         pages = (indptr * shape.tokens, rows.flatten(), ones)
         wrapper.plan(*pages, *heads, page_size, sm_scale=self.scale, **kinds)
@@ -136,7 +138,8 @@ def measured(
                 times[name] += bench(call)
         ms = {name: spread(found) for name, found in times.items()}
         ours, plan = (ms[name]["median"] for name in ("ours", "plan"))
-        of_copy, of_step = size / ours / copy_gb_per_s, plan / (plan + _LAYERS * ours)
+        of_copy = size / ours / copy_gb_per_s
+        of_step = plan / (plan + _LAYERS * ours)
         row = {"shared_percent": percent, "run": run, "ms": ms}
         yield {**row, "of_copy": of_copy, "plan_of_step": of_step}
 

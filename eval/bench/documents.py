@@ -30,7 +30,9 @@ from eval.tokenizers import load_tokenizer
 
 MODEL = Path("build/models/smollm2")
 #: Documents that the servers have prefilled, tokens in each of these documents, and documents in a prompt.
-DOCUMENTS, TOKENS, IN_PROMPT = 50, 400, 8
+DOCUMENTS = 50
+TOKENS = 400
+IN_PROMPT = 8
 REPAIRS = ("none", "query:.15")
 #: The side that marks no documents: the server finds them.
 FOUND = "auto"
@@ -38,7 +40,9 @@ _FLAGS = ("--attention-backend", "reasoncache_cpu", "--dtype", "float32")
 _SLOTS = 50_000
 _SYSTEM = "You are a helpful assistant that answers from the documents it is given."
 #: Questions asked about a set, documents in a set, words in a document. Few-shot sets have other sizes.
-_ASKED, _SET, _WORDS = 4, 5, 150
+_ASKED = 4
+_SET = 5
+_WORDS = 150
 
 _PLACES = (
     "north gate,harbour office,east tower,glass house,old library,boat shed,clock room,wine cellar"
@@ -88,7 +92,8 @@ class Tasks:
     """Draws sets of documents with questions."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._random, self._prose = random.Random(seed), prose()
+        self._random = random.Random(seed)
+        self._prose = prose()
 
     def rows(self, task: str, count: int) -> Iterator[dict[str, Any]]:
         make = {"distinct": self.distinct, "rivals": self.rivals, "few-shot": self.few_shot}
@@ -112,7 +117,8 @@ class Tasks:
 
     def few_shot(self) -> Drawn:
         """Each document labels three words of each of two kinds; questions ask for another word's label."""
-        draw, kinds = self._random.sample, list(_KINDS)
+        draw = self._random.sample
+        kinds = list(_KINDS)
         label = dict(zip(kinds, draw(["red", "blue", "green", "black", "white"], 4), strict=True))
         words = {kind: draw(_KINDS[kind].split(","), 12) for kind in kinds}
         documents = []
@@ -128,7 +134,8 @@ class Tasks:
 
     def repeat(self) -> Drawn:
         """A question asks to repeat a document. Eight words are given; the next eight are the answer."""
-        sections, asked = [self._section() for _ in range(_SET)], []
+        sections = [self._section() for _ in range(_SET)]
+        asked = []
         for number, section in enumerate(sections, 1):
             words = " ".join(section).split()
             parts = " ".join(words[:8]), " " + " ".join(words[8:16])
@@ -139,9 +146,11 @@ class Tasks:
     def _told(self, facts: Mapping[str, str]) -> Drawn:
         """Documents that each state a fact, with a number in place of ``{}``. The questions ask for these
         numbers."""
-        documents, asked = list[str](), list[tuple[str, str, str]]()
+        documents = list[str]()
+        asked = list[tuple[str, str, str]]()
         for fact in self._random.sample([*facts], _SET):
-            number, section = str(self._random.randint(1000, 9999)), self._section()
+            number = str(self._random.randint(1000, 9999))
+            section = self._section()
             section.insert(self._random.randint(0, len(section)), fact.format(number))
             documents.append(" ".join(section))
             asked.append((facts[fact], fact.split(" {}")[0], f" {number}"))
@@ -149,7 +158,8 @@ class Tasks:
 
     def _section(self) -> list[str]:
         """Sentences of consecutive paragraphs, at least ``_WORDS`` words in all."""
-        found, at = list[str](), self._random.randrange(len(self._prose))
+        found = list[str]()
+        at = self._random.randrange(len(self._prose))
         while sum(text.count(" ") for text in found) < _WORDS:
             found += re.split(r"(?<=\.) (?=[A-Z])", self._prose[at % len(self._prose)])
             at += 1
@@ -162,7 +172,8 @@ class Live:
     def __init__(self, tokenizer: Any) -> None:
         encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
         tokens = encode(" ".join(prose()))[: DOCUMENTS * TOKENS]
-        self._base, self._encode = encode(_SYSTEM), encode
+        self._base = encode(_SYSTEM)
+        self._encode = encode
         assert len(tokens) == DOCUMENTS * TOKENS
         self._documents = [tokens[at : at + TOKENS] for at in range(0, len(tokens), TOKENS)]
 
@@ -173,7 +184,8 @@ class Live:
     def side(self, server: ServerProcess, repair: str = "") -> Callable[[], list[dict[str, float]]]:
         """Returns a side for :func:`take_turns`. Each call sends the next prompt, and returns the time to
         the first token and how many of the prompt's tokens were computed."""
-        drawn, start = random.Random(1), len(self._base)
+        drawn = random.Random(1)
+        start = len(self._base)
         bounds = range(start, start + IN_PROMPT * TOKENS + 1, TOKENS)
         custom = {"documents": [*itertools.pairwise(bounds)], "documents_repair": repair}
 
@@ -231,7 +243,8 @@ def live_row(found: pd.DataFrame, side: str) -> dict[str, Any]:
 
 def work(options: Options) -> None:
     """Measure and write the results. Prompts that ``eval.fidelity`` measured before are not measured again."""
-    path, draw = options.out / "documents" / "questions.jsonl", Tasks().rows
+    path = options.out / "documents" / "questions.jsonl"
+    draw = Tasks().rows
     rows = [*itertools.chain(*(draw(task, options.questions) for task in options.tasks))]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     gate = Gate(MODEL, documents=path, arms=options.arms, out=path.with_name("gate.json"))

@@ -34,7 +34,8 @@ Runs = dict[str, str]
 _ALL = "--device cpu --server-flags '--schedule-conservativeness 0.3' "
 _IN_TURNS = "--keep-servers 4 --methods"
 #: Files in the folder of traces: recorded responses to AIME 2024 and to MATH-500.
-AIME, MATH = "aime24_sky_t1_32b.jsonl", "math500_sky_t1_27b.jsonl"
+AIME = "aime24_sky_t1_32b.jsonl"
+MATH = "math500_sky_t1_27b.jsonl"
 #: AIME responses with more tokens than this repeat themselves in a loop. The others have at most 14,406 tokens.
 LOOPING = 20_000
 
@@ -252,11 +253,13 @@ class Options:
 def work(options: Options) -> None:
     """Make the runs that have no results yet, and a report on all runs. Raises ValueError if options are wrong
     or nothing could be measured."""
-    asked, commit = BENCHES[options.bench](options.traces), describe_versions()["commit"]
+    asked = BENCHES[options.bench](options.traces)
+    commit = describe_versions()["commit"]
     if unknown := set(options.only) - asked.keys():
         raise ValueError(f"--only must be of {', '.join(asked)}, got {', '.join(unknown)}")
     home = options.out / options.bench / digest_of([commit, options.flags])
-    folders, is_whole = [], True
+    folders = []
+    is_whole = True
     for name in options.only or asked:
         folders.append(home / name)
         words = [*flags_of(_ALL + asked[name]), *options.flags]

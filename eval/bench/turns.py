@@ -28,7 +28,8 @@ def take_turns(
     lines = []
     for number in range(rounds + 1):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            samples, behind = sides[name](), between()
+            samples = sides[name]()
+            behind = between()
             lines += [{"side": name, "round": number, **behind, **one} for one in samples]
     found = pd.DataFrame(lines)
     return found[found["round"] > 0]

@@ -30,7 +30,8 @@ from sglang_reasoncache.filter.vocabulary import vocabulary_of
 Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
 #: A response counts as looping if at least a tenth of its sequences of 32 tokens also occur earlier in it.
-_RUN, _LOOPS = 32, 0.1
+_RUN = 32
+_LOOPS = 0.1
 
 
 class Response(NamedTuple):
@@ -140,7 +141,9 @@ def measure(
 ) -> Iterator[Mapping[str, Any]]:
     """Yields a record for each item, and appends each new record to a JSONL file at once. Items that
     have a record there with the same settings are not measured again, so an interrupted run can continue."""
-    path, known, scores = options.out.with_suffix(".jsonl"), {}, None
+    path = options.out.with_suffix(".jsonl")
+    known = {}
+    scores = None
     given = options.documents or options.responses
     if given is not None and path.resolve() in (given.resolve(), given.resolve() / path.name):
         raise ValueError(f"--out {options.out}: its records go to {path}, which is what is read")
@@ -177,13 +180,14 @@ def _prompts(options: Options, tokenizer: Any) -> Job:
     repairs = {name: documents.parse(name) for name in options.arms or documents.ARMS}
     assert options.documents is not None
     items = documents.read(options.documents, tokenizer, options.cap, options.limit)
-    return items, [*repairs], lambda reader: Documents(reader, repairs, items).scores
+    return items, [*repairs], lambda reader: Documents(reader, repairs, items, tokenizer).scores
 
 
 def work(options: Options) -> list[dict[str, Any]]:
     """Measure all items; print a table of the figures, write it to ``--out``, and return its rows."""
     torch.set_num_threads(options.threads)
-    records, summed = list[Mapping[str, Any]](), list[dict[str, Any]]()
+    records = list[Mapping[str, Any]]()
+    summed = list[dict[str, Any]]()
     settings = {name: str(value) for name, value in vars(options).items()}
     tokenizer = load_tokenizer(str(options.model), local=True)
     figures = summary.DOCUMENTS if options.documents else summary.RESPONSES

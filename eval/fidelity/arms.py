@@ -76,10 +76,12 @@ def parse(name: str) -> Arm:
     values: dict[str, Any] = {str(m.lastgroup): m[str(m.lastgroup)] for m in matches}
     if len(values) < len(options) or not {"match", "block"} <= values.keys():
         raise ValueError(f"{name!r}: an arm that shares is {_GRAMMAR}")
-    cached, match = values.pop("cached", None), values.pop("match")
+    cached = values.pop("cached", None)
+    match = values.pop("match")
     pool = POOLS.get(values.pop("pool", ""))
     knobs: dict[str, Any] = {field: int(value) for field, value in values.items()}
-    percentile, need = knobs.pop("percentile", 100), knobs.pop("need", 100)
+    percentile = knobs.pop("percentile", 100)
+    need = knobs.pop("need", 100)
     knobs["random_ratio"] = RANDOM_RATIO if match == "random" else None
     knobs["match"] = "steps" if match == "random" else match
     if direction == "oldest":

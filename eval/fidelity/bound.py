@@ -48,6 +48,7 @@ def changes(
     keys: tuple[torch.Tensor, torch.Tensor],
     values: tuple[torch.Tensor, torch.Tensor],
     visible: torch.Tensor,
+    scale: float | None = None,
 ) -> dict[str, torch.Tensor]:
     """What replacing K and V changes, and the theorem's bounds. All fp32 ``[heads, tokens]``.
 
@@ -55,21 +56,23 @@ def changes(
         query: ``[heads, tokens, head_dim]``.
         keys, values: before and after, ``[KV heads, positions, head_dim]`` each.
         visible: bool ``[tokens, positions]``.
+        scale: Logits are multiplied by it; None for ``head_dim ** -0.5``, as in the theorem.
     """
-    groups, width = len(query) // len(keys[0]), query.shape[-1]
+    groups = len(query) // len(keys[0])
+    scale = scale or query.shape[-1] ** -0.5
     k, new_k, v, new_v = (
         part.float().repeat_interleave(groups, dim=0) for part in (*keys, *values)
     )
     asked = query.float()
     before, after = (
-        (asked @ part.mT * width**-0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+        (asked @ part.mT * scale).masked_fill(~visible, -torch.inf).softmax(-1)
         for part in (k, new_k)
     )
     # Positions that a query does not see count neither as replaced nor as values.
     apart = torch.where(visible, (k - new_k).norm(dim=-1)[:, None], 0.0)
     far = torch.where(visible, (v - new_v).norm(dim=-1)[:, None], 0.0)
     sizes = torch.where(visible, v.norm(dim=-1)[:, None], 0.0)
-    weights_bound = asked.norm(dim=-1) * apart.sum(-1) * width**-0.5
+    weights_bound = asked.norm(dim=-1) * apart.sum(-1) * scale
     return {
         "weights": (before - after).abs().sum(-1),
         "weights_bound": weights_bound,
@@ -87,26 +90,31 @@ def measure(
     rotates: bool,
 ) -> list[dict[str, torch.Tensor]]:
     """For each layer the :func:`changes` of the last ``queries`` tokens, where the first block of each pair
-    reads the second. Pairs that end among these tokens are left out."""
-    split, found = len(tokens) - queries, list[dict[str, torch.Tensor]]()
+    reads the second. Each pair ends before these tokens."""
+    split = len(tokens) - queries
+    found = list[dict[str, torch.Tensor]]()
     cache: EditableCache = reader.cache(2, len(tokens))
     for start in range(0, split, _CHUNK):
         reader.forward(cache, tokens[start : min(start + _CHUNK, split)], logits_to_keep=1)
     shared = cache.branch()
     cache.rows = 1
     for pair in pairs:
-        if pair.dst_start + block <= split:
-            reads = [(pair.dst_start + at, pair.src_start + at) for at in range(block)]
-            # From the row without sharing: pairs do not build on each other.
-            cache.redirect(shared, reads, reader.rotation if rotates else None, (cache, 0))
+        reads = [(pair.dst_start + at, pair.src_start + at) for at in range(block)]
+        # From the row without sharing: pairs do not build on each other.
+        cache.redirect(shared, reads, reader.rotation if rotates else None, (cache, 0))
     at = torch.arange(len(tokens), device=reader.device)
     visible = at <= at[split:, None]
 
     def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
-        keys, values = cache.keys[layer], cache.values[layer]
+        keys = cache.keys[layer]
+        values = cache.values[layer]
         for part in (keys, values):
             part[shared, :, split:] = part[0, :, split:]
-        found.append(changes(query, (keys[0], keys[shared]), (values[0], values[shared]), visible))
+        found.append(
+            changes(
+                query, (keys[0], keys[shared]), (values[0], values[shared]), visible, reader.scaling
+            )
+        )
 
     reader.forward(cache, tokens[split:], watch=watch, logits_to_keep=1)
     return found
@@ -115,13 +123,19 @@ def measure(
 def work(options: Options) -> list[dict[str, Any]]:
     """Measure, print a table, write it, and return its rows. Raises ValueError if no step is similar."""
     tokenizer = load_tokenizer(str(options.model), local=True)
-    vocabulary, reader, names = vocabulary_of(tokenizer), None, list[str]()
+    vocabulary = vocabulary_of(tokenizer)
+    reader = None
+    names = list[str]()
     layers: list[dict[str, list[torch.Tensor]]] = []
     for response in read(options.responses, tokenizer, options.cap, options.shortest):
-        pairs = pairs_of(response, vocabulary, options.block)
+        last = len(response.tokens) - options.queries - options.block
+        # No distance is measured, so blocks share that the paper's second stage would refuse.
+        pairs = [
+            pair for pair in pairs_of(response, vocabulary, options.block) if pair.dst_start <= last
+        ]
         if len(names) == options.limit:
             break
-        if not pairs or len(response.tokens) <= options.queries:
+        if not pairs:
             continue
         reader = reader or load(options.model, options.dtype, options.device, options.cap)
         sizes = options.block, options.queries, not options.as_cached
@@ -139,7 +153,8 @@ def work(options: Options) -> list[dict[str, Any]]:
         joined = {name: torch.cat(parts) for name, parts in sums.items()}
         row: dict[str, Any] = {"layer": number}
         for name in ("weights", "output"):
-            change, bound = joined[name], joined[f"{name}_bound"]
+            change = joined[name]
+            bound = joined[f"{name}_bound"]
             row[f"{name}, median"] = round(float(change.median()), 5)
             row[f"{name}, most"] = round(float(change.max()), 5)
             row[f"{name}, median bound"] = round(float(bound.median()), 3)

@@ -29,7 +29,9 @@ class EditableCache(Cache):
         self._shape = layers, rows, capacity
         self.keys = self.values = torch.empty(0)
         self.visible = torch.ones(rows, capacity, dtype=torch.bool, device=device)
-        self.rows, self.length = 1, 0  # rows in use, positions written
+        # rows in use, positions written
+        self.rows = 1
+        self.length = 0
         self.at: torch.Tensor | None = None  # positions to overwrite; None: new KV is appended
         self.rounded: dict[int, torch.dtype] = {}  # row -> fp8 dtype to which its new KV is rounded
         self.by_head: dict[int, Visible] = {}  # row -> what each of its heads may read
@@ -53,11 +55,13 @@ class EditableCache(Cache):
             keys, values = (
                 all_[layer_idx, : self.rows, :, : self.length] for all_ in (self.keys, self.values)
             )
-            keys[:, :, self.at], values[:, :, self.at] = key_states, value_states
+            keys[:, :, self.at] = key_states
+            values[:, :, self.at] = value_states
             return keys, values
         end = self.length + key_states.shape[2]
         keys, values = (all_[layer_idx, : self.rows, :, :end] for all_ in (self.keys, self.values))
-        keys[:, :, self.length :], values[:, :, self.length :] = key_states, value_states
+        keys[:, :, self.length :] = key_states
+        values[:, :, self.length :] = value_states
         for row, dtype in self.rounded.items():
             for new in (keys[row, :, self.length :], values[row, :, self.length :]):
                 new.copy_(new.to(dtype))
@@ -65,7 +69,8 @@ class EditableCache(Cache):
 
     def branch(self) -> int:
         """Add a row that is a copy of row 0; return its number."""
-        row, self.rows = self.rows, self.rows + 1
+        row = self.rows
+        self.rows = self.rows + 1
         for all_ in (self.keys, self.values) if self.length else ():
             all_[:, row, :, : self.length] = all_[:, 0, :, : self.length]
         return row
@@ -95,9 +100,15 @@ class Reader:
 
     def __init__(self, model: Any) -> None:
         model.set_attn_implementation(_NAME)
-        self.model, self.device = model.eval(), model.device
+        self.model = model.eval()
+        self.device = model.device
         config = model.config.get_text_config()
-        self.layers, self.kv_heads = config.num_hidden_layers, config.num_key_value_heads
+        self.layers = config.num_hidden_layers
+        # As transformers itself takes it: some configurations have no such field.
+        self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        scales = (getattr(module, "scaling", None) for module in model.modules())
+        #: What logits are multiplied by; None for ``head_dim ** -0.5``.
+        self.scaling = next((scale for scale in scales if isinstance(scale, float)), None)
         self.rotation = self._rotation()
 
     def cache(self, rows: int, capacity: int) -> EditableCache:
@@ -149,12 +160,15 @@ class Reader:
         longest = self.model.config.get_text_config().max_position_embeddings
         at = torch.arange(longest, device=self.device)[None]
         cos, sin = modules[0](torch.zeros(1, device=self.device), at)
-        size, shift, tokens = cos.shape[-1], torch.full((5,), 7, device=self.device), range(5)
+        size = cos.shape[-1]
+        shift = torch.full((5,), 7, device=self.device)
+        tokens = range(5)
         here, there = (self.cache(1, len(tokens)) for _ in range(2))
         self.forward(here, tokens)
         self.forward(there, tokens, int(shift[0]))
         keys, wanted = (cache.keys[0, 0].transpose(0, 1).float() for cache in (here, there))
-        halves, neighbours = slice(size // 2), slice(None, None, 2)
+        halves = slice(size // 2)
+        neighbours = slice(None, None, 2)
         for part, is_neox in ((halves, True), (halves, False), (neighbours, False)):
             table = torch.cat((cos[0, :, part], sin[0, :, part]), dim=-1)
             rotation = KeyRotation(table, size, is_neox)

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
+from lm_eval.tasks.longbench.metrics import qa_f1_score
 
-from eval.fidelity import samkv
+from eval.fidelity import infllm, samkv
 from eval.fidelity.cache import EditableCache, Reader
+from eval.fidelity.infllm import Chosen, InfLLM
 from eval.fidelity.replay import compare
 from eval.fidelity.samkv import SamKV
 from eval.jsonl import read_rows, text_of
@@ -23,6 +25,8 @@ from sglang_reasoncache.custom_params import Repair, repair_of
 
 ARMS = ("none", "first:16", "query:.15", "deviation:.15", *samkv.UPDATES)
 _CHUNK = 256  # tokens of one forward
+#: A generated answer may have this many tokens more than the right one.
+MORE = 8
 
 
 class Prompt(NamedTuple):
@@ -41,7 +45,8 @@ def read(path: Path, tokenizer: Any, cap: int, limit: int | None = None) -> list
     """The first ``limit`` rows of each group of a JSONL file. A row has ``system``, ``documents``, ``question``
     and ``answer``; ``id``, ``group`` and ``lead`` (text before the answer) are optional. Raises OSError if the
     file cannot be read. Raises ValueError if a line is bad or over ``cap`` tokens, or if there are no rows."""
-    seen, found = Counter[str](), []
+    seen = Counter[str]()
+    found = []
     for number, row in read_rows(path, lambda row: _prompt(row, tokenizer, cap)):
         seen[row.group] += 1
         if limit is None or seen[row.group] <= limit:
@@ -63,7 +68,8 @@ def _prompt(row: dict[str, Any], tokenizer: Any, cap: int) -> Prompt:
     whole = (*tokens, *lead, *answer)
     if len(whole) > cap:
         raise ValueError(f"{len(whole)} tokens; --cap is {cap}")
-    name, group = str(row.get("id", "")), str(row.get("group", "all"))
+    name = str(row.get("id", ""))
+    group = str(row.get("group", "all"))
     return Prompt(name, group, whole, start, tuple(ends), len(whole) - len(answer))
 
 
@@ -94,21 +100,24 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
     return tokens, [*map(len, begins)]
 
 
-def parse(name: str) -> tuple[str, Repair | SamKV]:
+def parse(name: str) -> tuple[str, Repair | SamKV | InfLLM]:
     """The kind and the settings of the repair ``name``. Raises ValueError if there is no such repair."""
     if arm := samkv.parse(name):
         return "samkv", arm
+    if reads := infllm.parse(name):
+        return "infllm", reads
     try:
         return name.partition(":")[0], repair_of(name.replace("deviation:", "query:", 1))
     except ValueError as error:
         known = "none, first:TOKENS, query:SHARE, deviation:SHARE, samkv[-fusion|-select][:BLOCK]"
-        raise ValueError(f"--arms must be of {known}, got {name!r}") from error
+        raise ValueError(f"--arms must be of {known}, infllm[:SHARE], got {name!r}") from error
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
     """The positions of the highest ``scores`` (fp32 ``[positions]``), ascending. Their number is ``share``
     times the number of all documents' tokens. None is in the first document, whose KV needs no repair."""
-    first, end = prompt.ends[0], prompt.ends[-1]
+    first = prompt.ends[0]
+    end = prompt.ends[-1]
     count = round(share * (end - prompt.start))
     return (highest_of(scores[first:end].cpu(), count) + first).tolist()
 
@@ -119,29 +128,44 @@ class Documents:
     def __init__(
         self,
         reader: Reader,
-        repairs: Mapping[str, tuple[str, Repair | SamKV]],
+        repairs: Mapping[str, tuple[str, Repair | SamKV | InfLLM]],
         prompts: Sequence[Prompt],
+        tokenizer: Any = None,
     ) -> None:
-        self._reader, self._repairs = reader, repairs
-        self._room = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
+        """``tokenizer``: turns what is generated into text; None if F1 is not measured."""
+        self._reader = reader
+        self._repairs = repairs
+        self._tokenizer = tokenizer
+        longest = max(len(prompt.tokens) - prompt.ends[-1] for prompt in prompts)
+        self._room = longest + MORE
         self._of: Any = None
         #: The caches of the last prompt, by repair; ``full`` is full prefill.
         self.caches: dict[str, EditableCache] = {}
         self._again: dict[str, int] = {}
         self._profiles: dict[int, list[samkv.Profile]] = {}  # by block size
+        self._read_by: dict[str, Chosen] = {}  # by repair
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
         """Figures of ``full`` and of each repair: ``accuracy``, 1 if each token of the answer is the likeliest,
         else 0; ``nll`` and ``kl`` (full || repair), means over the answer's tokens in nats; ``recomputed``, the
-        share of the documents' tokens that were recomputed; ``read``, the share that attention can read."""
+        share of the documents' tokens that were recomputed; ``read``, the share that attention can read. With a
+        tokenizer also ``f1``, LongBench's F1 of words of what is generated greedily."""
         end = prompt.ends[-1]
         documents = prompt.tokens[:end], prompt.start, prompt.ends
         if documents != self._of:
-            self._of, self._again = documents, {"full": end - prompt.start, "none": 0}
-            self.caches, self._profiles = self._prefilled(prompt), {}
+            self._of = documents
+            self._again = {"full": end - prompt.start, "none": 0}
+            self.caches = self._prefilled(prompt)
+            self._profiles = {}
+            self._read_by = {}
         for name, (kind, repair) in self._repairs.items():
             if kind in ("query", "samkv") or name not in self.caches:
                 self.caches[name] = cache = copy.deepcopy(self.caches["none"])
+                if isinstance(repair, InfLLM):
+                    reads = self._read_by[name] = Chosen(self._reader, cache, prompt, repair)
+                    cache.by_head[0] = reads.visible
+                    self._again[name] = 0
+                    continue
                 positions = self.chosen(name, prompt)
                 self._again[name] = len(positions)
                 if positions:
@@ -149,7 +173,8 @@ class Documents:
                     if isinstance(repair, SamKV) and repair.update == "fusion":
                         samkv.fuse(cache, self.caches["none"], positions)
         names = ("full", *self._repairs)
-        asked, at = prompt.tokens[end:-1], prompt.answer - 1 - end
+        asked = prompt.tokens[end:-1]
+        at = prompt.answer - 1 - end
         logits = torch.cat([self._ask(self.caches[name], asked)[:, at:] for name in names])
         targets = prompt.tokens[prompt.answer :]
         means = compare(logits, targets) / len(targets)
@@ -161,10 +186,38 @@ class Documents:
                 kl=float(means[row, 1]),
                 nll=float(means[row, 0]),
                 recomputed=self._again[name] / (end - prompt.start),
-                read=float(self.caches[name].visible[0, prompt.start : end].float().mean()),
+                read=self._share_read(name, prompt),
+                **self._f1(name, prompt),
             )
             for row, name in enumerate(names)
         }
+
+    def _share_read(self, name: str, prompt: Prompt) -> float:
+        if name in self._read_by:
+            return self._read_by[name].share
+        seen = self.caches[name].visible[0, prompt.start : prompt.ends[-1]]
+        return float(seen.float().mean())
+
+    def _f1(self, name: str, prompt: Prompt) -> dict[str, float]:
+        """F1 of the words of a greedy answer, which has at most :data:`MORE` tokens more than the right one."""
+        if self._tokenizer is None:
+            return {}
+        cache = self.caches[name]
+        length = cache.length
+        answer = prompt.tokens[prompt.answer :]
+        said: list[int] = []
+        given = prompt.tokens[length : prompt.answer]
+        while len(said) < len(answer) + MORE:
+            logits = self._reader.forward(cache, given, logits_to_keep=1)
+            said.append(int(logits[0, -1].argmax()))
+            given = (said[-1],)
+            if said[-1] == self._tokenizer.eos_token_id:
+                break
+        cache.length = length
+        texts = (self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (said, answer))
+        # The right answers are one line.
+        found, wanted = (text.strip().partition("\n")[0] for text in texts)
+        return {"f1": float(qa_f1_score(found, wanted))}
 
     def chosen(self, name: str, prompt: Prompt) -> list[int]:
         """The positions that the repair ``name`` recomputes. :attr:`caches` must hold the prompt's documents.
@@ -188,18 +241,22 @@ class Documents:
             return most(received, prompt, repair.share)
         if kind == "deviation":
             # CacheBlend (arXiv 2405.16444) compares layer 1: layer 0's KV does not depend on other tokens.
-            full, part = self.caches["full"], slice(prompt.start, prompt.ends[-1])
+            full = self.caches["full"]
+            part = slice(prompt.start, prompt.ends[-1])
             apart = torch.zeros(prompt.ends[-1], device=self._reader.device)
             for one, other in ((full.keys, cache.keys), (full.values, cache.values)):
                 far = (one[1, 0, :, part] - other[1, 0, :, part]).float().norm(dim=(0, 2))
                 apart[part] += far / far.mean()
             return most(apart, prompt, repair.share)
+        assert isinstance(repair, Repair)
         return heads_of(prompt.ends, repair.first).tolist()
 
     def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
         """Two caches. For ``full``, the documents are prefilled together. For ``none``, each is prefilled alone
         behind the tokens before the first document; then its keys are rotated to its place in the prompt."""
-        start, ends, tokens = prompt.start, prompt.ends, prompt.tokens
+        start = prompt.start
+        ends = prompt.ends
+        tokens = prompt.tokens
         full, composed = (self._read(tokens[:end], ends[-1]) for end in (ends[-1], ends[0]))
         for begin, end in pairwise(ends):
             alone = self._read((*tokens[:start], *tokens[begin:end]))

@@ -23,7 +23,8 @@ class DenseIndex:
     :class:`~sglang_reasoncache.filter.lexical.LexicalIndex`; below 0, a cosine counts as 0."""
 
     def __init__(self, encode: Encode, max_history_steps: int, length_factor: bool = True) -> None:
-        self._encode, self._length_factor = encode, length_factor
+        self._encode = encode
+        self._length_factor = length_factor
         self._steps: deque[Step] = deque(maxlen=max_history_steps)
         self._vectors: deque[Floats] = deque(maxlen=max_history_steps)
         # The step that was compared last and its vector. The text of a step may be gone when it is added.

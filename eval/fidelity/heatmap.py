@@ -3,6 +3,7 @@
 other, for each layer and pair of blocks (figure 3 of the ReasonCache paper), beside blocks of other steps."""
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
 from sglang_reasoncache.kernels.distance import DistanceKernel
 
 _CHUNK = 128
-#: Pairs of unlike blocks that the similar pairs are compared with, at most.
+#: At most as many pairs of similar blocks are compared with unlike ones.
 _OTHERS = 256
 
 
@@ -55,15 +56,23 @@ def pairs_of(response: Response, vocabulary: Vocabulary, block: int) -> list[Blo
     return [pair for proposal in proposals for pair in proposal.pairs]
 
 
-def others(pairs: list[BlockPair], seed: int = 0) -> list[BlockPair]:
-    """Each block with a random source of another pair: blocks at like distances whose text is unlike."""
-    drawn = np.random.default_rng(seed).permutation(len(pairs))
-    made = [
-        BlockPair(pair.dst_start, pairs[at].src_start)
-        for pair, at in zip(pairs, drawn, strict=True)
-        if pairs[at].src_start not in (pair.src_start, pair.dst_start)
-    ]
-    return made[:_OTHERS]
+def others(pairs: list[BlockPair], response: Response, block: int) -> list[BlockPair]:
+    """Each block with the earlier block that is about as far away as its similar one, and has hardly a token in
+    common with it: fewer than a quarter, at any place. A block without such a block is left out."""
+    starts = range(response.prompt, len(response.tokens) - block + 1)
+    bags = {start: Counter(response.tokens[start : start + block]) for start in starts}
+    made = []
+    for pair in pairs[:_OTHERS]:
+        mine = bags[pair.dst_start]
+        unlike = (
+            start
+            for start in range(response.prompt, pair.dst_start - block + 1)
+            if (mine & bags[start]).total() < block / 4
+        )
+        nearest = min(unlike, key=lambda start: abs(start - pair.src_start), default=None)
+        if nearest is not None:
+            made.append(BlockPair(pair.dst_start, nearest))
+    return made
 
 
 def distances(
@@ -104,7 +113,7 @@ def draw(similar: np.ndarray, unlike: np.ndarray, path: Path, title: str) -> Non
     figure, axes = plt.subplots(2, 2, figsize=(11, 7), layout="constrained")
     for row, part in enumerate("KV"):
         for column, (name, shown) in enumerate(
-            (("similar steps", similar), ("other steps", unlike))
+            (("similar steps", similar), ("unlike blocks as far apart", unlike))
         ):
             axis = axes[row][column]
             image = axis.imshow(shown[:, row], aspect="auto", vmin=0, vmax=1.5, cmap="viridis")
@@ -116,8 +125,8 @@ def draw(similar: np.ndarray, unlike: np.ndarray, path: Path, title: str) -> Non
 
 
 def work(options: Options) -> list[dict[str, Any]]:
-    """Draw the response with most pairs; print and return the median distances of each layer. Raises ValueError
-    if no response has similar steps."""
+    """Draw the response with most pairs, often a looping one; print and return the median distances of each
+    layer. Raises ValueError if no response has similar steps."""
     tokenizer = load_tokenizer(str(options.model), local=True)
     vocabulary = vocabulary_of(tokenizer)
     pairs: list[BlockPair] = []
@@ -129,10 +138,13 @@ def work(options: Options) -> list[dict[str, Any]]:
             break
         found = pairs_of(response, vocabulary, options.block)
         if len(found) > len(pairs):
-            pairs, drawn = found, response
-    unlike = others(pairs)
-    if drawn is None or not unlike:
+            pairs = found
+            drawn = response
+    if drawn is None:
         raise ValueError(f"{options.responses}: no response with similar steps of --block tokens")
+    unlike = others(pairs, drawn, options.block)
+    if not unlike:
+        raise ValueError(f"{options.responses}: {drawn.name} has no blocks that differ from others")
     reader = load(options.model, options.dtype, options.device, options.cap)
     cache = reader.cache(1, len(drawn.tokens))
     for start in range(0, len(drawn.tokens), _CHUNK):
@@ -160,7 +172,8 @@ def work(options: Options) -> list[dict[str, Any]]:
     print(frame.to_markdown(index=False), file=sys.stdout)
     print(
         f"\n{drawn.name}: {near} of {len(pairs)} pairs of similar blocks are nearer than the median pair of "
-        f"other blocks, K and V, in every layer\nwrote {options.out}"
+        "unlike blocks, K and V, in every layer; of the responses read, this one has most pairs\n"
+        f"wrote {options.out}"
     )
     return rows
 

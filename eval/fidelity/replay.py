@@ -15,7 +15,7 @@ import torch
 from eval.fidelity.arms import Arm
 from eval.fidelity.cache import EditableCache, Reader
 from eval.fidelity.encoders import DenseIndex, encoder
-from eval.fidelity.selection import ByHead, Quest
+from eval.fidelity.selection import DENSE_LAYERS, ByHead, Quest
 from sglang_reasoncache.cache.host_row import HostRow, Moved
 from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.held import KeySource
@@ -32,7 +32,8 @@ from sglang_reasoncache.sharing.request import RequestRecord
 from sglang_reasoncache.sharing.threshold import AdaptiveThreshold
 
 #: Number of tokens in one forward, and in one comparison of log-probabilities.
-_CHUNK, _COMPARED = 128, 32
+_CHUNK = 128
+_COMPARED = 32
 #: Distances that a threshold must see before it accepts a pair. An arm has one threshold for all responses.
 _WARM_UP = 32
 #: Difference between the first slot ids of two responses. No response has so many positions.
@@ -46,9 +47,13 @@ class ArmCache:
     def __init__(
         self, arm: Arm, reader: Reader, cache: EditableCache, prompt: int, number: int = 0
     ) -> None:
-        self.arm, self.cache, self.prompt, self.row = arm, cache, prompt, 0
+        self.arm = arm
+        self.cache = cache
+        self.prompt = prompt
+        self.row = 0
         self._block = arm.filter.block if arm.filter else 0
-        self._first_slot, self._given_up = 1 + number * _FAR, 0
+        self._first_slot = 1 + number * _FAR
+        self._given_up = 0
         self._record = RequestRecord()
         self._slots = HostRow()
         self._rotation = reader.rotation
@@ -77,7 +82,8 @@ class ArmCache:
         first, until the fraction ``need`` of the response is saved. By default ``need`` is 1, so all share."""
         # As in a server, drop a pair if its destination overlaps the destination of an earlier pair.
         pairs = [pair for pair in pairs if self._claim(pair)]
-        accepted, distances = np.ones(len(pairs), dtype=bool), [0.0] * len(pairs)
+        accepted = np.ones(len(pairs), dtype=bool)
+        distances = [0.0] * len(pairs)
         if pairs and (self.arm.percentile < 100 or self.arm.need < 1):
             distances = self._distances(pairs)
             if self.arm.percentile < 100:
@@ -160,14 +166,17 @@ class ArmCache:
         """Evict positions by the arm's policy until ``target`` are gone, or let Quest leave out as many."""
         selection = self._selection
         if isinstance(selection, Quest):
-            selection.skip = target
+            layers = len(self.cache.keys)
+            selection.skip = round(target * layers / max(1, layers - DENSE_LAYERS))
             return
         at = torch.arange(self.cache.length, device=self.cache.keys.device)
         keys = [layer for layer, _ in self._layers(at)]
         if isinstance(selection, ByHead):
-            for layer, of_heads in zip(keys, selection.gone, strict=True):
+            for number, (layer, of_heads) in enumerate(zip(keys, selection.gone, strict=True)):
                 for head, gone in enumerate(of_heads):
-                    gone[self._lowest([layer[:, head : head + 1]], gone, target, seed)] = True
+                    # A policy that draws positions draws others for each head, and the same at each call.
+                    own = seed + number * len(of_heads) + head
+                    gone[self._lowest([layer[:, head : head + 1]], gone, target, own)] = True
             return
         lowest = self._lowest(keys, self._gone, target, seed)
         if len(lowest):
@@ -190,7 +199,8 @@ class ArmCache:
         rotations = dict.fromkeys(range(len(keys)), self._rotation)
         source = KeySource(pool, at[None], positions, rotations)
         layers = source.layers(0, held, written, shifted=False)
-        where: Any = dict(prompt=self.prompt, written=written, owned=self.prompt, page=1)
+        owned = 0 if self.arm.evictor.prompt else self.prompt
+        where: Any = dict(prompt=self.prompt, written=written, owned=owned, page=1)
         view = View(
             **where,
             held=held,
@@ -226,8 +236,11 @@ class Replay:
     def __init__(
         self, reader: Reader, vocabulary: Vocabulary, arms: Sequence[Arm], like: str
     ) -> None:
-        self._reader, self._arms, self._like = reader, arms, like
-        self._vocabulary, self._classes = vocabulary, TokenClasses(vocabulary)
+        self._reader = reader
+        self._arms = arms
+        self._like = like
+        self._vocabulary = vocabulary
+        self._classes = TokenClasses(vocabulary)
         self._encoders = {arm.encoder: encoder(arm.encoder, reader) for arm in arms if arm.encoder}
         self._thresholds = {arm.name: AdaptiveThreshold(arm.percentile, _WARM_UP) for arm in arms}
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from eval.fidelity.cache import EditableCache, Reader
+from eval.fidelity.infllm import unrotated
 
 if TYPE_CHECKING:
     from eval.fidelity.documents import Prompt
@@ -50,11 +51,13 @@ def parse(name: str) -> SamKV | None:
 
 def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
     """The offline step: prefills each document behind the system prompt; sums up its queries and attention."""
-    cache, found = reader.cache(1, prompt.ends[-1]), []
+    cache = reader.cache(1, prompt.ends[-1])
+    found = []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
     for begin, end in pairwise((prompt.start, *prompt.ends)):
         blocks = [range(at, min(at + block, end)) for at in range(begin, end, block)]
-        local, middle = (blocks[1:] or blocks)[-2:], blocks[1:-2]
+        local = (blocks[1:] or blocks)[-2:]
+        middle = blocks[1:-2]
         ends = sorted({at for part in (blocks[0], *local) for at in part})
         query, weights = _look(reader, cache, prompt.tokens[begin:end], end - local[0].start)
         one = Profile(ends, middle, query, [], [], set())
@@ -79,7 +82,8 @@ def select(
     """The online step: hides in row 0 the positions that the request does not read; returns what to recompute.
     ⚠ Tokens keep their positions in the whole prompt. Scores use queries and keys before rotation: a profile is
     made before its document has a place in a prompt. As in a server, all layers read the same blocks."""
-    end, visible = prompt.ends[-1], cache.visible[0]
+    end = prompt.ends[-1]
+    visible = cache.visible[0]
     visible[prompt.start : end] = False
     visible[[at for one in found for at in one.ends]] = True
     asked = prompt.tokens[end : prompt.answer]
@@ -89,9 +93,10 @@ def select(
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
     personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
     # A score is the query times a block's mean key, ⚠ summed over heads. ⚠ The anchor uses the ends' mean key.
-    keys = _unrotated(reader, cache.keys[_stable(reader.layers).start :, 0, :, :end], 0)
+    keys = unrotated(reader, cache.keys[_stable(reader.layers).start :, 0, :, :end], 0)
     asks = personal[:, -len(keys) :].unflatten(2, (keys.shape[1], -1)).sum(3)
-    scores, counts = [keys.new_empty(len(keys), 0)], list[int]()
+    scores = [keys.new_empty(len(keys), 0)]
+    counts = list[int]()
     for ask, one in zip(asks, found, strict=True):
         means = [keys[:, :, list(part)].mean(2) for part in (one.ends, *one.middle)]
         anchor, *middle = torch.stack([(ask * mean).sum((1, 2)) for mean in means]).unbind()
@@ -157,22 +162,16 @@ def _look(
     """Feeds ``tokens`` behind ``cache``, which does not keep them. Returns the mean unrotated query of the
     last ``last`` tokens, fp32 ``[layers, heads, head_dim]``, and the attention averaged over heads, ``[stable
     layers, tokens, positions]``."""
-    queries, given = list[torch.Tensor](), list[torch.Tensor]()
+    queries = list[torch.Tensor]()
+    given = list[torch.Tensor]()
     length = cache.length
     end = length + len(tokens)
 
     def watch(layer: int, query: torch.Tensor, weights: torch.Tensor) -> None:
-        queries.append(_unrotated(reader, query[:, -last:], end - last).mean(1))
+        queries.append(unrotated(reader, query[:, -last:], end - last).mean(1))
         if layer in _stable(reader.layers):
             given.append(weights.mean((0, 1)))
 
     reader.forward(cache, tokens, watch=watch, logits_to_keep=1)
     cache.length = length
     return torch.stack(queries), torch.stack(given)
-
-
-def _unrotated(reader: Reader, rotated: torch.Tensor, first: int) -> torch.Tensor:
-    """Unrotates queries or keys ``[..., heads, tokens, head_dim]`` from position ``first`` on; returns fp32."""
-    back = -torch.arange(first, first + rotated.shape[-2], device=rotated.device)
-    by_token = rotated.transpose(-3, -2)
-    return reader.rotation.rotate(by_token, back.expand(by_token.shape[:-2])).transpose(-3, -2)

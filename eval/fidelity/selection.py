@@ -38,11 +38,12 @@ class Quest:
         prompt: Queries of the prompt, positions below this, read everything.
 
     Attributes:
-        skip: About how many positions each query of the response leaves out.
+        skip: About how many positions each query of the response leaves out, in the layers where it may.
     """
 
     def __init__(self, page: int, prompt: int) -> None:
-        self._page, self._prompt = page, prompt
+        self._page = page
+        self._prompt = prompt
         self.skip = 0
         # Layer -> positions that the newest query left out, the mean of all heads.
         self._skipped: dict[int, float] = {}

@@ -19,6 +19,7 @@ RESPONSES: Figures = {
 }
 DOCUMENTS: Figures = {
     "accuracy": ("{:.3f}", lambda arm, _: arm["accuracy"]),
+    "f1": ("{:.3f}", lambda arm, _: arm["f1"]),
     "of_full": ("{:.2f}", lambda arm, full: arm["accuracy"] / full["accuracy"]),
     "kl": RESPONSES["kl"],
     "nll": ("{:.3f}", lambda arm, _: arm["nll"]),
@@ -50,7 +51,8 @@ def _row(part: Sequence[Mapping[str, Any]], name: str, figures: Figures) -> dict
     row: dict[str, Any] = {}
     for figure, (_, compute) in figures.items():
         with np.errstate(divide="ignore", invalid="ignore"):
-            value, ends = compute(*means), np.quantile(compute(*resampled), (0.025, 0.975))
+            value = compute(*means)
+            ends = np.quantile(compute(*resampled), (0.025, 0.975))
         row[figure] = float(value) if np.isfinite(value) else None
         shown = len(part) > 1 and np.isfinite(ends).all()
         row[f"{figure}_95"] = ends.tolist() if shown else None

@@ -88,8 +88,10 @@ def differ(one: Mapping[Key, float], other: Mapping[Key, float]) -> Estimate | N
     """The mean of ``one`` minus the mean of ``other``, with the same keys; None if there are no keys."""
     if not one:
         return None
-    x, y = _series(one), _series(other)
-    value, n = float(x.mean() - y.mean()), len(x)
+    x = _series(one)
+    y = _series(other)
+    value = float(x.mean() - y.mean())
+    n = len(x)
     if x.isin((0.0, 1.0)).all() and y.isin((0.0, 1.0)).all():
         effective = _effective(x - y)
         (l1, u1), (l2, u2) = (_wilson(float(side.mean()), effective) for side in (x, y))
@@ -127,8 +129,10 @@ def _wilson(share: float, n: float) -> tuple[float, float]:
 
 def _phi(x: pd.Series, y: pd.Series, weight: float) -> float:
     """Newcombe's correlation of paired zeros and ones, reduced if > 0. A pair counts as ``weight`` pairs."""
-    both, neither = weight * (x * y).sum(), weight * ((1 - x) * (1 - y)).sum()
-    only_x, only_y = weight * (x * (1 - y)).sum(), weight * (y * (1 - x)).sum()
+    both = weight * (x * y).sum()
+    neither = weight * ((1 - x) * (1 - y)).sum()
+    only_x = weight * (x * (1 - y)).sum()
+    only_y = weight * (y * (1 - x)).sum()
     scale = (both + only_x) * (only_y + neither) * (both + only_y) * (only_x + neither)
     product = both * neither - only_x * only_y
     if product > 0:

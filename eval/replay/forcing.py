@@ -21,7 +21,8 @@ class ForcedTokens(CustomLogitProcessor):
         self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None
     ) -> torch.Tensor:
         """Changes ``logits`` in place; their shape is ``[requests, vocabulary]``."""
-        rows, tokens = [], []
+        rows = []
+        tokens = []
         for row, params in enumerate(custom_param_list or ()):
             request = params["__req__"]
             place = request.kv.kv_committed_len - len(request.origin_input_ids)

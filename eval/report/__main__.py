@@ -68,7 +68,8 @@ def html(text: str, folder: Path) -> str:
 
 def _source(run: str, config: Mapping[str, Any]) -> str:
     """The model, code, machine and command of a run, in Markdown."""
-    machine, versions = config.get("machine", {}), config.get("versions", {})
+    machine = config.get("machine", {})
+    versions = config.get("versions", {})
     gpus = machine.get("gpus") or []
     cpu = f"{machine.get('cpu')}, {machine.get('cores')} cores"
     facts = [

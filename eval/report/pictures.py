@@ -35,9 +35,11 @@ def draw(data: Data, folder: Path) -> dict[str, str]:
 def _accuracy(data: Data, task: str, path: Path) -> bool:
     rows = []
     for key, group in groups(data):
-        found, saving = accuracy(data.results[key]), group["saving"].astype(float).median()
+        found = accuracy(data.results[key])
+        saving = group["saving"].astype(float).median()
         if key[1] == task and found is not None and not pd.isna(saving):
-            low, high = found.low or found.value, found.high or found.value
+            low = found.low or found.value
+            high = found.high or found.value
             row = {"method": _text(key[2]), "saved": 100 * saving, "accuracy": found.value}
             # If the accuracy is 0 or 1, rounding may put a bound of its interval on the wrong side of 0 or 1.
             bars = {"down": max(found.value - low, 0.0), "up": max(high - found.value, 0.0)}

@@ -41,7 +41,8 @@ def load(folders: Sequence[Path]) -> Data:
     configs = {str(folder): read_config(folder) for folder in folders}
     for run, folder in zip(configs, folders, strict=True):
         for cell in cells(folder):
-            graded, answered = cell.results(), cell.answered()
+            graded = cell.results()
+            answered = cell.answered()
             where = {"run": run, "task": cell.task, "method": cell.method, "seed": cell.seed}
             # A replay always ends with reason "length". If it reproduces the record, it does not count as cut.
             whole = {row.problem_id for row in graded if row.correct and "_replay" in cell.task}
@@ -236,10 +237,12 @@ def _same_texts(ours: Mapping[Key, str], dense: Mapping[Key, str]) -> str:
 
 
 def _length_ratio(data: Data, key: Place, dense: Place) -> Estimate | None:
-    ours, base = _lengths(data, key), _lengths(data, dense)
+    ours = _lengths(data, key)
+    base = _lengths(data, dense)
     both = ours.keys() & base.keys()
     ours, base = ({at: one[at] for at in base if at in both} for one in (ours, base))
-    difference, stock = differ(ours, base), mean(base)
+    difference = differ(ours, base)
+    stock = mean(base)
     return difference.scaled(1 / stock.value, 1.0) if difference and stock else None
 
 

@@ -40,8 +40,10 @@ def moments(log: str) -> list[Moment]:
         if decode is not None:
             speed, queued = (pattern.search(line) for pattern in (_SPEED, _QUEUED))
             saved = sum(map(int, _SAVED.findall(line)))
-            waiting, rate = int(queued[1]) if queued else 0, float(speed[1]) if speed else 0.0
-            running, used = int(decode[1]), int(decode[2])
+            waiting = int(queued[1]) if queued else 0
+            rate = float(speed[1]) if speed else 0.0
+            running = int(decode[1])
+            used = int(decode[2])
             found.append(Moment(len(found), running, waiting, used, saved, rate))
     return found
 
@@ -62,7 +64,8 @@ def measure(
     """Measure a cell and write its files. Calls ``advance`` after each answer. Raises OSError if a file
     cannot be written, ServerError if the server died, RunError if requests do not end or the flush fails."""
     server.clear()
-    offset, cpu_before = server.process.log_size(), server.cpu_seconds()
+    offset = server.process.log_size()
+    cpu_before = server.cpu_seconds()
     responses: list[Response] = []
 
     def ended(response: Response) -> None:
@@ -75,7 +78,8 @@ def measure(
     server.process.check_alive()
     server.settle()
     cpu_seconds = server.cpu_seconds() - cpu_before
-    log, reports = server.process.log_text(offset), server.reports()
+    log = server.process.log_text(offset)
+    reports = server.reports()
     timeline = moments(log)
     complete = [row for row in responses if row.error is None]
     first = min((row.started for row in responses), default=0.0)

@@ -51,7 +51,9 @@ async def send(client: AsyncOpenAI, model: str, request: Request, began: float) 
     first: float | None = None
     thoughts = text = ""
     prompt_tokens = output_tokens = 0
-    request_id, reason, error = "", "", None
+    request_id = ""
+    reason = ""
+    error = None
     try:
         stream = await client.chat.completions.create(
             model=model,

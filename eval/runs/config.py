@@ -57,7 +57,8 @@ def settle_config(run: Path, config: dict[str, Any]) -> None:
     if not (run / CONFIG).exists():
         write_json(run / CONFIG, config)
         return
-    there, wanted = read_config(run), json.loads(json.dumps(config))
+    there = read_config(run)
+    wanted = json.loads(json.dumps(config))
     for name in dict.fromkeys((*wanted, *there)):
         if name not in _MAY_DIFFER and there.get(name) != wanted.get(name):
             was, now = (json.dumps(one.get(name))[:200] for one in (there, wanted))
@@ -85,7 +86,8 @@ def _digest(problems: Sequence[Any]) -> str:
 def _circumstances() -> dict[str, Any]:
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     words = shlex.join(["python", *sys.orig_argv[1:]])
-    machine, versions = describe_machine(), describe_versions()
+    machine = describe_machine()
+    versions = describe_versions()
     return {"machine": machine, "versions": versions, "date": date, "command_line": words}
 
 

@@ -88,7 +88,8 @@ class Plan:
 
     def server_flags(self, step: Step) -> list[str]:
         """Flags of a cell's server. If the flags of two cells are equal, one server can serve both."""
-        options, task_flags = self.options, self.tasks[step.task, step.seed].server_flags
+        options = self.options
+        task_flags = self.tasks[step.task, step.seed].server_flags
         # A model's recommended max_tokens is often its whole context. SGLang refuses a request whose prompt and
         # max_tokens together exceed the context. With --allow-auto-truncate, SGLang lowers max_tokens instead.
         flags = ["--decode-log-interval", str(options.decode_log_interval), "--allow-auto-truncate"]

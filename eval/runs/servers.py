@@ -22,7 +22,8 @@ class Server:
 
     def __init__(self, process: ServerProcess) -> None:
         self.process = process
-        self.url, self.command = process.url, process.command
+        self.url = process.url
+        self.command = process.command
 
     def reports(self) -> list[dict[str, Any]]:
         """Each scheduler's part of ``GET /reasoncache/details``; [] for a stock server."""
@@ -87,8 +88,10 @@ class Servers:
     is closed to make room for a new server. A context manager. Logs go into the run's folder."""
 
     def __init__(self, run: Path, model_path: str | Path, device: str, keep: int = 1) -> None:
-        self._logs, self._keep = run / "servers", keep
-        self._model_path, self._device = model_path, device
+        self._logs = run / "servers"
+        self._keep = keep
+        self._model_path = model_path
+        self._device = device
         self._up: OrderedDict[tuple[object, ...], ServerProcess] = OrderedDict()
 
     def __enter__(self) -> Self:

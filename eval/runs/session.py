@@ -43,7 +43,8 @@ def run(
         for spec in options.methods
     ]
     model = model_path(options)
-    plan, opens = Plan(options, request_body(options)), opens_thinking(model)
+    plan = Plan(options, request_body(options))
+    opens = opens_thinking(model)
     config = make_config(plan, methods, opens)
     folder = out or default_folder(config)
     with locked(folder):
@@ -68,7 +69,8 @@ class Session:
 
     def work(self) -> bool:
         """Measure missing cells, and grade all. Returns True if all were measured and no request failed."""
-        options, whole = self.plan.options, True
+        options = self.plan.options
+        whole = True
         for step in order(options.tasks, self.methods, options.seeds):
             try:
                 whole &= self._cell(step)
@@ -85,7 +87,8 @@ class Session:
         if not cell.measured:
             limits = {problem.id: self._limit(problem, step.seed) for problem in task.problems}
             served = self._measure(step, cell, task.problems)
-            longest, slots = max(limits.values()), served.kv_slots
+            longest = max(limits.values())
+            slots = served.kv_slots
             if longest >= slots:
                 say(f"{step.title}: max_tokens is {longest}, the server has {slots} KV slots")
             for fault in faults(cell, served, limits):
@@ -98,7 +101,8 @@ class Session:
         return not failed
 
     def _measure(self, step: Step, cell: Cell, problems: Sequence[Problem]) -> Served:
-        plan, options = self.plan, self.plan.options
+        plan = self.plan
+        options = self.plan.options
         method = step.method
         server = self.servers.get(method.name, plan.server_flags(step), method.env)
         if server.reports():

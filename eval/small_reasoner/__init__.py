@@ -4,6 +4,7 @@
 from pathlib import Path
 
 #: Folders in the working directory. ``make small-model`` makes both.
-BASE, MODEL = Path("build/models/smollm2"), Path("build/models/small_reasoner")
+BASE = Path("build/models/smollm2")
+MODEL = Path("build/models/small_reasoner")
 #: LoRA weights, which are merged with ``BASE`` to give ``MODEL``.
 ADAPTER = Path(__file__).parent / "adapter"

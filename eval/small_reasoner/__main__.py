@@ -26,7 +26,8 @@ def write(base: Path, adapter: Path, folder: Path) -> None:
 if __name__ == "__main__":
     if not BASE.is_dir():
         sys.exit(f"{BASE} is not there: make small-model makes it")
-    made, adapter = MODEL / "config.json", ADAPTER / "adapter_model.safetensors"
+    made = MODEL / "config.json"
+    adapter = ADAPTER / "adapter_model.safetensors"
     if made.exists() and made.stat().st_mtime < adapter.stat().st_mtime:
         shutil.rmtree(MODEL)
     if not MODEL.exists():

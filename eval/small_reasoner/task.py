@@ -29,7 +29,8 @@ STEPS = {
 }
 MORE, FEWER, TWICE, TOGETHER = STEPS
 NOTED = "But the note says that {v} has {r} {i}, so I take {r}."
-SAME, CHANGED = "This is what I had before.", "Before I had {old}, and that was wrong."
+SAME = "This is what I had before."
+CHANGED = "Before I had {old}, and that was wrong."
 SUM = "Together {a} and {b} have {x} + {y} = {r} {i}."
 HEADERS = {
     "forwards": "Wait, let me check. Check {k} of {n} goes forwards.",
@@ -96,7 +97,8 @@ def _check(facts: Sequence[_Fact], items: str, values: dict[str, int]) -> list[s
     """Recomputes and corrects ``values`` in another pass over ``facts``; returns the steps of this pass."""
     steps = []
     for fact in facts:
-        old, result = values[fact.owner], fact.result(values)
+        old = values[fact.owner]
+        result = fact.result(values)
         tail = SAME if result == old else CHANGED.format(old=old)
         steps.append(f"{fact.step(items, values, result)} {tail}")
         values[fact.owner] = result
@@ -106,21 +108,25 @@ def _check(facts: Sequence[_Fact], items: str, values: dict[str, int]) -> list[s
 def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> Problem:
     count = rng.randint(difficulty.min_steps, difficulty.max_steps)
     first, *owners = rng.sample(NAMES, count + 1)
-    items, given = rng.choice(ITEMS), rng.randint(5, 40)
-    true, facts = {first: given}, []
+    items = rng.choice(ITEMS)
+    given = rng.randint(5, 40)
+    true = {first: given}
+    facts = []
     for owner in owners:
         if not difficulty.fewer and list(true.values())[-1] > HIGHEST - 40:
             return make_problem(rng, difficulty)  # adding up to 40 could exceed HIGHEST
         facts.append(_fact(rng, owner, true, difficulty.fewer))
         true[owner] = facts[-1].result(true)
-    last, other = owners[-1], rng.choice((first, *owners[:-1]))
+    last = owners[-1]
+    other = rng.choice((first, *owners[:-1]))
     checks = rng.choices(
         tuple(HEADERS), k=rng.randint(difficulty.min_checks, difficulty.max_checks)
     )
     checks[0] = "forwards"  # only a forward pass corrects all values that follow from a wrong note
 
     # Half of the problems have a wrong note, three in ten have a right note.
-    noted, luck = rng.choice(owners), rng.random()
+    noted = rng.choice(owners)
+    luck = rng.random()
     note = true[noted]
     while luck < 0.5 and note == true[noted]:
         note = max(2, true[noted] + rng.randint(-9, 9))
@@ -130,7 +136,8 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     sums: list[int] = []
 
     def add_up() -> None:
-        x, y = values[other], values[last]
+        x = values[other]
+        y = values[last]
         sums.append(x + y)
         steps.append(SUM.format(a=other, b=last, x=x, y=y, r=x + y, i=items))
 

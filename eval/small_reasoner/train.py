@@ -21,10 +21,12 @@ from eval.tiny_reasoner.task import split_of
 IGNORE = -100
 BATCH_TOKENS = 2400
 #: The first SHORT_SHARE of the training steps use problems of size SHORT, which teach arithmetic and format.
-SHORT_SHARE, SHORT = 0.4, Difficulty(2, 3, 1, 1)
+SHORT_SHARE = 0.4
+SHORT = Difficulty(2, 3, 1, 1)
 #: In the loss, each digit has the weight NUMBER_WEIGHT. Only a random WORDS_SHARE of the other tokens is
 #: counted, because words are learnt soon and logits over 49,152 tokens are costly.
-WORDS_SHARE, NUMBER_WEIGHT = 0.25, 3.0
+WORDS_SHARE = 0.25
+NUMBER_WEIGHT = 3.0
 
 Example = tuple[list[int], list[int]]  # token ids; their targets: next ids, IGNORE in prompts
 
@@ -85,7 +87,8 @@ def train(args: Options) -> None:
     else:
         lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(base, lora)
-    inner, head = base.model, base.lm_head
+    inner = base.model
+    head = base.lm_head
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     optimiser = torch.optim.AdamW(weights, lr=args.rate, betas=(0.9, 0.98), weight_decay=0.0)
     digits = torch.tensor([tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"])
@@ -106,7 +109,8 @@ def train(args: Options) -> None:
         with torch.autocast("cpu", torch.bfloat16), disable_input_dtype_casting(model):
             states = inner(inputs, use_cache=False).last_hidden_state
             logits = head(states[counted]).float()
-        wanted, weight = targets[counted], torch.where(number[counted], NUMBER_WEIGHT, 1.0)
+        wanted = targets[counted]
+        weight = torch.where(number[counted], NUMBER_WEIGHT, 1.0)
         losses = F.cross_entropy(logits, wanted, reduction="none")
         loss = (losses * weight).sum() / weight.sum()
         loss.backward()

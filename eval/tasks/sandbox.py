@@ -45,8 +45,13 @@ _CALLS = {
     "aarch64": (0xC00000B7, (198, 220, 425, 435)),
 }
 # Operations of a seccomp filter (classic BPF) and what it may answer.
-_LOAD, _IF_EQUAL, _IF_LEAST, _ANSWER = 0x20, 0x15, 0x35, 0x06
-_ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050001
+_LOAD = 0x20
+_IF_EQUAL = 0x15
+_IF_LEAST = 0x35
+_ANSWER = 0x06
+_ALLOW = 0x7FFF0000
+_KILL = 0x80000000
+_REFUSE = 0x00050001
 
 
 class SandboxError(RuntimeError):

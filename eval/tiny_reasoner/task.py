@@ -12,8 +12,14 @@ STEP_END = "\n\n"
 LETTERS = tuple("abcdefghijklmnopqrst")
 DIGITS = tuple("0123456789")
 OPERATORS = ("+", "-")
-PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<|user|>", "<|assistant|>"
-THINK, THINK_END, BOX, BOX_END = "<think>", "</think>", "\\boxed{", "}"
+PAD = "<pad>"
+EOS = "<eos>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+THINK = "<think>"
+THINK_END = "</think>"
+BOX = "\\boxed{"
+BOX_END = "}"
 SPECIAL = (PAD, EOS, USER, ASSISTANT, THINK, THINK_END, STEP_END, BOX, BOX_END)
 FORMAL = frozenset((*DIGITS, *LETTERS, *OPERATORS, "="))
 ORDINALS = ("one", "two", "three", "four")
@@ -97,13 +103,16 @@ class _Line:
     constant: str
 
     def result(self, values: dict[str, int]) -> int:
-        x, y = values[self.operand], int(self.constant)
+        x = values[self.operand]
+        y = int(self.constant)
         return (x + y if self.op == "+" else x - y) % 10
 
     def render(self, styles: tuple[str, ...], values: dict[str, int], result: int) -> str:
         """The words of a step that computes the variable ``name``, in the style of this letter."""
         style = styles[LETTERS.index(self.name) % len(styles)]
-        u, o, y = self.operand, self.op, self.constant
+        u = self.operand
+        o = self.op
+        y = self.constant
         return style.format(v=self.name, u=u, o=o, y=y, x=values[u], r=result)
 
 
@@ -128,7 +137,8 @@ def _chain(rng: random.Random, count: int) -> tuple[str, int, list[_Line]]:
         for s in rng.sample(range(styles), count)
     ]
     first = rng.choice([c for c in LETTERS if c not in names])
-    lines, previous = [], first
+    lines = []
+    previous = first
     for name in names:
         lines.append(_Line(name, previous, rng.choice(OPERATORS), rng.choice(DIGITS)))
         previous = name
@@ -144,7 +154,8 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     for line in lines:
         true[line.name] = line.result(true)
 
-    drafted, draft_value = "", 0
+    drafted = ""
+    draft_value = 0
     # Without a round that verifies it, a wrong draft would make the reference answer wrong.
     if plan and rng.random() < difficulty.draft_rate:
         drafted = rng.choice(lines).name
@@ -164,7 +175,8 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
         parts.append("plan " + " ".join(f"{ordinal} {kind}" for ordinal, kind in rounds))
 
     # First pass: the draft replaces the computed result, and later lines use the draft.
-    values, steps = {first: given}, [f"{THINK} {HEADERS['solve']}"]
+    values = {first: given}
+    steps = [f"{THINK} {HEADERS['solve']}"]
     for line in lines:
         result = draft_value if line.name == drafted else line.result(values)
         steps.append(f"{line.render(LONG_STYLES, values, result)} {TAILS['solve']}")
@@ -173,7 +185,8 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
         steps.append(HEADERS[kind].format(k=ordinal))
         styles = BRIEF_STYLES if kind == "brief" else LONG_STYLES
         for line in reversed(lines) if kind == "back" else lines:
-            old, result = values[line.name], line.result(values)
+            old = values[line.name]
+            result = line.result(values)
             tail = TAILS[kind] if result == old else CHANGED_TAIL
             steps.append(f"{line.render(styles, values, result)} {tail}".strip())
             if result != old:

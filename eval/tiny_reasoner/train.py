@@ -53,7 +53,9 @@ def drill(rng: random.Random, facts: int = 24) -> Example:
     """An example with only arithmetic. A drill has one sum per six tokens, a problem one per thirty."""
     words: list[str] = []
     for _ in range(facts):
-        x, y, op = rng.randrange(10), rng.randrange(10), rng.choice(tiny.OPERATORS)
+        x = rng.randrange(10)
+        y = rng.randrange(10)
+        op = rng.choice(tiny.OPERATORS)
         words += [str(x), op, str(y), "=", str((x + y if op == "+" else x - y) % 10), ","]
     return Example(encode(words), [i % 6 == 4 for i in range(len(words))])
 
@@ -94,7 +96,8 @@ def positions(ids: list[int], rng: random.Random) -> list[int]:
     """Position ids, in half of the sequences with gaps, so that the model does not rely on token distances."""
     if rng.random() < 0.5:
         return list(range(len(ids)))
-    out, position = [], 0
+    out = []
+    position = 0
     for token in ids:
         out.append(position)
         position += 1
@@ -155,7 +158,8 @@ def train(rank: int, args: Options, rendezvous: str) -> None:
         given = dict(input_ids=inputs, attention_mask=torch.ones_like(inputs), position_ids=where)
         states = model.model(**given, use_cache=False).last_hidden_state
         counted = targets != IGNORE
-        logits, wanted = model.lm_head(states[counted]), targets[counted]
+        logits = model.lm_head(states[counted])
+        wanted = targets[counted]
         loss = F.cross_entropy(logits, wanted, weight=weight)
         loss.backward()
         gradients = [p.grad for p in model.parameters() if p.grad is not None]

@@ -114,7 +114,8 @@ class PagedBackend(_Stock):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Whole queries and keys of latent attention in the model's dtype, rotated to their positions and
         rounded to fp8 by SGLang's kernel, as in SGLang's backend. Takes what it uses out of ``kwargs``."""
-        q_rope, k_rope = kwargs.pop("q_rope"), kwargs.pop("k_rope")
+        q_rope = kwargs.pop("q_rope")
+        k_rope = kwargs.pop("k_rope")
         scaling = kwargs.pop("llama_4_scaling", None)
         rounded, latent, turned = compat.mla_quantize_and_rope_for_fp8(
             q,

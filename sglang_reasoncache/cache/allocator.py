@@ -114,7 +114,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
         """Prepare a change after positions were redirected in the host's rows. Nothing changes yet.
 
         ``moved``: rows, and for each redirected position of the row the slot that it named before."""
-        lost, gained = list[int](), list[int]()
+        lost = list[int]()
+        gained = list[int]()
         for row, slots in moved:
             more = moved_references(row, slots, self.page_size)
             lost += more[0].tolist()
@@ -198,7 +199,8 @@ class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
 
     def free_group_end(self) -> None:
         super().free_group_end()
-        held, self._held = self._held, []
+        held = self._held
+        self._held = []
         if held:
             self.owner.once_more(lambda: self._release_unreferenced(torch.cat(held)))
 
@@ -289,7 +291,8 @@ class SharedWindowAllocator(_ReferenceCounted, compat.SWATokenToKVPoolAllocator)
     window pool serves sliding-window layers. A slot's *peer* is the slot of the same token in the window pool.
     SGLang frees the peer once the window has passed. Only then may the token's row entry name another slot."""
 
-    budget, has_window_pool = WindowSharingBudget, True
+    budget = WindowSharingBudget
+    has_window_pool = True
 
     def free_size(self) -> int:
         return int(self.full_available_size())

@@ -43,7 +43,9 @@ class Composition(int):
         cls, documents: Documents, nodes: Sequence[int], again: np.ndarray = NO_POSITIONS
     ) -> Composition:
         made = super().__new__(cls, nodes[0])
-        made.documents, made.nodes, made.again = documents, tuple(nodes), again
+        made.documents = documents
+        made.nodes = tuple(nodes)
+        made.again = again
         return made
 
     @property
@@ -140,7 +142,8 @@ def marked(req: Request | None) -> CachedDocuments | None:
     if req is None:
         return None
     if not hasattr(req, DOCUMENTS):
-        found, custom_params = None, getattr(req.sampling_params, "custom_params", None)
+        found = None
+        custom_params = getattr(req.sampling_params, "custom_params", None)
         # Building the error message may raise too: its repr of the value can exceed the recursion limit.
         with suppress(Exception):
             found = documents_of(custom_params, len(req.origin_input_ids))

@@ -309,14 +309,16 @@ class Continuations:
         tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
         best: tuple[Part, ...] = ()
         longest = held + on_host
-        hashed, digest = 0, _new_digest()
+        hashed = 0
+        digest = _new_digest()
         for start, by_digest in roots.beginning(tokens, held):
             # Each token is hashed once, however many starts a hostile client made.
             digest.update(tokens[hashed:start].tobytes())
             hashed = start
             parts = self._along(by_digest.get(digest.digest(), ()), tokens, exact)
             if parts and parts[-1].end > longest:
-                best, longest = parts, parts[-1].end
+                best = parts
+                longest = parts[-1].end
         for node, _ in reversed(best):
             self._used.move_to_end(node)
         return best
@@ -399,7 +401,8 @@ class Continuations:
             return False
         if parent is not None and parent.end == start and parent.pins == 1 and not parent.children:
             # Only this request reads the parent.
-            owned, before = parent.owned, Counter(parent.lent.tolist())
+            owned = parent.owned
+            before = Counter(parent.lent.tolist())
             self.borrowed -= parent.borrowed
             parent.extend(made)
             self.borrowed += parent.borrowed
@@ -480,8 +483,10 @@ class Continuations:
     ) -> int:
         length = max(wanted, len(node) // _LEAST_EVICTED, self._page)
         kept = max(len(node) - length, 0) // self._page * self._page
-        slots, known = node.slots[kept:], node.known[kept:]
-        owned, lent = node.owned, node.lent
+        slots = node.slots[kept:]
+        known = node.known[kept:]
+        owned = node.owned
+        lent = node.lent
         self.borrowed -= node.borrowed
         node.keep(kept)
         self.borrowed += node.borrowed

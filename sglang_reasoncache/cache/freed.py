@@ -56,7 +56,8 @@ class FreedEntries:
     @contextmanager
     def of_nodes(self) -> Iterator[None]:
         """A context in which SGLang frees evicted nodes, perhaps while it publishes or frees a row."""
-        row, inserted = self._row, self._inserted
+        row = self._row
+        inserted = self._inserted
         self._row = NOTHING_SHARED
         self._inserted = None
         try:

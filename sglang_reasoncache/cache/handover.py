@@ -40,7 +40,9 @@ class Handover:
     """
 
     def __init__(self, rows: ReqToTokenPool, cached_at: CachedPositions, stream: Any) -> None:
-        self._rows, self._cached_at, self._stream = rows, cached_at, stream
+        self._rows = rows
+        self._cached_at = cached_at
+        self._stream = stream
 
     def retracted(self, req: Request, row: HostRow) -> None:
         """Note what SGLang's copy of ``req`` lacks. Called when the row is freed, before a forward rewrites it.
@@ -57,7 +59,8 @@ class Handover:
         """Record the cached positions of the KV that will be written into the slots that ``req`` just got.
         Returns the first position whose KV is approximate; None if all is exact. Can be repeated."""
         # The prefix tree has the positions below ``prefix_len``, exact and recorded.
-        start, end = req.prefix_len, req.kv.kv_committed_len
+        start = req.prefix_len
+        end = req.kv.kv_committed_len
         copied: Copied | None = getattr(req, COPIED, None)
         slots = self._slots(req, start, end)
         if copied is None:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from sglang_reasoncache.cache.repair import RepairedRow
 
 #: Values of entries that hold no slot id. Slot 0 is SGLang's padding slot, which no request gets.
-EVICTED, UNKNOWN = -1, 0
+EVICTED = -1
+UNKNOWN = 0
 
 _numbers = itertools.count()
 
@@ -65,13 +66,15 @@ class HostRow:
 
     def at(self, positions: np.ndarray) -> np.ndarray:
         """For each of ``positions``, int64 ``[n]``: slot, ``EVICTED`` or ``UNKNOWN``. Returns int64 ``[n]``."""
-        found, known = np.zeros(len(positions), dtype=np.int64), positions < len(self._slots)
+        found = np.zeros(len(positions), dtype=np.int64)
+        known = positions < len(self._slots)
         found[known] = self._slots[positions[known]]
         return found
 
     def between(self, start: int, end: int) -> np.ndarray:
         """The entries of positions ``[start, end)``, int64 ``[end - start]``; see :meth:`at`."""
-        found, known = np.zeros(end - start, dtype=np.int64), self._slots[start:end]
+        found = np.zeros(end - start, dtype=np.int64)
+        known = self._slots[start:end]
         found[: len(known)] = known
         return found
 

@@ -29,7 +29,8 @@ from sglang_reasoncache.device.upload import upload
 
 #: Scores (how much the text after the documents attends to each position) are kept for at most _MOST_PROMPTS
 #: prompts and _MOST_TOKENS tokens in all. A prompt whose scores were dropped is served without its repair.
-_MOST_PROMPTS, _MOST_TOKENS = 1024, 1 << 24
+_MOST_PROMPTS = 1024
+_MOST_TOKENS = 1 << 24
 
 
 class Repaired(NamedTuple):
@@ -114,7 +115,9 @@ class Repairs:
     def choose(self, req: Request, prefix: Composition, ranks: Ranks) -> np.ndarray:
         """The positions to compute again, int64 ``[n]`` ascending. A repair by attention (``share``) chooses no
         positions until a scoring request (``max_new_tokens`` 0) has computed scores for this prompt."""
-        documents, end, repair = prefix.documents, prefix.length, prefix.documents.repair
+        documents = prefix.documents
+        end = prefix.length
+        repair = prefix.documents.repair
         if self._failed:
             return NO_POSITIONS
         if repair.first:
@@ -153,12 +156,14 @@ class Repairs:
     def prepare(self, batch: ScheduleBatch, ranks: Ranks) -> None:
         """Before a prefill, place the tokens to recompute, and choose the requests whose attention is scored.
         Either all ranks do this or none does, because all must compute the same tokens."""
-        self._prepared, token = {}, 0
+        self._prepared = {}
+        token = 0
         if self._failed:
             return
         # Stays True if anything below raises. Then nothing is placed, and SGLang computes an ordinary prefill.
         self._failed = True
-        prepared, work = dict[tuple[int, str], Repaired](), list[Callable[[], None]]()
+        prepared = dict[tuple[int, str], Repaired]()
+        work = list[Callable[[], None]]()
         for number, (req, count) in enumerate(zip(batch.reqs, batch.extend_lens, strict=True)):
             prefix = req.last_node
             if isinstance(prefix, Composition):
@@ -174,7 +179,8 @@ class Repairs:
         ranks.agree()
         for place in work:
             place()
-        self._prepared, self._failed = prepared, False
+        self._prepared = prepared
+        self._failed = False
 
     def of(self, rids: Sequence[str], counts: Sequence[int]) -> list[Repaired]:
         """What was prepared for the requests ``rids``. A request is left out if it was prepared at another
@@ -201,7 +207,8 @@ class Repairs:
     ) -> Callable[[], None]:
         """Do the part of placing ``positions`` that may fail. The returned function does the rest."""
         ids = torch.tensor([req.full_untruncated_fill_ids[at] for at in positions.tolist()])
-        index, repaired = req.kv.req_pool_idx, prefix.repaired
+        index = req.kv.req_pool_idx
+        repaired = prefix.repaired
         assert repaired is not None
         row = batch.req_to_token_pool.req_to_token[index]
         slots, own = repaired.placed(row, req.prefix_len, positions)
@@ -228,7 +235,8 @@ class Repairs:
 
     def _publish(self, req: Request, prefix: Composition, received: torch.Tensor) -> None:
         """Keep the scores of ``req`` for later requests. Called for the prompt's last chunk."""
-        key, kept = _key(req, prefix), self._scores
+        key = _key(req, prefix)
+        kept = self._scores
         kept[key] = received
         kept.move_to_end(key)
         while len(kept) > _MOST_PROMPTS or (

@@ -107,7 +107,8 @@ class HostSwap:
     def forget(self) -> None:
         """Use no KV that is on the host now, because SGLang flushes its cache: weights may have changed."""
         for one in self._there:
-            one.is_valid, one.runs = False, ()
+            one.is_valid = False
+            one.runs = ()
             one.num_bytes = 0
 
     def out(

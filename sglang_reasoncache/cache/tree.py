@@ -146,7 +146,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _continue(self, req: Request, up_to: int) -> None:
         """Keep what a finished request computed behind the part that it published, if that is approximate, goes
         on with a continuation, or is read by other responses to the same prompt."""
-        row, start = self._host_row(req.kv), req.kv.cache_protected_len
+        row = self._host_row(req.kv)
+        start = req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
         first = _first_shared(req, row)
         is_plain = prefix is None and first is None and not row.in_other_rows
@@ -214,7 +215,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def _evict_both(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
         """Evict nodes of the core, the least recently used first, each with the continuations of its path: the
         path was used whenever they were. Then evict continuations whose path is locked."""
-        mine, wanted = self._continuations, params.num_tokens
+        mine = self._continuations
+        wanted = params.num_tokens
         if wanted <= 0 or not len(mine):
             return evict(params, **named)
         freed = self._freed_before = 0

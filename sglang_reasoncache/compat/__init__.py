@@ -132,7 +132,8 @@ LAUNCHER_HOOK_TARGETS: dict[str, str] = {
 }
 
 #: Attributes of ``ServerArgs``: whether SGLang has resolved them, and what it decided.
-RESOLVED, DECISIONS = "_resolution_finished", "_resolved_overrides"
+RESOLVED = "_resolution_finished"
+DECISIONS = "_resolved_overrides"
 
 #: The hooks of the server's main process, where requests are parsed.
 FRONTEND_HOOK_TARGETS: dict[str, str] = {
@@ -244,7 +245,8 @@ def latent_rank(pool: Any) -> int:
 def kv_of(pool: Any, layer: int) -> tuple[Any, Any]:
     """Keys and values of a layer, ``[slots, heads, head_dim]`` each. With MLA the rotated dims are the keys and
     the latent dims are the values."""
-    keys, rank = pool.get_key_buffer(layer), latent_rank(pool)
+    keys = pool.get_key_buffer(layer)
+    rank = latent_rank(pool)
     return (keys[..., rank:], keys[..., :rank]) if rank else (keys, pool.get_value_buffer(layer))
 
 
@@ -259,7 +261,8 @@ def drafted_tokens(runner: Any) -> int:
 def largest_decode_graph(runner: Any) -> int:
     """Number of requests of the largest decode graph that SGLang will capture for the ``ModelRunner``
     ``runner``; 0 if SGLang captures no decode graphs. Call it once the KV pool is allocated."""
-    decode, off = resolve("GraphPhase").DECODE, resolve("GraphBackend").DISABLED
+    decode = resolve("GraphPhase").DECODE
+    off = resolve("GraphBackend").DISABLED
     if not runner.is_generation or resolve("check_cuda_graph_backend")(decode, off):
         return 0
     sizes, _compiled = resolve("get_batch_sizes_to_capture")(runner, drafted_tokens(runner) or 1)

@@ -27,7 +27,8 @@ class Ranks:
     """
 
     def __init__(self, group: Any = None) -> None:
-        self._group, self.alone = group, group is None
+        self._group = group
+        self.alone = group is None
         self.failed = self._ended = False
 
     def least(self, value: int) -> int:

@@ -155,7 +155,8 @@ class EvictionController:
             return None
         state.next_eviction[name] = written + policy.slack
         view = self._view(policy, req, state, written)
-        excess, candidates = policy.excess(view, slots), policy.candidates(view)
+        excess = policy.excess(view, slots)
+        candidates = policy.candidates(view)
         if excess <= 0 or not len(candidates):
             return None
         self._stats.eviction_decisions += 1
@@ -195,14 +196,18 @@ class EvictionController:
         self, name: str, policy: Evictor, req: Request, state: RowState, view: View
     ) -> torch.Tensor:
         shifted = self._allocator.has_shifted_slots
-        row, held = req.kv.req_pool_idx, view.held
+        row = req.kv.req_pool_idx
+        held = view.held
         layers = self._source.layers(row, held, view.written, shifted=shifted)
         if not policy.accumulates:
             return policy.scores(dataclasses.replace(view, layers=layers))
         at = upload(held, self._source.rows.device)
-        totals, earlier, seen = state.totals.get(name), None, 0
+        totals = state.totals.get(name)
+        earlier = None
+        seen = 0
         if totals is not None:
-            earlier, seen = totals.scores.new_zeros(view.written), totals.seen
+            earlier = totals.scores.new_zeros(view.written)
+            seen = totals.seen
             earlier[: len(totals.scores)] = totals.scores
             earlier = earlier[at]
         seen_by_now = dataclasses.replace(view, layers=layers, earlier=earlier, seen=seen)
@@ -212,7 +217,8 @@ class EvictionController:
         return scores
 
     def _evict_again(self, req: Request, state: RowState, written: int) -> None:
-        again, end = state.again, (written - 1) // self._page * self._page
+        again = state.again
+        end = (written - 1) // self._page * self._page
         there = again < end
         state.again = again[~there]
         # The prefix tree may own the first positions now, if it held another response with the same text.

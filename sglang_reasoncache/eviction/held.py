@@ -63,7 +63,9 @@ class HeldLayer:
     ) -> None:
         """``where``: index in ``req_to_token``; held positions, int64 ``[held]``; slots of the held positions,
         int64 ``[held]``; by how many positions to rotate each key, int32 ``[held]``, or None to rotate none."""
-        self._source, self._number, self._written = source, number, written
+        self._source = source
+        self._number = number
+        self._written = written
         self._row, self._positions, self._slots, self._shift = where
         self.rotation = None if source.rotations is None else source.rotations[number]
 

@@ -52,7 +52,9 @@ class RecentQueries:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.layers, self.window, self.size = layers, window, window + 1
+        self.layers = layers
+        self.window = window
+        self.size = window + 1
         rows = len(generations)
         width = sum(layer.heads * layer.dim for layer in layers.values())
         self.nbytes = rows * self.size * width * dtype.itemsize
@@ -106,7 +108,8 @@ class RecentQueries:
             (self._owners[rows] == owners)[:, None], -1
         )
         self._owners[rows] = owners
-        counts, ends = np.minimum(new, self.window), np.cumsum(new)
+        counts = np.minimum(new, self.window)
+        ends = np.cumsum(new)
         tokens = [np.arange(end - count, end) for count, end in zip(counts, ends, strict=True)]
         self._tokens = upload(np.concatenate(tokens), self._device)
         of = upload(np.repeat(np.arange(len(counts)), counts), self._device)

@@ -52,8 +52,10 @@ class Decision(Download):
         at = np.searchsorted(view.held, candidates)
         super().__init__(scores[upload(at, scores.device)].double())
         self._candidates = candidates
-        self._first, self._worth = view.first_readers[at], view.worth[at]
-        self._page, self._count = view.page, count
+        self._first = view.first_readers[at]
+        self._worth = view.worth[at]
+        self._page = view.page
+        self._count = count
 
     def positions(self, ranks: Ranks) -> np.ndarray:
         """The chosen positions: int64 ``[n]``, ascending, the same on all ranks. All ranks call this together.

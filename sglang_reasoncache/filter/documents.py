@@ -107,7 +107,8 @@ class DocumentFinder:
     """
 
     def __init__(self, least: int, most: int = _MOST_TOKENS) -> None:
-        self._least, self._most = least, most
+        self._least = least
+        self._most = most
         # Ordered by last use, the oldest first.
         self._texts: OrderedDict[_Text, None] = OrderedDict()
         self._tokens = 0
@@ -170,9 +171,11 @@ class DocumentFinder:
 
     def _window_hashes(self, tenant: bytes, tokens: np.ndarray) -> np.ndarray:
         """The hash of the window that begins at each token but the last ones, uint64."""
-        hashes, width = tokens.astype(np.uint64) * self._factors[0], 1
+        hashes = tokens.astype(np.uint64) * self._factors[0]
+        width = 1
         for factor in self._factors[2:]:
-            hashes, width = hashes[:-width] * factor + hashes[width:], 2 * width
+            hashes = hashes[:-width] * factor + hashes[width:]
+            width = 2 * width
         assert width == WINDOW
         return (hashes ^ np.uint64(hash(tenant) & _MASK)) * self._factors[1]
 
@@ -195,11 +198,13 @@ class DocumentFinder:
         """Texts of the index in ``[floor, stop)`` of the prompt, documents or others, from left to right. Of
         texts that begin within a few tokens, the longest."""
         places = places[slice(*np.searchsorted(places, (floor, stop - WINDOW + 1)))]
-        best, compared = None, set[tuple[_Text, int]]()
+        best = None
+        compared = set[tuple[_Text, int]]()
         for at, name in zip(places.tolist(), prompt.hashes[places].tolist(), strict=True):
             if best is not None and at > best.start + _TRIM + _EVERY:
                 yield best
-                floor, best = best.end, None
+                floor = best.end
+                best = None
                 compared.clear()
             # Tokens before ``floor`` are not compared again.
             if at < floor:
@@ -241,7 +246,8 @@ class DocumentFinder:
         """Enter tokens ``[start, end)`` of ``prompt`` as a text, if they are enough."""
         if end - start < self._least:
             return
-        tokens, before = prompt.tokens[start:end].copy(), prompt.before[start:end].copy()
+        tokens = prompt.tokens[start:end].copy()
+        before = prompt.before[start:end].copy()
         hashes = prompt.hashes[start : end - WINDOW + 1]
         places = _sampled(hashes)[::-1]
         names = dict(zip(hashes[places].tolist(), places.tolist(), strict=True))
@@ -275,13 +281,17 @@ def _matched(prompt: _Prompt, text: _Text, at: int, place: int, floor: int, stop
 
 def _spans(matches: Sequence[_Match], base: int, last: int) -> list[tuple[int, int]]:
     """The documents that follow one another behind the base, and short gaps between them, up to ``last``."""
-    spans, at, moved = list[tuple[int, int]](), base, False
+    spans = list[tuple[int, int]]()
+    at = base
+    moved = False
     for match in matches:
-        start, end = match.start, min(match.end, last)
+        start = match.start
+        end = min(match.end, last)
         if start - at > _GAP or start >= end or not (match.moves or start == base):
             break
         spans += [(at, start)] * (start > at) + [(start, end)]
-        at, moved = end, moved or match.moves
+        at = end
+        moved = moved or match.moves
     return spans if moved and len(spans) > 1 else []
 
 
@@ -297,18 +307,22 @@ def _sliding(reduce: np.ufunc, values: np.ndarray, width: int) -> np.ndarray:
     """``reduce`` over each run of ``width`` values, a power of two."""
     done = 1
     while done < width:
-        values, done = reduce(values[:-done], values[done:]), 2 * done
+        values = reduce(values[:-done], values[done:])
+        done = 2 * done
     return values
 
 
 def _equal(one: np.ndarray, other: np.ndarray) -> int:
     """Number of equal tokens at the beginning of both."""
-    most, at, step = min(len(one), len(other)), 0, 64
+    most = min(len(one), len(other))
+    at = 0
+    step = 64
     while at < most:
         differ = np.flatnonzero(
             one[at : at + step][: most - at] != other[at : at + step][: most - at]
         )
         if len(differ):
             return at + int(differ[0])
-        at, step = at + step, 2 * step
+        at = at + step
+        step = 2 * step
     return most

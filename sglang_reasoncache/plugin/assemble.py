@@ -71,7 +71,8 @@ def assemble(
         interval: Decode steps between two polls.
         ahead: See ``Controller``.
     """
-    config, size = resolved.config, pool_size(allocator)
+    config = resolved.config
+    size = pool_size(allocator)
     records = Records(
         process,
         stats,

@@ -25,8 +25,10 @@ class Containment:
     """
 
     def __init__(self, ranks: Ranks, disable: Callable[[str], None]) -> None:
-        self._ranks, self._disable = ranks, disable
-        self._reason, self._ended = "", False
+        self._ranks = ranks
+        self._disable = disable
+        self._reason = ""
+        self._ended = False
 
     def __enter__(self) -> None:
         pass

@@ -174,7 +174,8 @@ class Controller:
         """Account for a finished, aborted or retracted request. ``row``: our copy of its freed block table."""
         with self.containment:
             if not req.finished():
-                swapped, copied = swapped_of(req), 0
+                swapped = swapped_of(req)
+                copied = 0
                 length = len(req.origin_input_ids) + len(req.output_ids)
                 if swapped is not None:
                     copied = swapped.length
@@ -236,7 +237,8 @@ class Controller:
             self.headroom.decoded(tokens)
         if self._decode_steps % self.interval:
             return 0
-        before, compared = self._to_have, self.stats.blocks_compared
+        before = self._to_have
+        compared = self.stats.blocks_compared
         start = time.perf_counter()
         if self._is_active and self.report.disabled is None:
             self.containment.together(self._poll, reqs)

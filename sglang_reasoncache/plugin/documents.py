@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: At most this many documents of a request are prefilled at once.
 _TOGETHER = 16
+#: Prefills of a request with a longer id have ids of their own: each of up to 256 prefills would send it.
+_LONGEST_ID = 256
 #: Sampling parameters that hold a grammar.
 _GRAMMARS = "json_schema", "regex", "ebnf", "structural_tag"
 #: Processes that serve HTTP begin at different replicas.
@@ -58,7 +60,8 @@ def _custom(params: dict[str, Any]) -> dict[str, Any]:
 def _may_compose(obj: Any) -> bool:
     """Whether a request that marks no documents may read some: it has a single prompt without media, and asks
     for output, not for figures of its prompt. A prompt's log-probabilities are asked for separately."""
-    params, ids = obj.sampling_params or {}, obj.input_ids
+    params = obj.sampling_params or {}
+    ids = obj.input_ids
     if ids is None:
         single = isinstance(obj.text, str)
     else:
@@ -83,7 +86,8 @@ async def _behind_known(
     config: ReasonCacheConfig,
 ) -> AsyncIterator[Any]:
     """Mark the documents of ``obj`` that are known, then generate as if the client had marked them."""
-    spans, prompt = list[tuple[int, int]](), obj.input_ids
+    spans = list[tuple[int, int]]()
+    prompt = obj.input_ids
     if await _composes(manager):
         try:
             if prompt is None:
@@ -102,7 +106,8 @@ async def _behind_known(
     # Copied, because a caller of ``sglang.Engine`` may use its sampling parameters again.
     params = dict(obj.sampling_params or {})
     obj.sampling_params = {**params, "custom_params": {**_custom(params), marks.KEY: spans}}
-    obj.input_ids, obj.text = prompt, None
+    obj.input_ids = prompt
+    obj.text = None
     async for response in _behind_documents(original, manager, obj, request):
         yield response
 
@@ -139,7 +144,8 @@ async def _behind_documents(
     if not isinstance(obj.sampling_params, dict) or not prompt or isinstance(prompt[0], list):
         told = "needs a single prompt, as input_ids or as messages"
         raise ValueError(f"custom_params: {marks.KEY} {told}")
-    config, custom = config_of(manager.server_args), obj.sampling_params["custom_params"]
+    config = config_of(manager.server_args)
+    custom = obj.sampling_params["custom_params"]
     default = "none" if config is None else config.documents_repair
     custom = obj.sampling_params["custom_params"] = {marks.REPAIR_KEY: default, **custom}
     # SGLang sets ``is_single`` only when it prepares the request, but reads it if the client leaves earlier.
@@ -213,7 +219,8 @@ def _verified_length(manager: Any, obj: Any, prompt: Sequence[int]) -> int:
     sampling = manager.sampling_params_class(**asked)
     sampling.normalize(manager.tokenizer)
     sampling.verify(manager.model_config.vocab_size)
-    alike, kept = copy.copy(obj), list(prompt)
+    alike = copy.copy(obj)
+    kept = list(prompt)
     alike.sampling_params = dict(obj.sampling_params or {})
     manager._validate_one_request(alike, kept)
     return len(kept)
@@ -245,11 +252,13 @@ def _request(prompt: Sequence[int], obj: Any, custom_params: dict[str, Any] | No
     alike = ("lora_path", "extra_key", "cache_salt", "routed_dp_rank", "priority")
     for name in (*alike, "stream", "background"):
         setattr(made, name, getattr(obj, name))
-    if isinstance(obj.rid, str) and not obj.rid.startswith(compat.HEALTH_CHECK_RID_PREFIX):
+    own = isinstance(obj.rid, str) and len(obj.rid) <= _LONGEST_ID
+    if own and not obj.rid.startswith(compat.HEALTH_CHECK_RID_PREFIX):
         # An abort of ``obj`` in another process that serves HTTP reaches the schedulers only. They abort all
         # requests whose id begins with the aborted id.
         made.rid = f"{obj.rid}-{uuid.uuid4().hex}"
-    made.no_logs, made.log_metrics = True, False
+    made.no_logs = True
+    made.log_metrics = False
     return made
 
 
@@ -258,7 +267,8 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
     tokens. Raises ValueError for wrong numbers, and if a marked message has no span in the prompt."""
     adapted, _ = result
     custom = _custom(adapted.sampling_params)
-    asked, messages = custom.get(marks.KEY), request.messages
+    asked = custom.get(marks.KEY)
+    messages = request.messages
     if asked == "messages":
         asked = list(range(1, len(messages) - 1))
     if not isinstance(asked, list) or any(type(number) is not int for number in asked):
@@ -272,7 +282,9 @@ def after_chat(result: Any, serving: Any, request: Any, _raw_request: Any = None
         raise ValueError(f"{wrong} before the last of {len(messages)} messages, got {asked!r:.80}")
     base = _tokens(serving, request, messages[: asked[0]])
     marks.check_before(len(base), len(asked))
-    spans, prompt, end = list[list[int]](), adapted.input_ids or [], len(base)
+    spans = list[list[int]]()
+    prompt = adapted.input_ids or []
+    end = len(base)
     told = f"{wrong} token spans of input_ids here: the chat template writes"
     if base != prompt[: len(base)]:
         raise ValueError(f"{told} what is before messages[{asked[0]}] in another way behind it")

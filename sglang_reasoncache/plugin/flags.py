@@ -37,7 +37,8 @@ _SET = _PREFIX + "set"
 
 def install() -> None:
     """Hook SGLang's command-line functions, and let :func:`engine_server_args` make ``Engine``'s ServerArgs."""
-    register, kind = compat.HookRegistry.register, compat.HookType
+    register = compat.HookRegistry.register
+    kind = compat.HookType
     if os.environ.get(WORDS_ENV, "").strip():
         for target in compat.LAUNCHER_HOOK_TARGETS.values():
             register(target, before_resolving, kind.BEFORE)

@@ -39,7 +39,8 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
     ``start`` and ``end`` are positions in prompt plus output. Position ``start + i`` reads the slot of position
     ``source + i`` of request ``rid``. ``source`` is null if the run reads no other position's slots. ``rid`` is
     null if the source is in this request. Runs are also cut where the source of another run begins or ends."""
-    ids, first = found["output_ids"], found["prompt_tokens"]
+    ids = found["output_ids"]
+    first = found["prompt_tokens"]
     # Position -> the position that it reads, and the index of that position's request if it is another one.
     source = {
         dst + at: (src + at, *of)
@@ -49,7 +50,8 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
     end = first + len(ids)
     cuts = {first, end}
     for at in range(first, end + 1):
-        here, before = source.get(at), source.get(at - 1)
+        here = source.get(at)
+        before = source.get(at - 1)
         if here and before and here == (before[0] + 1, *before[1:]):
             continue
         cuts |= {at} if here or before else set()
@@ -61,7 +63,8 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
     for start, stop in itertools.pairwise(bounds):
         # Yield to the event loop, which also streams to other clients.
         await asyncio.sleep(0)
-        begin, before = start - first, max(start - first - _BEFORE, 0)
+        begin = start - first
+        before = max(start - first - _BEFORE, 0)
         text = tokenizer.decode(ids[before : stop - first])
         text = text[len(tokenizer.decode(ids[before:begin])) :]
         read, *of = source.get(start, (None,))

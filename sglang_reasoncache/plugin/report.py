@@ -92,7 +92,8 @@ class SharingMetrics:
 
     def _count(self, name: str, total: int, **reason: str) -> None:
         key = (name, *reason.values())
-        seen, self._seen[key] = self._seen.get(key, 0), total
+        seen = self._seen.get(key, 0)
+        self._seen[key] = total
         # A cache flush sets our totals to 0, but a Prometheus counter must never fall.
         added = total - seen if total >= seen else total
         self._counters[name].labels(**self._labels, **reason).inc(added)
@@ -153,7 +154,8 @@ class Report:
     ) -> None:
         """Count and remember a finished request. ``shared`` of its positions read another position's slot, and
         ``evicted`` of its positions were evicted."""
-        prompt, output = len(req.origin_input_ids), len(req.output_ids)
+        prompt = len(req.origin_input_ids)
+        output = len(req.output_ids)
         self.stats.request_finished(shared, prompt + output, evicted)
         self.recent.append(
             {
@@ -254,7 +256,8 @@ class Report:
 
     def log_part(self) -> str:
         """Our part of SGLang's decode log line."""
-        shared, evicted = self.pipeline.saved, self.eviction.positions_now
+        shared = self.pipeline.saved
+        evicted = self.eviction.positions_now
         shareable = self.pipeline.ledger.slots
         return f"#shared token: {shared}, #shareable token: {shareable}, #evicted token: {evicted}"
 

@@ -211,7 +211,9 @@ class ServerParts:
     def _controller(
         self, context: TreeCacheBuildContext, tree: SharedRadixCache, resolved: ResolvedConfig
     ) -> Controller:
-        config, params, args = resolved.config, context.params, context.server_args
+        config = resolved.config
+        params = context.params
+        args = context.server_args
         stats = SharingStats()
         # The ranks of ``tp_cache_group`` run the same requests.
         ranks = Ranks(params.tp_cache_group if self._attention_ranks > 1 else None)
@@ -294,7 +296,8 @@ def _filter(
     markers: ReasoningMarkers | None,
 ) -> FilterProcess:
     """Start the filter process, once the meter has compiled its kernels."""
-    config, page = resolved.config, resolved.page
+    config = resolved.config
+    page = resolved.page
     meter.warm_up(page if page > 1 else config.block)
     return FilterProcess(
         filter_config(config),

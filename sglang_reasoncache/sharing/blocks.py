@@ -50,16 +50,12 @@ class Pages:
         page of which another response holds the source reads a single run of it. Otherwise a few tokens of each
         of many pages might keep these pages from being free once the other response has ended."""
         done = []
-        first, last = (
-            block.dst_start // self._page,
-            (block.dst_start + block.length - 1) // self._page,
-        )
+        first = block.dst_start // self._page
+        last = (block.dst_start + block.length - 1) // self._page
         for number in range(first, last + 1):
             start = number * self._page
-            low, high = (
-                max(block.dst_start, start),
-                min(block.dst_start + block.length, start + self._page),
-            )
+            low = max(block.dst_start, start)
+            high = min(block.dst_start + block.length, start + self._page)
             key = number, source
             if key not in self._parts:
                 self._parts[key] = np.full(self._page, -1, dtype=np.int64)

@@ -39,7 +39,8 @@ class Followed:
         group: PromptGroup | None = None,
         reads_prompt: bool = False,
     ) -> None:
-        self._process, self.group = process, group
+        self._process = process
+        self.group = group
         prompt = array("q", req.origin_input_ids if reads_prompt else ())
         self.id = process.open(len(req.origin_input_ids), inside, prompt)
         self._dropped = finalize(req, orphans.append, self.id)

@@ -61,8 +61,11 @@ class BlockMeter:
         self._kernels = [DistanceKernel(some, rotation) for rotation, some in self._layers.items()]
         #: The implementation that computes the distances, see ``DistanceKernel.backend``.
         self.backend = self._kernels[0].backend
-        self._rows, self._cached_at, self._corrects = rows, cached_at, rotations is not None
-        self._num_heads, self._ranks = num_heads, ranks
+        self._rows = rows
+        self._cached_at = cached_at
+        self._corrects = rotations is not None
+        self._num_heads = num_heads
+        self._ranks = ranks
 
     def warm_up(self, block: int) -> None:
         """Run the kernels once for blocks of ``block`` tokens, so they are compiled before requests arrive."""
@@ -74,7 +77,8 @@ class BlockMeter:
         device = self._rows.device
         reqs = [(b.req.kv.req_pool_idx, b.lender.kv.req_pool_idx) for b in blocks]
         both = [(*range(b.dst_start, b.dst_end), *b.sources()) for b in blocks]
-        rows, at = upload(reqs, device), upload(both, device)
+        rows = upload(reqs, device)
+        at = upload(both, device)
         dst, src = at.split(blocks[0].length, dim=1)
         dst_slots = self._rows[rows[:, 0:1], dst].long()
         src_slots = self._rows[rows[:, 1:2], src].long()

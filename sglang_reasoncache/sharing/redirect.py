@@ -109,7 +109,9 @@ class Redirector:
 
     def count(self, shared: Redirected) -> None:
         """Note that a block shares."""
-        block, candidate, stats = shared.block, shared.block.candidate, self._stats
+        block = shared.block
+        candidate = shared.block.candidate
+        stats = self._stats
         fresh = not candidate.shared_at
         record = known_record(block.req)
         if candidate not in record.copied:

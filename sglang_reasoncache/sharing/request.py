@@ -68,7 +68,8 @@ class RequestRecord:
     def lose_row(self, row: HostRow) -> None:
         """Forget the freed ``row``. All candidates wait again to be measured in the request's next row."""
         # What must not go wrong comes first, because the calls below may fail.
-        mine, self.row = self.row, None
+        mine = self.row
+        self.row = None
         self.copied = dict.fromkeys(self.approximate)
         self.redirected = []
         self.pending = list(self.candidates.values())

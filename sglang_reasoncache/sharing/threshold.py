@@ -40,7 +40,8 @@ class AdaptiveThreshold:
     """
 
     def __init__(self, percentile: float = 80.0, warmup: int = 128) -> None:
-        self._percentile, self._warmup = percentile, warmup
+        self._percentile = percentile
+        self._warmup = warmup
         self.epoch = -1
         self.reset()
 

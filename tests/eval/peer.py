@@ -61,7 +61,9 @@ class Peer(ThreadingHTTPServer):
         self.bodies: list[dict[str, Any]] = []  # request bodies, in order of arrival
         self.scripts = scripts or (answer("a"),)
         self.open = self.most_open = 0  # requests in flight now, and the most so far
-        self.pause, self.endless, self.lock = pause, endless, threading.Lock()
+        self.pause = pause
+        self.endless = endless
+        self.lock = threading.Lock()
 
     def __enter__(self) -> Self:
         # The server looks for a shutdown every 10 ms; the default is half a second.
@@ -77,7 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: Peer
 
     def do_POST(self) -> None:
-        body, peer = self.rfile.read(int(self.headers["Content-Length"])), self.server
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        peer = self.server
         with peer.lock:
             peer.bodies.append(json.loads(body))
             script = peer.scripts[min(len(peer.bodies), len(peer.scripts)) - 1]

@@ -76,10 +76,12 @@ SHAPE = Shape(3, 989, 4, 2, 64)
 
 @pytest.mark.parametrize("percent", [0, 22, 50])
 def test_rows_are_shared_by_so_much_and_shifted_by_whole_blocks(percent: int) -> None:
-    rows, cached_at = lay_rows(SHAPE, percent), cached_positions(SHAPE)
+    rows = lay_rows(SHAPE, percent)
+    cached_at = cached_positions(SHAPE)
     assert rows.dtype == cached_at.dtype == torch.int32
     assert cached_at.shape == (SHAPE.slots,) and SHAPE.layer_bytes == 3 * 989 * 2 * 2 * 64 * 2
-    requests, lengths = torch.arange(3), torch.full((3,), SHAPE.tokens)
+    requests = torch.arange(3)
+    lengths = torch.full((3,), SHAPE.tokens)
     plan = plan_rows(rows, requests, lengths, cached_at, num_slots=SHAPE.slots)
     shift = torch.zeros(rows.numel()) if plan.shift is None else plan.shift
     shifted = float((shift != 0).float().mean())

@@ -11,9 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lm_eval.tasks.longbench.metrics import qa_f1_score
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.models import Pooling, Transformer
 from transformers import (  # type: ignore[attr-defined]
+    AutoModelForCausalLM,
     AutoTokenizer,
     BertConfig,
     BertModel,
@@ -29,6 +31,7 @@ from eval.fidelity import (
     documents,
     encoders,
     heatmap,
+    passages,
     replay,
     samkv,
     selection,
@@ -109,7 +112,8 @@ def test_a_row_is_transformers_forward_and_evicted_positions_are_masked_keys(
 def test_a_rotated_key_is_the_recomputed_one_of_layer_0(reader: Reader) -> None:
     cache = reader.cache(2, 16)
     reader.forward(cache, TOKENS[:8] * 2)
-    row, before = cache.branch(), cache.keys.clone()
+    row = cache.branch()
+    before = cache.keys.clone()
     cache.redirect(row, [(at, at) for at in range(16)], reader.rotation)
     torch.testing.assert_close(cache.keys, before)
     cache.redirect(row, [(at, at + 8) for at in range(8)], reader.rotation)
@@ -173,7 +177,8 @@ def test_quest_reads_the_pages_that_may_have_the_greatest_logits(
 ) -> None:
     """With pages of one position the bound is the logit itself. Layers before the third read everything."""
     torch.manual_seed(2)
-    query, key = torch.randn(4, 5, 8), torch.randn(2, 21, 8)
+    query = torch.randn(4, 5, 8)
+    key = torch.randn(2, 21, 8)
     visible = torch.ones(5, 21).tril(16).bool()
     quest = selection.Quest(1, prompt=17)
     quest.skip = 6
@@ -215,6 +220,22 @@ def test_quest_and_policies_by_head_save_as_much_as_an_arm_that_shares(reader: R
     assert found["keydiff"] != found["keydiff-by-head"]
     # This model has two layers, in which Quest reads everything.
     assert found["quest:4"] == found["dense"]
+
+
+def test_quest_saves_as_much_and_each_head_draws_for_itself() -> None:
+    """On the embedded reasoner, of whose four layers Quest reads two whole."""
+    trained = Reader(AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32))
+    text = "".join(STEP + OTHER.format(i) for i in range(8)) + 4 * STEP
+    tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    names = [ARMS[0], "quest:4", "random-evict", "random-by-head-evict"]
+    found = Replay(trained, vocabulary_of(TOKENIZER), parse_all(names, ARMS[0]), ARMS[0]).scores(
+        tokens, 6
+    )
+    saved = found[ARMS[0]]["saved"]
+    assert 0.4 < saved < 0.75
+    assert found["quest:4"]["saved"] == pytest.approx(min(saved, 0.5), abs=0.05)
+    assert found["quest:4"]["kl"] > 0
+    assert found["random-evict"]["kl"] != found["random-by-head-evict"]["kl"]
 
 
 def test_a_policy_by_head_chooses_as_if_the_head_were_alone(reader: Reader) -> None:
@@ -407,7 +428,8 @@ def test_a_pool_in_fp8_rounds_what_its_arm_writes(reader: Reader) -> None:
     ],
 )
 def test_names(name: str, knobs: tuple[object, ...]) -> None:
-    arm, rule = parse(name), parse(name).filter
+    arm = parse(name)
+    rule = parse(name).filter
     assert rule is not None
     found = rule.block, rule.min_age, rule.match, rule.direction, arm.corrected, arm.percentile
     assert found == knobs
@@ -445,7 +467,8 @@ def test_the_program(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     rows = [{"question": f"{i}?", "response": f"{i}. {text}", "correct": i < 2} for i in range(4)]
     for name in ("a", "b"):
         write_rows(tmp_path / f"{name}.jsonl", *rows)
-    out, arms = tmp_path / "out" / "fidelity.json", ["newest-runs-8-age0", "streamingllm"]
+    out = tmp_path / "out" / "fidelity.json"
+    arms = ["newest-runs-8-age0", "streamingllm"]
     arguments = [str(folder), str(tmp_path), f"--out={out}", "--cap=400", "--shortest=50"]
     arguments += ["--threads=1", f"--arms={','.join(arms)}", f"--like={arms[0]}"]
     lines = out.with_suffix(".jsonl")
@@ -501,7 +524,8 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
     assert max(found[name]["kl"] for name in ("full", "first:99", "query:1")) < 1e-5
     assert min(found[name]["kl"] for name in ("none", *CHOOSING)) > 1e-3
     # ``query`` chooses tokens with most attention, ``deviation`` tokens with KV farthest from full prefill's.
-    cache, known = measured.caches["none"], DynamicCache()
+    cache = measured.caches["none"]
+    known = DynamicCache()
     for layer in range(2):
         known.update(cache.keys[layer, :, :, :44], cache.values[layer, :, :, :44], layer)
     eager = LlamaForCausalLM.from_pretrained(folder, attn_implementation="eager")
@@ -533,11 +557,13 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
     for name in names[2:]:
         assert found[name]["read"] == pytest.approx(int(selected[6:].sum()) / 38)
     assert found["samkv-select:2"]["recomputed"] == 0
-    again, asked = measured.chosen("samkv:2", prompt), prompt.tokens[44:53]
+    again = measured.chosen("samkv:2", prompt)
+    asked = prompt.tokens[44:53]
     assert set(ends[6:]) <= set(again) and selected[again].all()
     assert found["samkv:2"]["recomputed"] == len(again) / 38
     new, old, mixed = (measured.caches[one] for one in ("samkv:2", "none", "samkv-fusion:2"))
-    one, two = new.values[1, 0, 1, again[0]], old.values[1, 0, 1, again[0]]
+    one = new.values[1, 0, 1, again[0]]
+    two = old.values[1, 0, 1, again[0]]
     theta = torch.cosine_similarity(one, two, dim=0)
     wanted = theta * one + (1 - theta) * two
     torch.testing.assert_close(mixed.values[1, 0, 1, again[0]], wanted)
@@ -548,6 +574,64 @@ def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader
         cache.keys[:, 0, :, :44][:, :, ~selected] = 1e3
         cache.length = 44
         torch.testing.assert_close(reader.forward(cache, asked), before)
+
+
+def test_infllm_reads_in_each_layer_the_blocks_that_the_question_asks_for(reader: Reader) -> None:
+    prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (18, 30, 44), 54)
+    names = ["none", "infllm:1", "infllm:.3"]
+    measured = documents.Documents(reader, {one: documents.parse(one) for one in names}, [prompt])
+    found = measured.scores(prompt)
+    assert found["infllm:1"]["kl"] == pytest.approx(found["none"]["kl"], abs=1e-6)
+    assert found["infllm:1"]["read"] == 1 and found["infllm:.3"]["recomputed"] == 0
+    # Documents of 12, 12 and 14 tokens are one block each. One is read.
+    assert found["infllm:.3"]["read"] == pytest.approx(1 / 3)
+    assert found["infllm:.3"]["kl"] > found["none"]["kl"]
+    cache = measured.caches["infllm:.3"]
+    blocks = [range(6, 18), range(18, 30), range(30, 44)]
+    asked = prompt.tokens[44:54]
+    read = list[int]()
+
+    def watch(layer: int, query: torch.Tensor, _: torch.Tensor) -> None:
+        visible = torch.ones(10, 54).tril(44).bool()
+        mask = cache.by_head[0](layer, query, cache.keys[layer, 0, :, :54], visible)
+        seen = [bool(mask[0, -1, block.start]) for block in blocks]
+        assert sum(seen) == 1 and mask[:, -1, :6].all() and mask[:, -1, 44:54].all()
+        assert mask[0, -1, blocks[seen.index(True)]].all()
+        read.append(seen.index(True))
+
+    before = reader.forward(cache, asked, watch=watch)
+    assert len(read) == 2
+    # What a layer does not read may be anything.
+    for layer, chosen in enumerate(read):
+        for number, block in enumerate(blocks):
+            if number != chosen:
+                cache.values[layer, 0, :, block.start : block.stop] = 1e3
+    cache.length = 44
+    torch.testing.assert_close(reader.forward(cache, asked), before)
+    for name, said in (("infllm:0", "at most 1, got 0.0"), ("infllm:x", "must be of .*infllm")):
+        with pytest.raises(ValueError, match=said):
+            documents.parse(name)
+
+
+def test_f1_of_what_the_model_says(reader: Reader, model: Any) -> None:
+    prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (18, 30, 44), 54)
+    given = torch.tensor([prompt.tokens[:54]])
+    said = model.generate(given, max_new_tokens=6 + documents.MORE, do_sample=False)[
+        0, 54:
+    ].tolist()
+    repairs = {"none": documents.parse("none")}
+    for answer, wanted in ((said[:6], None), ([21, 20, 24, 22, 23, 25], None)):
+        asked = prompt._replace(tokens=(*prompt.tokens[:54], *answer))
+        measured = documents.Documents(reader, repairs, [asked], TOKENIZER)
+        found = measured.scores(asked)["full"]
+        texts = [
+            str(TOKENIZER.decode(ids, skip_special_tokens=True)).strip().partition("\n")[0]
+            for ids in (said, answer)
+        ]
+        assert found["f1"] == pytest.approx(qa_f1_score(*texts))
+        assert wanted is None or found["f1"] == wanted
+        # The answer that was generated is not kept.
+        assert measured.caches["full"].length == 44
 
 
 def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -> None:
@@ -569,12 +653,43 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         assert not cache.visible[0, first.middle[least]].any()
 
 
+def test_passages_of_longbench_become_documents(tmp_path: Path) -> None:
+    context = (
+        "Passage 1:\nBorges\nHe was born in 1899.\n\nPassage 2:\nRulfo\nSee Passage 1: not here.\n"
+    )
+    row = {
+        "input": "When?",
+        "context": context,
+        "answers": ["1899", "in 1899"],
+        "dataset": "2wikimqa",
+    }
+    source, target = (tmp_path / name for name in ("2wikimqa.jsonl", "rows.jsonl"))
+    write_rows(source, row, row, row)
+    passages.work(command.parse(passages.Options, [str(source), str(target), "--limit", "2"]))
+    made, _ = documents.read(target, TOKENIZER, 4000)
+    assert (made.group, len(made.ends)) == ("2wikimqa", 2)
+    [first, _] = map(json.loads, target.read_text().splitlines())
+    assert first["documents"] == ["Borges\nHe was born in 1899.", "Rulfo\nSee Passage 1: not here."]
+    assert first["question"].endswith("Question: When?\nAnswer:") and first["answer"] == "1899"
+    for fault, said in (
+        ({"context": "No passages."}, "field 'context' has no passages"),
+        ({"answers": []}, "field 'answers' is no list"),
+        ({"answers": [3]}, r"field 'answers\[0\]' is no text"),
+    ):
+        write_rows(source, {**row, **fault})
+        with pytest.raises(ValueError, match=said):
+            passages.work(passages.Options(source, target))
+    with pytest.raises(ValueError, match="is what is read"):
+        passages.work(passages.Options(source, source))
+
+
 def test_the_program_with_documents(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = {"system": "Add.", "documents": [STEP, OTHER.format(3), STEP[:40]], "question": "Sum?"}
     rows = [{**row, "lead": "It is", "answer": f" {i}."} for i in range(3)]
-    path, out = write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "out.json"
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    out = tmp_path / "out.json"
     arguments = [str(folder), f"--out={out}", "--threads=1", "--cap=1000", f"--documents={path}"]
     before = path.read_bytes()
     with pytest.raises(

@@ -14,7 +14,10 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from eval.models import minilm, qwen, wheels
 
-WIDTH, HIDDEN, HEADS, KV_HEADS = 16, 24, 4, 2
+WIDTH = 16
+HIDDEN = 24
+HEADS = 4
+KV_HEADS = 2
 TOKENS = [*bytes_to_unicode().values(), "th", "<|im_end|>"]
 
 
@@ -159,7 +162,8 @@ def test_each_wheel_has_a_version_and_a_hash(size: str) -> None:
 
 
 def test_a_model_in_one_wheel(tmp_path: Path, registry: Path) -> None:
-    line, folder = wheel(registry, "tiny", b"weights", "model/x.safetensors"), tmp_path / "tiny"
+    line = wheel(registry, "tiny", b"weights", "model/x.safetensors")
+    folder = tmp_path / "tiny"
     minilm.write(folder, line)
     assert (folder / "x.safetensors").read_bytes() == b"weights"
     assert [path.name for path in folder.iterdir()] == ["x.safetensors"]

@@ -43,7 +43,8 @@ def reproduced(task: EvalTask, texts: dict[str, str]) -> dict[str, bool]:
 
 
 def test_problems_are_longest_first_and_hold_every_token(recorded: Path) -> None:
-    problems, texts = load(recorded).problems, records(recorded)
+    problems = load(recorded).problems
+    texts = records(recorded)
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     lengths = [problem.max_tokens or 0 for problem in problems]
     assert lengths == sorted(lengths, reverse=True)
@@ -98,13 +99,15 @@ def test_the_model_spells(
         assert tokenizer.decode(ids) == text
     # ``eval/replay/model.py`` documents this ratio of the weights' size to the KV size of one token.
     config = AutoConfig.from_pretrained(folder)
-    heads, size = config.num_key_value_heads, config.head_dim
+    heads = config.num_key_value_heads
+    size = config.head_dim
     kv_bytes = 4 * config.num_hidden_layers * heads * size
     assert weights.stat().st_size / kv_bytes == pytest.approx(130_000, rel=0.05)
     assert config.max_position_embeddings == CONTEXT_LENGTH
 
 
 @pytest.mark.server
+@pytest.mark.long
 def test_replay_over_retractions(recorded: Path, tmp_path: Path) -> None:
     task = load(recorded)
     flags = [*task.server_flags, "--enable-reasoncache", *EMBEDDED_FLAGS]

@@ -50,9 +50,11 @@ def write_run(
 def fill(cell: Cell, problems: int, saving: float, **answered: Any) -> None:
     """Writes a cell (the records of a task, method and seed). All answers but the first are right."""
     draw = random.Random(f"{cell.method}{cell.seed}")
-    results, rows = [], []
+    results = []
+    rows = []
     for i, problem in enumerate(reasoner.generate(cell.seed, problems)):
-        name, length = f"tiny_reasoner-{cell.seed}-{i}", len(problem.response.split(" "))
+        name = f"tiny_reasoner-{cell.seed}-{i}"
+        length = len(problem.response.split(" "))
         times = {"started": 0.0, "first_token": draw.random(), "ended": 1 + 0.01 * length}
         row: dict[str, Any] = {"text": problem.response, "output_tokens": length, **times}
         rows.append(response(name, **row, **answered))
@@ -196,7 +198,9 @@ def test_difference_of_shares_as_published() -> None:
 @pytest.mark.parametrize("share", [0.7, 0.98])
 def test_intervals_cover_the_truth_with_seeds_that_resemble_each_other(share: float) -> None:
     draw = np.random.default_rng(7)
-    problems, seeds, repeats = 60, 3, 300
+    problems = 60
+    seeds = 3
+    repeats = 300
     hits = {"mean": 0, "difference": 0}
     # A problem has the same chance of a right answer in x and y and for all seeds.
     for _ in range(repeats):
@@ -220,7 +224,8 @@ def test_two_sides(rows: list[tuple[int, int]]) -> None:
     sides = [keyed({0: [result(str(i), bool(r[s])) for i, r in enumerate(rows)]}) for s in (0, 1)]
     found = compare(*sides)
     assert found is not None and found.pairs == len(rows)
-    b, c = found.only_dense, found.only_method
+    b = found.only_dense
+    c = found.only_method
     assert (b, c) == (rows.count((0, 1)), rows.count((1, 0)))
     tail = sum(math.comb(b + c, k) for k in range(min(b, c) + 1)) / 2 ** (b + c)
     assert found.p_value == pytest.approx(min(1.0, 2 * tail))

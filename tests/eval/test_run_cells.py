@@ -149,7 +149,8 @@ def test_retractions_add_up_and_cut_prompts_count_once_with_several_ranks() -> N
 
 
 def test_schedulers_weigh_by_what_they_counted() -> None:
-    parts, whole = [SharingStats(), SharingStats()], SharingStats()
+    parts = [SharingStats(), SharingStats()]
+    whole = SharingStats()
     for number, stats in enumerate(parts):
         for one in (stats, whole):
             for step in range(3 + number):
@@ -158,7 +159,8 @@ def test_schedulers_weigh_by_what_they_counted() -> None:
     for stats in (whole, parts[1]):
         stats.request_finished(0, 500)
     both = served(reports=[{"totals": part.to_dict()} for part in parts])
-    found, told = figures([], both, []), whole.to_dict()
+    found = figures([], both, [])
+    told = whole.to_dict()
     assert found.saving == pytest.approx(told["memory_saving_ratio"])
     assert found.final_saving == pytest.approx(told["final_saving_ratio"])
     assert found.affected == pytest.approx(told["affected_ratio"])

@@ -24,7 +24,8 @@ BASE = ("--tasks", "tiny_reasoner", "--limit", str(PROBLEMS), "--warm-up", "2")
 
 
 def start(*argv: str) -> subprocess.Popen[str]:
-    command, pipe = [sys.executable, "-m", "eval.run", *argv], subprocess.PIPE
+    command = [sys.executable, "-m", "eval.run", *argv]
+    pipe = subprocess.PIPE
     # Background jobs of shell scripts and their child processes ignore SIGINT: ``heeded`` restores the default.
     heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
     return subprocess.Popen(
@@ -55,7 +56,9 @@ def test_a_stopped_run_goes_on(tmp_path: Path) -> None:
     assert again.returncode == 0, told
     assert cells(out) == [dense, ours] and dense.responses() == kept
     for cell in (dense, ours):
-        rows, served, timeline = cell.responses(), cell.served(), cell.timeline()
+        rows = cell.responses()
+        served = cell.served()
+        timeline = cell.timeline()
         assert len(cell.answered()) == len(rows) == served.responses == PROBLEMS
         assert all(row.output_tokens > 0 and row.text for row in rows)
         assert sum(row.correct for row in cell.results()) >= PROBLEMS - 2

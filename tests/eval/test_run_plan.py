@@ -62,7 +62,8 @@ def test_flags_of_a_server() -> None:
         *find_method("reasoncache").flags,
     ]  # fmt: skip
     # A ``--stream-interval`` of the task or of the operator replaces the default of 8.
-    one, other = ["--stream-interval", "16"], ["--stream-interval=16"]
+    one = ["--stream-interval", "16"]
+    other = ["--stream-interval=16"]
     for plan, own_flags in ((planned(one), one), (planned(server_flags=tuple(other)), other)):
         flags = flags_of(plan, "dense")
         assert [flag for flag in flags if flag.startswith("--stream-interval")] == own_flags[:1]

@@ -150,7 +150,8 @@ def test_what_is_not_locked_does_not_run(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="only in bubblewrap, which is not installed"):
         run("print('ran')")
-    refusing, fault = tmp_path / "bwrap", "No permissions to create new namespace"
+    refusing = tmp_path / "bwrap"
+    fault = "No permissions to create new namespace"
     refusing.write_text(f"#!/bin/sh\necho 'bwrap: {fault}' >&2; exit 1\n")
     refusing.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")

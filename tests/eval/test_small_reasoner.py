@@ -24,7 +24,8 @@ _SUM = re.compile(r"(\d+) ([+-]) (\d+) = (-?\d+)")
     "difficulty", [Difficulty(), Difficulty(2, 6, 1, 6, shuffled=True, fewer=True)]
 )
 def test_a_reference_response_computes_and_corrects_what_it_says(difficulty: Difficulty) -> None:
-    errors, rng = 0, random.Random(7)
+    errors = 0
+    rng = random.Random(7)
     for problem in (make_problem(rng, difficulty) for _ in range(200)):
         for x, sign, y, result in _SUM.findall(problem.response):
             assert int(result) == int(x) + (int(y) if sign == "+" else -int(y)) >= 0

@@ -98,7 +98,8 @@ def test_the_hub_asks_what_a_file_asks(
     write_rows(folder / "rows.jsonl", row)
     file = write_rows(tmp_path / "x.jsonl", {"id": "a", "question": "Q", "answer": "33"})
     monkeypatch.chdir(tmp_path)
-    hub, local = EvalTask(name, Source()), EvalTask(name, Source(file=str(file)))
+    hub = EvalTask(name, Source())
+    local = EvalTask(name, Source(file=str(file)))
     assert [p.messages for p in hub.problems] == [p.messages for p in local.problems]
     for task in (hub, local):
         for answer, score in (("\\boxed{33}", 1.0), ("Question: ... $33$", 0.0)):

@@ -141,7 +141,8 @@ SMALL = pytest.mark.parametrize(
 )
 TREES = pytest.mark.parametrize("no_tree", [False, True], ids=["tree", "no-tree"])
 LONG = range(1, 101)
-BUDGET, CHUNK = 24, 8
+BUDGET = 24
+CHUNK = 8
 
 
 def chunks(world: World, req: Req) -> Iterator[None]:
@@ -151,7 +152,8 @@ def chunks(world: World, req: Req) -> Iterator[None]:
         if req.lock is None:
             req.lock = world.tree.lock(req.last_node)
         total = len(req.full_untruncated_fill_ids)
-        begin, req.extend_end = req.prefix_len, min(req.prefix_len + CHUNK, total)
+        begin = req.prefix_len
+        req.extend_end = min(req.prefix_len + CHUNK, total)
         slots = world.extend(req)
         world.write(slots, range(begin, req.extend_end))
         if req.extend_end < total:

@@ -97,11 +97,13 @@ def test_what_goes_by_score_gives_back_what_is_asked_for(page: int, seed: int) -
         assert found == [at * page + i for at in going for i in range(page)]
 
 
-PEAK, SEVEN = np.eye(12)[[6] * 8], np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
+PEAK = np.eye(12)[[6] * 8]
+SEVEN = np.array([[0.6, 0.4, 0.2, 0.5, 0.1, 0.1, 0.1]])
 FALLING = np.full((1, 10), 1.0) - np.arange(10) / 100
 POOLING = RKV(budget=7, mix=1.0, recent=1, kernel=3)
 BESIDE = view(15, PEAK, gone=[6, 7, 8], keys=torch.ones(1, 12, 1, 4))
-STREAMING, DONE = StreamingLLM(budget=10, recent=1), SnapKV(budget=20, window=4, recent=1)
+STREAMING = StreamingLLM(budget=10, recent=1)
+DONE = SnapKV(budget=20, window=4, recent=1)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,8 @@ def assert_uniform(counts: np.ndarray, expected: float) -> None:
 def test_random_attention_is_uniform_however_it_got_there(page: int) -> None:
     """Over all seeds, every position is kept about equally often, even after several small evictions."""
     kept: Counter[int] = Counter()
-    tries, last = 400, 41 * page
+    tries = 400
+    last = 41 * page
     for seed in range(tries):
         policy = RandomAttention(budget=10 * page + 1, seed=seed, slack=1, recent=1)
         gone: list[int] = []
@@ -165,7 +168,8 @@ def test_random_attention_is_uniform_however_it_got_there(page: int) -> None:
 
 def test_random_attention_is_uniform_over_slots() -> None:
     """A slot that two positions share is kept about as often as a slot with one position."""
-    kept, tries = np.zeros(40), 400
+    kept = np.zeros(40)
+    tries = 400
     for seed in range(tries):
         now = view(41, shared=[(20, 0, 10)])
         going = evict(RandomAttention(budget=16, seed=seed, recent=1), now, 31)
@@ -270,7 +274,8 @@ def test_what_goes_is_the_papers(
     if seed == 0:
         monkeypatch.setattr(rkv, "_ELEMENTS", 50)
     policy, held, first, last, count = rule
-    keys, weights = random_keys(held, seed), random_weights(held, seed)
+    keys = random_keys(held, seed)
+    weights = random_weights(held, seed)
     whole = isinstance(policy, SnapKV)
     now = view(held, weights, prompt=40 if whole else None, owned=first, keys=keys)
     found = evict(policy, now, held, None if whole else count)
@@ -329,7 +334,11 @@ class Turned(GivenLayer):
 @pytest.mark.parametrize("is_neox", [True, False])
 def test_triattention_is_the_papers_series(is_neox: bool) -> None:
     """The paper's series is computed here in complex numbers, from keys and queries before rotation."""
-    held, heads, kv_heads, dim, window = 24, 4, 2, 8, 6
+    held = 24
+    heads = 4
+    kv_heads = 2
+    dim = 8
+    window = 6
     generator = torch.Generator().manual_seed(3)
     frequencies = torch.tensor([1.0, 0.3, 0.1, 0.03])
     angles = torch.arange(256.0)[:, None] * frequencies
@@ -345,9 +354,12 @@ def test_triattention_is_the_papers_series(is_neox: bool) -> None:
         x, y = some.chunk(2, dim=-1) if is_neox else (some[..., ::2], some[..., 1::2])
         return torch.complex(x.double(), y.double())
 
-    queries, keys = complex_of(plain[1:]), complex_of(plain_keys).repeat_interleave(2, dim=1)
-    centre, size = queries.mean(dim=0), queries.abs().mean(dim=0)
-    ratio, at = centre * keys.conj(), torch.arange(held)[:, None, None]
+    queries = complex_of(plain[1:])
+    keys = complex_of(plain_keys).repeat_interleave(2, dim=1)
+    centre = queries.mean(dim=0)
+    size = queries.abs().mean(dim=0)
+    ratio = centre * keys.conj()
+    at = torch.arange(held)[:, None, None]
     series = torch.zeros(held, heads, dtype=torch.float64)
     for ahead in (1, 2, 4, 8, 16, 32, 64):
         turned = torch.cos(frequencies * (held + ahead - at) + ratio.angle())
@@ -365,7 +377,8 @@ OF_WEIGHTS = [RKV(**FEW, alpha=4), H2O(**FEW), SnapKV(**FEW, window=2)]
 @pytest.mark.parametrize("policy", OF_KEYS + OF_WEIGHTS, ids=lambda policy: type(policy).__name__)
 def test_keys_and_weights_that_are_no_numbers(policy: Any) -> None:
     """NaN in keys or weights raises no error. If all keys are zero, the oldest positions are evicted first."""
-    weights, keys = random_weights(30, 3), random_keys(30, 3)
+    weights = random_weights(30, 3)
+    keys = random_keys(30, 3)
     if policy in OF_KEYS:
         assert evict(policy, view(10, keys=torch.zeros(1, 10, 1, 4)), 10, 3) == [0, 1, 2]
         keys[0, 3, 0, 0] = math.nan

@@ -28,8 +28,12 @@ from tests.kernels.attention_cases import dense
 from tests.two_ranks import in_two_threads
 from tests.unit.attention_rig import SHORT, Rig
 
-WINDOW, ROWS = 4, 3
-HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
+WINDOW = 4
+ROWS = 3
+HEADS = 4
+KV_HEADS = 2
+DIM = 8
+LAYERS = 2
 CPU = torch.device("cpu")
 
 
@@ -54,7 +58,8 @@ class Kept:
         for rid in rids:
             rows = self.pool.alloc_rows(1)
             assert rows is not None
-            self.rows[rid], self.all[rid] = rows[0], {}
+            self.rows[rid] = rows[0]
+            self.all[rid] = {}
 
     def end(self, rid: str) -> None:
         self.pool.free_rows([self.rows[rid]])
@@ -92,18 +97,21 @@ class Kept:
 def test_the_newest_queries_are_there_however_they_came() -> None:
     """Feeds queries of prefill chunks (after a cached prefix, which has none), decode steps and mixed batches
     until the ring has wrapped around. Names and rows of finished requests are used again."""
-    rng, kept = random.Random(4), Kept()
+    rng = random.Random(4)
+    kept = Kept()
     # For each request: its number of positions, and the position since which the buffer skipped no query.
     lengths: dict[str, int] = {}
     begun: dict[str, int] = {}
     for _ in range(300):
         running = rng.sample([*lengths], min(len(lengths), 2))
-        decodes, joins = rng.random() < 0.6, set("abc") - lengths.keys()
+        decodes = rng.random() < 0.6
+        joins = set("abc") - lengths.keys()
         parts = [(rid, lengths[rid], lengths[rid] + 1) for rid in running]
         if not decodes:
             parts = [(rid, first, first + rng.randint(1, 9)) for rid, first, _ in parts]
         if not decodes and joins:
-            rid, first = rng.choice(sorted(joins)), rng.randrange(6)
+            rid = rng.choice(sorted(joins))
+            first = rng.randrange(6)
             kept.begin(rid)
             parts.append((rid, first, first + rng.randint(1, 9)))
             begun[rid] = first
@@ -169,7 +177,8 @@ def filled(heads: slice = slice(None), cap: float = 0.0) -> tuple[RecentQueries,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_keys_of_held_positions(dtype: torch.dtype) -> None:
     """Checks keys as cached and rotated for ``HELD``. Position 4 reads the key computed for position 1."""
-    layers, rotation = pool_keys(dtype), rotation_of()
+    layers = pool_keys(dtype)
+    rotation = rotation_of()
     at = torch.from_numpy(HELD)
     slots = torch.tensor(ROW)[at]
     cached = torch.tensor([0, 1, 3, 1, 7, 8, 9])

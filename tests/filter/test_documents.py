@@ -64,7 +64,8 @@ def test_a_text_is_found_at_its_second_sight_behind_other_text() -> None:
 
 def test_a_prompt_that_goes_on_moves_nothing() -> None:
     """The next turn of a chat, a new question to the same text, and the same prompt are ordinary prefixes."""
-    finder, turns = DocumentFinder(64), [_text(80) for _ in range(12)]
+    finder = DocumentFinder(64)
+    turns = [_text(80) for _ in range(12)]
     finder.find(TENANT, _prompt(_text(80)))
     for last in range(1, len(turns)):
         assert finder.find(TENANT, [*SYSTEM, *itertools.chain(*turns[:last])]) == []
@@ -85,7 +86,8 @@ def test_a_conversation_about_documents_is_no_document() -> None:
 
 def test_what_is_in_place_is_the_first_document() -> None:
     """Text that all prompts had behind the base stays there; what follows it may move."""
-    finder, fixed = DocumentFinder(64), _text(100)
+    finder = DocumentFinder(64)
+    fixed = _text(100)
     finder.find(TENANT, _prompt(_text(90)))
     _learn(finder, DOCUMENTS[:3])
     finder.find(TENANT, _prompt(fixed, _text(90)))
@@ -144,7 +146,8 @@ def test_windows_of_equal_hash_are_told_apart_by_their_tokens() -> None:
 
 def test_an_equal_run_of_the_least_length_has_a_window_in_common() -> None:
     for _ in range(300):
-        finder, shared = DocumentFinder(LEAST), _text(LEAST)
+        finder = DocumentFinder(LEAST)
+        shared = _text(LEAST)
         finder.find(TENANT, _prompt(_text(50), shared))
         found = finder.find(TENANT, _prompt(_text(9), shared, shared))
         assert (len(SYSTEM) + 9, len(SYSTEM) + 9 + LEAST) in found
@@ -178,7 +181,8 @@ def test_memory_is_bounded_and_what_is_used_stays() -> None:
 )
 def test_time_is_linear_for_hostile_prompts(hostile: object) -> None:
     assert callable(hostile) and LONG < MOST_PROMPT - 1000
-    finder, text = DocumentFinder(64), hostile()
+    finder = DocumentFinder(64)
+    text = hostile()
     finder.find(TENANT, _prompt(_text(80)))
     for number in range(6):
         start = time.process_time()
@@ -201,11 +205,13 @@ def test_crafted_texts_cost_no_more_than_others(monkeypatch: pytest.MonkeyPatch)
 
     matched = documents._matched
     monkeypatch.setattr(documents, "_matched", counted)
-    finder, text = DocumentFinder(64), _text(16_384)
+    finder = DocumentFinder(64)
+    text = _text(16_384)
     parts = [[*text[max(at - 15, 0) : at + 64], 5] for at in range(0, len(text) - 100, 64)]
     for prompt in (_prompt(_text(60), text), _prompt(_text(50), text), _prompt(*parts[::-1])):
         finder.find(TENANT, prompt)
-    compared, prompt = 0, _prompt(_text(40), text[:-100])
+    compared = 0
+    prompt = _prompt(_text(40), text[:-100])
     finder.find(TENANT, prompt)
     # The last comparison may go over the bound.
     assert compared <= 9 * len(prompt)

@@ -142,7 +142,8 @@ class Rig:
     def plan(self, merge: bool = False) -> RowPlan:
         """The expected plan: an entry for each position that is not evicted. With ``merge``, a slot that a row
         has at its cached position gets one entry; its other positions become rotations in that entry's tile."""
-        indptr, tile_ptr = [0], [0]
+        indptr = [0]
+        tile_ptr = [0]
         entries: list[tuple[int, int]] = []
         rotations: list[tuple[int, int]] = []
         for b, (request, length) in enumerate(
@@ -204,7 +205,8 @@ class Rig:
     def turned(self, keys: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
         if shift is None or self.rotation is None:
             return keys
-        by, rotation = shift.long(), self.rotation
+        by = shift.long()
+        rotation = self.rotation
         sines = rotation.sin.double()[by.abs()] * by.sign()[:, None]
         turn = torch.complex(rotation.cos.double()[by.abs()], sines)
         return turned(keys, turn, self.case.is_neox)
@@ -216,7 +218,8 @@ class Rig:
         """The output, fp64 ``[batch, heads, v_dim]``. ``spans``: where each query's entries begin and end."""
         begin, end = (plan.kv_indptr[:-1], plan.kv_indptr[1:]) if spans is None else spans
         query = self.query if query is None else query
-        keys, values = self.rotated(plan), self.values.float()[plan.kv_indices.long()]
+        keys = self.rotated(plan)
+        values = self.values.float()[plan.kv_indices.long()]
         out = torch.zeros((*query.shape[:2], self.case.v_dim), dtype=torch.float64)
         for b, (first, last) in enumerate(zip(begin.tolist(), end.tolist(), strict=True)):
             sides = query[b : b + 1], keys[first:last], values[first:last]
@@ -339,7 +342,8 @@ def lay_out(
         case "halves" if k_dim == v_dim:
             keys, values = made(2, slots, heads, k_dim)
         case "halves":
-            keys, values = made(slots, heads, k_dim), made(slots, heads, v_dim)
+            keys = made(slots, heads, k_dim)
+            values = made(slots, heads, v_dim)
         case "latent":
             values, keys = made(slots, heads, v_dim + k_dim).split((v_dim, k_dim), dim=2)
         case "slot":
@@ -348,7 +352,8 @@ def lay_out(
             keys, values = made(2, heads, slots, k_dim).transpose(1, 2)
         case "gaps":
             both = made(2, slots, heads, k_dim + 5)
-            keys, values = both[0, :, :, :k_dim], both[1, :, :, 3 : k_dim + 3]
+            keys = both[0, :, :, :k_dim]
+            values = both[1, :, :, 3 : k_dim + 3]
         case "odd":
             flat = made(2, slots * heads * k_dim + 1)[:, 1:]
             keys, values = (side.view(slots, heads, k_dim) for side in flat)
@@ -359,8 +364,10 @@ def lay_out(
 
 def turned(keys: torch.Tensor, turn: torch.Tensor, is_neox: bool) -> torch.Tensor:
     """Rotates fp64 keys: multiplies each pair of dims, as a complex number, by ``turn`` ``[tokens, pairs]``."""
-    half, turn = turn.shape[1], turn[:, None]
-    x, rest = keys[..., : 2 * half], keys[..., 2 * half :]
+    half = turn.shape[1]
+    turn = turn[:, None]
+    x = keys[..., : 2 * half]
+    rest = keys[..., 2 * half :]
     if is_neox:
         pairs = torch.complex(x[..., :half], x[..., half:]) * turn
         return torch.cat((pairs.real, pairs.imag, rest), dim=-1)

@@ -34,7 +34,8 @@ from sglang_reasoncache.kernels import (
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no compiler")
 
 GPUS = 80, 90, 100
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BF16 = torch.bfloat16
+E4M3 = torch.float8_e4m3fn
 #: Element type -> names of kernel arguments that point to such elements, unless a ``_Kernel`` overrides it.
 _POINTERS = {
     "i32": "begin end kv_indices kv_indptr shift rows cached_at counts positions runs run_indptr "
@@ -252,7 +253,8 @@ COMPILED = [
 @pytest.mark.parametrize(("name", "gpu"), COMPILED)
 def test_resources(name: str, gpu: int) -> None:
     compiled = compiled_for(gpu, *KERNELS[name])
-    found, limits = resources_of(compiled), limits_of(gpu, name)
+    found = resources_of(compiled)
+    limits = limits_of(gpu, name)
     over = {
         field: (value, limit)
         for field, value, limit in zip(found._fields, found, limits, strict=True)

@@ -70,7 +70,9 @@ def plan_of(rig: Rig, backend: str, **changed: Any) -> RowPlan:
 
 def cut(plan: RowPlan) -> RowPlan:
     """Moves a plan to the host, and cuts off the parts of its buffers that are not in use."""
-    total, rotations, shift = int(plan.kv_indptr[-1]), None, None
+    total = int(plan.kv_indptr[-1])
+    rotations = None
+    shift = None
     assert (plan.shift is None) == (plan.rotations is not None)
     if plan.shift is not None and plan.shift[:total].any():
         shift = plan.shift[:total].cpu()
@@ -224,7 +226,8 @@ def test_gather_agrees_with_indexing(backend: str, case: Case) -> None:
     rig = make(case)
     plan = rig.plan()
     slots = plan.kv_indices.long()
-    kv, entries = kv_of(rig, backend), placed(plan, backend)
+    kv = kv_of(rig, backend)
+    entries = placed(plan, backend)
     # The interpreter skips these dtypes, because it truncates fp32 to bf16, where a GPU rounds.
     others = (torch.float32, torch.bfloat16) if not INTERPRETED else ()
     for dtype in {case.query_dtype, torch.float16, *others}:
@@ -245,7 +248,8 @@ CODES = [dtype for dtype in DTYPES if dtype.itemsize < (2 if INTERPRETED else 4)
 def test_reads_every_code_exactly(backend: str, dtype: torch.dtype) -> None:
     """Every bit pattern of a dtype is read exactly, also subnormals and NaN. Its index in the vector varies."""
     bits = torch.int8 if dtype.itemsize == 1 else torch.int16
-    count, dim = 1 << (8 * dtype.itemsize), 67
+    count = 1 << (8 * dtype.itemsize)
+    dim = 67
     slots = torch.arange(count, dtype=torch.int32)
     keys = torch.zeros(count, 1, dim).to(dtype)
     keys.view(bits)[slots, 0, slots % dim] = slots.to(bits)
@@ -332,11 +336,13 @@ def test_extend_sees_up_to_itself(
 
 def test_extend_plans_say_what_they_cannot_read() -> None:
     rig = make(Case(lengths=(1, 19)))
-    plan, kv = rig.plan(), PagedKv(rig.keys, rig.values, rig.rotation, backend="native")
+    plan = rig.plan()
+    kv = PagedKv(rig.keys, rig.values, rig.rotation, backend="native")
     for new, message in (([1], "2 entries"), ([1, 20], "20 new tokens in a row of 19")):
         with pytest.raises(ValueError, match=message):
             ExtendPlan(plan, new, torch.float32)
-    long, query = ExtendPlan(plan, [1, 19], torch.bfloat16), rig.query[:1].expand(20, -1, -1)
+    long = ExtendPlan(plan, [1, 19], torch.bfloat16)
+    query = rig.query[:1].expand(20, -1, -1)
     for some, cap, message in ((rig.query, 0.0, "20 tokens"), (query, 3.0, "singly")):
         with pytest.raises(ValueError, match=message):
             extend_attention(some, kv, long, scale=1.0, logit_cap=cap)
@@ -345,9 +351,11 @@ def test_extend_plans_say_what_they_cannot_read() -> None:
 @pytest.mark.parametrize("shape", [(3, 4, 64), (4, 4, 32), (4, 3, 64), (4, 4, 64)])
 def test_decode_refuses(cpu: str, shape: tuple[int, ...]) -> None:
     rig = make(Case())
-    query, message = torch.zeros(shape).bfloat16(), "query must be"
+    query = torch.zeros(shape).bfloat16()
+    message = "query must be"
     if shape == rig.query.shape:
-        query, message = query.double(), "float64 is not supported"
+        query = query.double()
+        message = "float64 is not supported"
     with pytest.raises(ValueError, match=message):
         decode(rig, cpu, rig.plan(), query=query)
 
@@ -368,7 +376,8 @@ def test_values_out_of_range_are_refused(
     cpu: str, name: str, index: int, value: int, message: str
 ) -> None:
     rig = make(Case(repeated=0.5))
-    plan, merged = rig.plan(), rig.plan(merge=True)
+    plan = rig.plan()
+    merged = rig.plan(merge=True)
     assert merged.rotations is not None
     if name == "rotation":
         rig.rotation = None

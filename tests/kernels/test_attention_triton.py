@@ -91,10 +91,12 @@ def test_plan_into_buffers_of_any_content(dtype: torch.dtype, merge: bool) -> No
     rig = make(Case(lengths=(30, 989, 19, 600, 7), shared=0.3, repeated=0.3, evicted=0.3))
     num_slots = rig.keys.shape[0]
     rows = rig.rows.clone()
-    requests, lengths = rig.requests.to(dtype, copy=True), rig.lengths.to(dtype, copy=True)
+    requests = rig.requests.to(dtype, copy=True)
+    lengths = rig.lengths.to(dtype, copy=True)
     # Request 0 has a row out of range, request 4 a length below 0, and request 1 two slots out of range.
     rows[rig.requests[1], :2] = torch.tensor([num_slots, 2**31 - 1], dtype=torch.int32)
-    requests[0], lengths[4] = len(rows), -1
+    requests[0] = len(rows)
+    lengths[4] = -1
     rig.rows[rig.requests[1], :2] = -1
     rig.lengths[0] = rig.lengths[4] = 0
     expected = rig.plan(merge)
@@ -178,7 +180,8 @@ def test_queries_of_drafted_tokens(
     query = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(case.query_dtype)
     plan = plan_of(rig, "triton")
     merged = plan_of(rig, "triton", merge=True)
-    indptr, entries = [0], []
+    indptr = [0]
+    entries = []
     for b, words in enumerate(sees.tolist()):
         begin, end = plan.kv_indptr[b : b + 2].tolist()
         for word in words:

@@ -28,7 +28,8 @@ Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 #: Relative tolerances of fp32 sums over up to 3 * 8 * 256 squares. ``TURNED_SUM`` is larger, because it also
 #: allows for the rounding of source keys that are rotated in fp32.
-SUM, TURNED_SUM = 3e-6, 1e-5
+SUM = 3e-6
+TURNED_SUM = 1e-5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Sums:
     """A case's kernel and pool on the backend's device. ``squares`` copies the kernel's sums to the host."""
 
     def __init__(self, case: Case, backend: str, layers: Layers | None = None) -> None:
-        self.case, self.layers = case, make_layers(case) if layers is None else layers
+        self.case = case
+        self.layers = make_layers(case) if layers is None else layers
         self.rotation = make_rotation(case.rotary_dim, case.is_neox)
         self._placed = there if backend == "triton" else lambda tensor: tensor
         placed = [(self._placed(keys), self._placed(values)) for keys, values in self.layers]
@@ -114,7 +116,8 @@ class Sums:
         for index, sides in enumerate(self.layers):
             for side, buffer in enumerate(sides):
                 values = buffer.float()
-                x, y = values[dst], values[src]
+                x = values[dst]
+                y = values[src]
                 if side == 0 and self.rotation is not None and shift is not None:
                     turned = self.rotation.rotate(y, shift)
                     y = torch.where((shift != 0)[..., None, None], turned, y)
@@ -140,7 +143,8 @@ def test_agrees_with_gathered_blocks(of_distances: str, case: Case) -> None:
     dst, src, shift = make_entries(case)
     sums = Sums(case, of_distances)
     for by in {id(s): s for s in (None, shift)}.values():
-        expected, rel = sums.expected(dst, src, by), SUM if by is None else TURNED_SUM
+        expected = sums.expected(dst, src, by)
+        rel = SUM if by is None else TURNED_SUM
         torch.testing.assert_close(sums.squares(dst, src, by), expected, rtol=rel, atol=0)
 
 
@@ -158,11 +162,13 @@ def test_what_is_not_finite_shows(of_distances: str, dtype: torch.dtype, is_neox
         row[(0, 0) if number % 2 else (2, 19)] = (math.nan, infinite, -infinite)[number % 3]
         layers[layer][side][slot] = row.to(dtype)
     dst = torch.arange(48)[:, None].expand(-1, 2).contiguous()
-    src, shift = dst.flip(0), make_entries(case)[2]
+    src = dst.flip(0)
+    shift = make_entries(case)[2]
     assert shift is not None
     if INTERPRETED:
         dst = torch.tensor([[3, 0], [4, 1], [0, 1], [9, 9], [5, 6]])
-        src, shift = torch.tensor([[1, 0], [0, 0], [7, 6], [8, 1], [2, 2]]), shift[:5]
+        src = torch.tensor([[1, 0], [0, 0], [7, 6], [8, 1], [2, 2]])
+        shift = shift[:5]
     sums = Sums(case, of_distances, layers)
     broken = torch.zeros(len(dst), 2, 2, dtype=torch.bool)
     for layer, side, slot in places:
@@ -180,7 +186,8 @@ def test_no_shift_is_as_cached(of_distances: str) -> None:
     assert shift is not None
     src[0, 0] = 5
     sums = Sums(case, of_distances, layers)
-    still, cached = sums.squares(dst, src, torch.zeros_like(shift)), sums.squares(dst, src)
+    still = sums.squares(dst, src, torch.zeros_like(shift))
+    cached = sums.squares(dst, src)
     torch.testing.assert_close(still, cached, rtol=1e-6 if of_distances == "triton" else 0, atol=0)
     moved = sums.squares(dst, src, shift)
     assert torch.equal(still[..., 1], moved[..., 1])
@@ -237,14 +244,16 @@ _ZEROS, _ONES, _THREES = ([[[value], [value]]] * 2 for value in (0.0, 1.0, 3.0))
 )
 def test_by_hand(host_of_distances: str, layers: Any, squares: Any, distance: float) -> None:
     pool = [(torch.as_tensor(keys), torch.as_tensor(values)) for keys, values in layers]
-    tokens, heads = len(pool[0][0]) // 2, pool[0][0].shape[1]
+    tokens = len(pool[0][0]) // 2
+    heads = pool[0][0].shape[1]
     dst, src = torch.arange(2 * tokens).view(2, 1, tokens)
     found = DistanceKernel(pool, backend=host_of_distances).squares(dst, src)
     assert found.tolist() == [squares]
     assert block_distances(found, tokens, heads).tolist() == [distance]
 
 
-_LONG, _INT = torch.zeros(3, 2).long(), torch.zeros(3, 2).int()
+_LONG = torch.zeros(3, 2).long()
+_INT = torch.zeros(3, 2).int()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ REACHES = st.sampled_from((0, 0, 1, 5, 64, 65, 150, 1000))
 
 
 def lay(batch: list[list[tuple[str, int, int]]]) -> Read:
-    cached_at, rows = [0], []
+    cached_at = [0]
+    rows = []
     for pieces in batch:
         row = list[int]()
         for kind, count, pick in pieces:
@@ -69,7 +70,8 @@ def of_rows(
 def of_plan(plan: RowPlan) -> Uses:
     assert plan.shift is None
     found: Uses = Counter()
-    indptr, slots = plan.kv_indptr.tolist(), plan.kv_indices.tolist()
+    indptr = plan.kv_indptr.tolist()
+    slots = plan.kv_indices.tolist()
     for request, (begin, end) in enumerate(pairwise(indptr)):
         for first in range(begin, end, TILE):
             keys = list(enumerate(slots[first : min(first + TILE, end)]))
@@ -92,7 +94,8 @@ def test_a_plan_has_each_use_of_a_key_once(
     batch: list[list[tuple[str, int, int]]], reach: int
 ) -> None:
     read = lay(batch)
-    slots, expected = len(read[3]), of_rows(*read, reach=reach)
+    slots = len(read[3])
+    expected = of_rows(*read, reach=reach)
     found = plan_rows(*read, num_slots=slots, reach=reach, merge=True)
     assert of_plan(found) == expected
     # If a row names a slot at the slot's cached position, the plan has exactly one entry for this slot.

@@ -76,7 +76,8 @@ def test_without_a_compiler_what_is_in_our_cache_is_used(
 ) -> None:
     """The cache holds a broken file instead of a library. This file is loaded only if the cache is trusted."""
     flags = (*native._FLAGS, *native._OPTIMISED)
-    cache, key = tmp_path / "cache", native._key(native._source_root(), flags)
+    cache = tmp_path / "cache"
+    key = native._key(native._source_root(), flags)
     (cache / key).mkdir(parents=True, mode=0o700)
     cache.chmod(0o700)
     (cache / key / native._NAME).write_bytes(b"no library")
@@ -98,7 +99,8 @@ def test_builds_once_in_a_private_folder(tmp_path: Path) -> None:
         library = native.library()._name
     except native.NativeUnavailable as error:
         pytest.skip(str(error))
-    cache, compiler = tmp_path / "new" / "cache", tmp_path / "compiler"
+    cache = tmp_path / "new" / "cache"
+    compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ncp "{library}" "$2"\n')
     compiler.chmod(0o700)
     env = dict(REASONCACHE_CACHE_DIR=str(cache), CXX=str(compiler))

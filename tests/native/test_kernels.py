@@ -61,7 +61,8 @@ def test_bits_do_not_depend_on_the_rest_of_the_batch(decode_by: Any, count: int)
     rig = make(Case(lengths=lengths, heads=8, kv_heads=2, k_dim=64, v_dim=64))
     plan = rig.plan()
     together = decode_by(count, rig, plan=plan)
-    begin, end = plan.kv_indptr[:-1], plan.kv_indptr[1:]
+    begin = plan.kv_indptr[:-1]
+    end = plan.kv_indptr[1:]
     for row in range(len(lengths)):
         one = slice(row, row + 1)
         alone = decode_by(1, rig, plan=plan, query=rig.query[one], spans=(begin[one], end[one]))
@@ -87,7 +88,8 @@ def test_every_half_rounds_as_pytorch_does() -> None:
     values = torch.cat([(bits << 16) + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
     values = values.to(torch.uint32).view(torch.float32)
     pool = values.view(-1, 1, 8)
-    kv, slots = PagedKv(pool, pool, backend="native"), torch.arange(len(pool), dtype=torch.int32)
+    kv = PagedKv(pool, pool, backend="native")
+    slots = torch.arange(len(pool), dtype=torch.int32)
     for dtype in (torch.bfloat16, torch.float16):
         out, _ = gather_kv(kv, slots, None, dtype)
         expected = values.to(dtype)
@@ -103,7 +105,8 @@ def test_distances_do_not_depend_on_threads(is_neox: bool, monkeypatch: pytest.M
     entries = make_entries(case, slots=300)
     # Several threads run if a call reads at least 1 MiB. This call reads more than 4 MiB.
     assert entries[0].numel() * case.layers * 2 * 2 * 4 * 64 * 2 > 4 << 20
-    layers, rotation = make_layers(case, slots=300), make_rotation(64, is_neox)
+    layers = make_layers(case, slots=300)
+    rotation = make_rotation(64, is_neox)
     kernel = DistanceKernel(layers, rotation, backend="native")
     found = []
     for threads in (1, 7, 64, 2):

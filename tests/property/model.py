@@ -28,7 +28,8 @@ class Path:
     """A token sequence. The sequences form a trie, so that equal sequences are one object."""
 
     def __init__(self, salt: str | None, tokens: tuple[int, ...] = ()) -> None:
-        self.salt, self.tokens = salt, tokens
+        self.salt = salt
+        self.tokens = tokens
         self._steps: dict[int, Path] = {}
 
     def step(self, token: int) -> Path:
@@ -106,7 +107,8 @@ class Memory:
     """The model of one :class:`World`."""
 
     def __init__(self, world: World, block: int) -> None:
-        self.world, self.block = world, block
+        self.world = world
+        self.block = block
         #: Number of positions that share as a whole.
         self.unit = block if world.page == 1 else world.page
         self._roots: dict[str | None, Path] = {}
@@ -137,7 +139,8 @@ class Memory:
 
     def computed(self, track: Track, slots: np.ndarray) -> None:
         """Notes that a forward wrote the next ``len(slots)`` positions, and writes their contents."""
-        first, start = len(self._exact_for), len(track.shows)
+        first = len(self._exact_for)
+        start = len(track.shows)
         paths = track.paths[start : start + len(slots)]
         assert len(paths) == len(slots)
         self._exact_for += paths if track.exact else [None] * len(paths)
@@ -147,7 +150,8 @@ class Memory:
 
     def whole(self, track: Track, found: Iterable[Pair]) -> list[Unit]:
         """What the blocks that the filter found make whole."""
-        page, done = self.world.page, []
+        page = self.world.page
+        done = []
         for dst, src in found:
             if page == 1:
                 done.append(Unit(dst, tuple(range(src, src + self.block))))
@@ -187,7 +191,8 @@ class Memory:
         track.ledger.remove(block)
         own = range(track.req.kv.cache_protected_len, len(track.shows))
         for dst, src in zip(block.positions, block.sources, strict=True):
-            old, new = track.shows[dst], track.shows[src]
+            old = track.shows[dst]
+            new = track.shows[src]
             # All positions that named the old slot, except the tree's, name the new slot now.
             for at in own:
                 if track.shows[at] == old:
@@ -208,8 +213,13 @@ class Memory:
 
     def retracted(self, track: Track) -> None:
         """Notes that a retraction freed the row."""
-        track.blocks, track.ledger, track.labels = [], [], {}
-        track.shows, track.exact, track.target, track.returned = [], True, 0, True
+        track.blocks = []
+        track.ledger = []
+        track.labels = {}
+        track.shows = []
+        track.exact = True
+        track.target = 0
+        track.returned = True
 
     def may_share(self, track: Track, block: Unit) -> bool:
         """Whether unit and source are written and unevicted, and the unit is not the tree's."""
@@ -224,7 +234,8 @@ class Memory:
         """Evicts again the positions that were evicted before a retraction. Then evicts each page that
         ``evictions`` cover, except pages of the tree, evicted pages, the page of the newest position, and
         pages that are linked to a page that stays."""
-        protected, page = track.req.kv.cache_protected_len, self.world.page
+        protected = track.req.kv.cache_protected_len
+        page = self.world.page
         end = (len(track.shows) - 1) // page * page
         again = {at for at in track.evicted_again if at < end}
         track.evicted_again -= again
@@ -246,7 +257,8 @@ class Memory:
                 at for at in going if self._linked(track, at // page) <= {i // page for i in going}
             }
         for at in going:
-            track.gone[at], track.shows[at] = track.shows[at], EVICTED
+            track.gone[at] = track.shows[at]
+            track.shows[at] = EVICTED
         for block in list(track.ledger):
             if not self.may_share(track, block):
                 track.ledger.remove(block)
@@ -299,7 +311,9 @@ class Memory:
         """Walk tree and rows, and compare everything with the model."""
         world = self.world
         self.reclaimed()
-        allocator, tree, page = world.allocator, world.tree, world.page
+        allocator = world.allocator
+        tree = world.tree
+        page = world.page
         stored = world.contents()
         locks: Counter[int] = Counter()
         for track in self.running:
@@ -338,7 +352,8 @@ class Memory:
                 assert page_contents in self.publishable.get(path, ()), (
                     f"nobody published {page_contents}, the tree's page that ends at {len(path.tokens)}"
                 )
-        self.tree, self.publishable = found, {}
+        self.tree = found
+        self.publishable = {}
         assert tree.evictable_size() == evictable
         assert tree.protected_size() == protected
 
@@ -380,11 +395,13 @@ class Memory:
 
     def _check_first_readers(self, track: Track, row: np.ndarray) -> None:
         """Checks what policies are told about positions of the row that can be evicted only together."""
-        req, page = track.req, self.world.page
+        req = track.req
+        page = self.world.page
         state = record_of(req)
         if state is None:
             return
-        held, known = np.flatnonzero(row >= 0), self.world.allocator.row_of(req.kv.req_pool_idx)
+        held = np.flatnonzero(row >= 0)
+        known = self.world.allocator.row_of(req.kv.req_pool_idx)
         first, worth = known.first_readers(held, page)
         if page > 1:
             pages = dict(zip((held // page).tolist(), (first // page).tolist(), strict=True))

@@ -142,7 +142,8 @@ class Composing(RuleBasedStateMachine):
         shown = self._prefill(req)
         if shown is None:
             return
-        prefix, missed = req.last_node, world.controller.stats.repairs_missed - missed
+        prefix = req.last_node
+        missed = world.controller.stats.repairs_missed - missed
         if isinstance(prefix, Composition):
             assert not opts_out
             assert missed == (repair != "none" and not len(prefix.again))
@@ -216,7 +217,8 @@ class Composing(RuleBasedStateMachine):
 
     @invariant()
     def rows_show_what_was_written(self) -> None:
-        contents, free = self.world.contents(), self.world.free_pages()
+        contents = self.world.contents()
+        free = self.world.free_pages()
         for req, shown in self.running:
             row = self.world.row(req)
             assert contents[row].tolist() == shown
@@ -224,7 +226,8 @@ class Composing(RuleBasedStateMachine):
 
     @invariant()
     def every_slot_is_somewhere(self) -> None:
-        world, tree = self.world, self.world.tree
+        world = self.world
+        tree = self.world.tree
         private = sum(
             req.kv.kv_allocated_len - req.kv.cache_protected_len for req, _ in self.running
         )

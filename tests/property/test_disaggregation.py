@@ -63,12 +63,19 @@ class Receiver:
 class Queue(decode.DecodePreallocQueue):
     """SGLang's queue with our hooks, over a ``World``. It needs no network."""
 
-    pp_size, tp_rank, host_pool, gloo_group = 1, 0, None, None
+    pp_size = 1
+    tp_rank = 0
+    host_pool = None
+    gloo_group = None
 
     def __init__(self, world: World, scheduler: Any, reserve: int) -> None:
-        self.world, self.scheduler, self.num_reserved_decode_tokens = world, scheduler, reserve
-        self.req_to_token_pool, self.tree_cache = world.rows, world.tree
-        self.token_to_kv_pool_allocator, self.token_to_kv_pool = world.allocator, world.pool
+        self.world = world
+        self.scheduler = scheduler
+        self.num_reserved_decode_tokens = reserve
+        self.req_to_token_pool = world.rows
+        self.tree_cache = world.tree
+        self.token_to_kv_pool_allocator = world.allocator
+        self.token_to_kv_pool = world.pool
         self.max_total_num_tokens = world.total
         self.transfer_queue: Any = SimpleNamespace(queue=[], enable_staging=False)
         self.queue: list[Any] = []
@@ -172,7 +179,8 @@ class DecodeMachine(GroupMachine):
             type(self).admitted += len(popped)
             queue.transfer_queue.queue[:] = popped
         count = max(MAX_ROWS - len(self.running), 0)
-        batch, self.loaded[:] = self.loaded[:count], self.loaded[count:]
+        batch = self.loaded[:count]
+        self.loaded[:] = self.loaded[count:]
         for req in batch:
             if self.caches and req.last_node is None:
                 decode._bind_root_prefix(req, self.world.tree)
@@ -184,7 +192,8 @@ class DecodeMachine(GroupMachine):
         self.running += batch
 
     def _transfer(self, req: Req) -> None:
-        row, start = self.world.row(req), req.prefix_len
+        row = self.world.row(req)
+        start = req.prefix_len
         self._compute(req, row[start:])
         self.rotated_for[row[start:]] = np.arange(start, len(row))
         self.coming.append(req)
@@ -192,7 +201,8 @@ class DecodeMachine(GroupMachine):
     def _resume(self) -> list[Req]:
         resumed = self.queue.resume_retracted_reqs()
         for req in resumed:
-            row, copied = self.world.row(req), self.copied.pop(req)
+            row = self.world.row(req)
+            copied = self.copied.pop(req)
             assert len(row) == len(copied)
             self.rotated_for[row] = copied
             type(self).resumed += 1

@@ -131,7 +131,8 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(kind=PICK, opts_out=st.integers(0, 7), count=st.integers(1, MAX_ROWS))
     def admit(self, kind: int, opts_out: int, count: int) -> None:
         """Admit siblings, sometimes with another prompt or salt, or admit one request that opted out."""
-        prompt, salt = PROMPTS[kind % 8 == 0], SALTS[kind % 8 == 1]
+        prompt = PROMPTS[kind % 8 == 0]
+        salt = SALTS[kind % 8 == 1]
         for _ in range(min(count, MAX_ROWS - len(self.running)) if opts_out else 1):
             self.names += 1
             self._prefill(self.world.request(str(self.names), prompt, opts_out == 0, salt))
@@ -267,8 +268,10 @@ class GroupMachine(RuleBasedStateMachine):
     @rule(wanted=st.sampled_from((1, 5, 40, 1000)))
     def evict(self, wanted: int) -> None:
         """Evict from the tree, which must be able to free all slots that it counts as evictable."""
-        allocator, tree = self.world.allocator, self.world.tree
-        before, evictable = allocator.available_size(), tree.evictable_size()
+        allocator = self.world.allocator
+        tree = self.world.tree
+        before = allocator.available_size()
+        evictable = tree.evictable_size()
         tree.evict(EvictParams(num_tokens=wanted))
         freed = allocator.available_size() - before
         assert freed >= min(wanted, evictable) and freed == evictable - tree.evictable_size()
@@ -285,14 +288,17 @@ class GroupMachine(RuleBasedStateMachine):
     def everybody_reads_what_is_theirs(self) -> None:
         type(self).operations += 1
         self.nothing_failed()
-        world, page = self.world, self.world.page
+        world = self.world
+        page = self.world.page
         stored = world.contents()
         in_tree = [*self._check_tree(stored), *self._check_continuations(stored)]
-        uses, readers = Counter(in_tree), Counter[int]()
+        uses = Counter(in_tree)
+        readers = Counter[int]()
         holders = self.held_in_tree
         private = 0
         for req in self.holding():
-            row, protected = world.row(req), req.kv.cache_protected_len
+            row = world.row(req)
+            protected = req.kv.cache_protected_len
             # Slots of drafted tokens that were not accepted hold nothing that is read.
             written = req.kv.kv_committed_len
             assert stored[row[:written]].tolist() == self._shown(req, written)
@@ -316,7 +322,8 @@ class GroupMachine(RuleBasedStateMachine):
         assert world.allocator.references == many
         assert world.allocator.references.extra == sum(many.values()) - len(many)
         assert world.allocator.references.saved == holders - len(uses)
-        pipeline, tree = world.controller.pipeline, world.tree
+        pipeline = world.controller.pipeline
+        tree = world.tree
         pinned = {
             number
             for node in world.allocator.continuations
@@ -340,7 +347,8 @@ class GroupMachine(RuleBasedStateMachine):
         assert self.world.controller.report.disabled is None
 
     def _within(self, req: Req) -> int:
-        row, protected = self.world.row(req), req.kv.cache_protected_len
+        row = self.world.row(req)
+        protected = req.kv.cache_protected_len
         return len(row[protected:]) - len(set(row[protected:]) - set(row[:protected]))
 
     def _core_pages(self) -> set[int]:
@@ -366,7 +374,8 @@ class GroupMachine(RuleBasedStateMachine):
 
     def _check_continuations(self, stored: np.ndarray) -> list[int]:
         """The ids of the pages in all continuations, with repetitions. Checks contents and counts."""
-        world, there = self.world, self.world.allocator.continuations
+        world = self.world
+        there = self.world.allocator.continuations
         found: list[int] = []
         named: dict[int, list[Any]] = {}
         older: set[Any] = set()

@@ -103,7 +103,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _start(self, track: Track, chunk: int) -> bool:
         """Admit ``track`` if memory allows, and run its first chunk."""
-        req, tree = track.req, self.world.tree
+        req = track.req
+        tree = self.world.tree
         req.init_next_round_input(tree)
         self.memory.observe()
         track.target = len(req.full_untruncated_fill_ids)
@@ -125,7 +126,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _set_chunk(self, track: Track, chunk: int) -> None:
         """Set where the next chunk ends. ``chunk``: number of its pages; 0: all that is left to prefill."""
-        req, page = track.req, self.setup.page
+        req = track.req
+        page = self.setup.page
         end = (req.prefix_len + chunk * page) // page * page
         stops = chunk and req.prefix_len < end < track.target
         req.extend_end = end if stops else track.target
@@ -189,11 +191,13 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.reclaimed()
         for track in batch:
             state = record_of(track.req)
-            again, track.returned = track.candidates if track.returned else [], False
+            again = track.candidates if track.returned else []
+            track.returned = False
             late: list[Unit] = []
             fresh: list[Unit] = []
             if state is not None and state.followed is not None:
-                engine, request = self.world.engine, state.followed.id
+                engine = self.world.engine
+                request = state.followed.id
                 if len(track.req.output_ids) - 1 <= state.fed:
                     engine.waiting[request] = []
                 if not engine.slow:
@@ -240,7 +244,9 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _script_evictions(self, track: Track, draws: Evictions) -> None:
         """Propose evictions in ``track``'s row: valid runs of pages, and partly or wholly invalid runs."""
-        page, low, high = self.setup.page, track.req.kv.cache_protected_len, len(track.shows)
+        page = self.setup.page
+        low = track.req.kv.cache_protected_len
+        high = len(track.shows)
         pages = max((high - 1 - low) // page, 1)
         waiting: list[Eviction] = []
         for where, length, how in draws:
@@ -271,7 +277,8 @@ class MemoryMachine(RuleBasedStateMachine):
         if self.setup.page > 1:
             waiting += self._pages_of(track, draws, ready)
             return
-        block, grid = self.setup.block, self.setup.page
+        block = self.setup.block
+        grid = self.setup.page
         start = max(track.frontier, -(-track.req.kv.cache_protected_len // grid) * grid)
         for gap, source in draws:
             if gap >= 60:
@@ -293,7 +300,9 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def _pages_of(self, track: Track, draws: Draws, ready: int) -> list[Pair]:
         """Blocks that cover pages of ``track``'s row, mostly whole ones, with sources at any offset."""
-        block, page, found = self.setup.block, self.setup.page, list[Pair]()
+        block = self.setup.block
+        page = self.setup.page
+        found = list[Pair]()
         owned = track.req.kv.cache_protected_len
         at = track.frontier = max(track.frontier, owned)
         for gap, source in draws:
@@ -427,7 +436,8 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(bits=BITS, draws=BLOCKS)
     def go_on(self, bits: int, draws: Draws) -> None:
         """Readmit waiting requests as far as rows and memory allow, then decode all requests."""
-        waiting, self.waiting = self.waiting, []
+        waiting = self.waiting
+        self.waiting = []
         for track in waiting:
             if len(self.running) == MAX_ROWS:
                 self.waiting.append(track)
@@ -523,8 +533,10 @@ class MemoryMachine(RuleBasedStateMachine):
     def evict(self, wanted: int) -> None:
         """Evict nodes of the tree. At least ``wanted`` slots, or all evictable ones, must become free."""
         self._count()
-        allocator, tree = self.world.allocator, self.world.tree
-        before, evictable = allocator.available_size(), tree.evictable_size()
+        allocator = self.world.allocator
+        tree = self.world.tree
+        before = allocator.available_size()
+        evictable = tree.evictable_size()
         result = tree.evict(EvictParams(num_tokens=wanted))
         freed = allocator.available_size() - before
         assert freed >= min(wanted, evictable)
@@ -534,10 +546,13 @@ class MemoryMachine(RuleBasedStateMachine):
     def shortage(self, wanted: int) -> None:
         """Demand more slots than are free: first the tree evicts, then accepted blocks (the ledger) share."""
         self._count()
-        allocator, tree = self.world.allocator, self.world.tree
+        allocator = self.world.allocator
+        tree = self.world.tree
         pipeline = self.world.controller.pipeline
-        before, cached = allocator.available_size(), tree.evictable_size()
-        shareable, saved = pipeline.ledger.slots, pipeline.saved
+        before = allocator.available_size()
+        cached = tree.evictable_size()
+        shareable = pipeline.ledger.slots
+        saved = pipeline.saved
         evict_from_tree_cache(tree, before + wanted)
         freed = allocator.available_size() - before
         assert freed >= min(wanted, cached + shareable)
@@ -553,8 +568,10 @@ class MemoryMachine(RuleBasedStateMachine):
         paths = list(self.memory.tree)
         for at, beyond in requests:
             self._count()
-            path, page = paths[at % len(paths)], self.setup.page
-            tokens, salt = [*path.tokens, *tokens_of(at, beyond)], path.salt
+            path = paths[at % len(paths)]
+            page = self.setup.page
+            tokens = [*path.tokens, *tokens_of(at, beyond)]
+            salt = path.salt
             req = self.world.request("probe", tokens, salt=salt)
             key = RadixKey(array("q", tokens), cache_salt=salt)
             result = self.world.tree.match_prefix(MatchPrefixParams(key=key, req=req))

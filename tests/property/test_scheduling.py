@@ -83,7 +83,8 @@ class SchedulingMachine(GroupMachine):
         chunk: int, passes: int,
     ) -> None:  # fmt: skip
         """Siblings arrive, or one request with a longer prompt, which no other request has."""
-        prompt, salt = PROMPTS[kind % 8 == 0], SALTS[kind % 8 == 1]
+        prompt = PROMPTS[kind % 8 == 0]
+        salt = SALTS[kind % 8 == 1]
         for _ in range(1 if tail or not opts_out else count):
             self.names += 1
             own = [100 + self.names] * tail

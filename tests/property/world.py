@@ -124,7 +124,8 @@ class ScriptedEngine(FilterProcess):
 
     def feed(self, requests: array[int], counts: array[int], tokens: array[int]) -> None:
         for request in requests:
-            pairs, self.waiting[request] = self.waiting[request], []
+            pairs = self.waiting[request]
+            self.waiting[request] = []
             if pairs:
                 found = tuple(BlockPair(dst, src) for dst, src in pairs)
                 counters = FilterCounters(candidates=1)
@@ -154,7 +155,8 @@ class ScriptedEngine(FilterProcess):
         self._results.clear()
 
     def take(self, limit: int, max_pairs: int) -> list[StepResult]:
-        taken, self._results = self._results[:limit], self._results[limit:]
+        taken = self._results[:limit]
+        self._results = self._results[limit:]
         return taken
 
 
@@ -164,7 +166,8 @@ class SlowMeter(BlockMeter):
     arrived = False
 
     def measure(self, blocks: Sequence[BlockProposal]) -> Measurement:
-        measured, meter = super().measure(blocks), self
+        measured = super().measure(blocks)
+        meter = self
 
         class Slow(type(measured)):  # type: ignore[misc]
             is_immediate = False
@@ -251,7 +254,9 @@ class World:
         """``evictors``: policies that replace the scripted one. ``no_tree``: no prefix cache
         (``--disable-radix-cache``). ``queries``: a ``RecentQueries`` for policies that read queries.
         ``engine``: replaces the scripted engine; requests with the same prompt then may share."""
-        self.setup, self.page, self.max_rows = setup, setup.page, max_rows
+        self.setup = setup
+        self.page = setup.page
+        self.max_rows = max_rows
         self.drafts = setup.drafts
         #: ``lowest_free``: the smallest number of free slots after any allocation for a prefill.
         self.total = self.lowest_free = setup.slots
@@ -360,7 +365,8 @@ class World:
         if self.page == 1:
             out = alloc_token_slots(self.tree, req.extend_len)
         else:
-            before, after = torch.tensor([req.prefix_len]), torch.tensor([req.extend_end])
+            before = torch.tensor([req.prefix_len])
+            after = torch.tensor([req.extend_end])
             minus = torch.tensor([-1], device=self.device)
             out = alloc_paged_token_slots_extend(
                 tree_cache=self.tree, prefix_lens=before.to(self.device), prefix_lens_cpu=before,

@@ -361,7 +361,9 @@ class Replayed:
     def __init__(
         self, reader: Reader, tokens: list[int], found: dict[str, Any], number: int = 0
     ) -> None:
-        self._reader, self._tokens, self._prompt = reader, tokens, found["prompt_tokens"]
+        self._reader = reader
+        self._tokens = tokens
+        self._prompt = found["prompt_tokens"]
         self._cache = reader.cache(2, len(tokens))
         self._arm = ArmCache(_ARM, reader, self._cache, self._prompt, number)
         blocks = [*found["blocks"], *found["blocks_across"]]

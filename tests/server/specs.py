@@ -14,6 +14,7 @@ import sglang
 from eval.serving import LEAN_START
 from eval.tiny_reasoner import CHECKPOINT
 from sglang_reasoncache.arguments import arguments_of
+from tests.server import tiny_models
 from tests.server.faulty.waiting_reasoncache import WAITS
 
 _HERE = Path(__file__).parent
@@ -33,6 +34,8 @@ class ServerSpec:
     device: Literal["cpu", "cuda"] = "cpu"
     #: Name of a model of ``tiny_models.py``; if empty, the embedded reasoner (``eval/tiny_reasoner``).
     model: str = ""
+    #: Name of a model of ``tiny_models.py`` that drafts tokens; if empty, the flags say what does.
+    draft: str = ""
 
     def having(self, name: str, *flags: str, **env: str) -> ServerSpec:
         """A copy of this spec named ``<this>-<name>``, with further flags and environment variables. The copy
@@ -360,6 +363,17 @@ DRAFTS_HOST_TIER = HOST_TIER.having(
 ).for_long_runs()
 NGRAMS = SHARED.having("ngrams", FP32, *EAGER, *_BY_NGRAMS, **_SPECULATES)
 DRAFTS = SHARED.having("drafts", FP32, *EAGER, _BY_MODEL, **_SPECULATES).for_long_runs()
+#: A head drafts, which reads the outputs of three layers. Nearly all its drafts are rejected.
+EAGLE3 = replace(
+    SHARED.having(
+        "eagle3",
+        *(FP32, *EAGER, "--speculative-algorithm EAGLE3 --speculative-eagle-topk 1"),
+        "--speculative-num-steps 3 --speculative-num-draft-tokens 4",
+        **_SPECULATES,
+        **_importing("qwen3", "qwen2", "llama", "llama_eagle3"),
+    ),
+    draft=tiny_models.EAGLE3,
+).for_long_runs()
 #: Have slots for a few responses, so that SGLang retracts requests between two verifications.
 NGRAMS_SHORT = SHARED.having(
     "ngrams-short", FP32, *SOON, *_BY_NGRAMS, TIGHT, CROWDED, **_SPECULATES, **retracting(25)
@@ -455,7 +469,7 @@ STATES_DECODES = STATES_MTP.having(
 ).for_long_runs()
 MTP_PAGES = MTP.having("page16", PAGE16).for_long_runs()
 DRAFT_PAGES = DRAFTS.having("page16", PAGE16, *EAGER).for_long_runs()
-SPECULATING = (NGRAMS, DRAFTS, DRAFT_PAGES, *map(on_two_ranks, (NGRAMS, DRAFTS)))
+SPECULATING = (NGRAMS, DRAFTS, EAGLE3, DRAFT_PAGES, *map(on_two_ranks, (NGRAMS, DRAFTS)))
 SPECULATING_SHORT = (NGRAMS_SHORT, DRAFTS_SHORT, *map(on_two_ranks, (NGRAMS_SHORT, DRAFTS_SHORT)))
 
 #: How much log-probabilities of the tests' models may differ if fp16 rounds them (measured on a CPU: 0.0053).

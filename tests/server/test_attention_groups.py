@@ -54,7 +54,8 @@ def _check(
 def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """First each group has four requests that share and a request that opted out. Then one group works while
     the other group is idle."""
-    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
     log = server.log_size()
     jobs = [(i % 2, text, i < 8) for i, text in enumerate(letters(10))]
     responses = _ask(server, jobs)
@@ -90,7 +91,8 @@ def test_each_group_shares_for_itself(servers: ServerPool, spec: specs.ServerSpe
 def test_groups_short_of_slots_lose_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Each group has slots for two responses but gets six requests; one request of each group opts out.
     Requests are retracted. When they run again, their blocks share again."""
-    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
     log = server.log_size()
     jobs = [(i % 2, text, i > 1) for i, text in enumerate(letters(12))]
     responses = _ask(server, jobs)

@@ -21,7 +21,8 @@ from eval.serving import ServerProcess
 from tests.server import specs
 from tests.server.problems import OPT_OUT, prompts, report
 
-SYSTEM, QUESTION = list(range(3, 23)), list(range(30, 41))
+SYSTEM = list(range(3, 23))
+QUESTION = list(range(30, 41))
 #: Finds documents that are not marked.
 AUTO = specs.CORRECTED.having("auto", "--reasoncache-set documents=auto")
 ON_RANKS = [specs.CORRECTED, pytest.param(specs.TWO_RANKS, marks=specs.FEW_CORES)]
@@ -124,7 +125,8 @@ def test_the_first_tokens_are_computed_again(
         found = _ask(server, documents, custom_params={"documents_repair": f"first:{most}"})
         cached = len(SYSTEM) + sum(map(len, documents)) - len(again)
         assert found["meta_info"]["cached_tokens"] == cached
-        cache, prompt = _composed(reader, documents), [*SYSTEM, *itertools.chain(*documents)]
+        cache = _composed(reader, documents)
+        prompt = [*SYSTEM, *itertools.chain(*documents)]
         assert _off(reader, cache, found) > 1e-3
         reader.again(cache, [prompt[at] for at in again], again)
         assert _off(reader, cache, found) < 1e-4
@@ -136,7 +138,8 @@ def test_what_the_query_attends_to_is_computed_again(
 ) -> None:
     documents = [texts[at] for at in (3, 1, 2)]
     found = _ask(server, documents, custom_params={"documents_repair": "query:.2"})
-    cache, prompt = _composed(reader, documents), [*SYSTEM, *itertools.chain(*documents)]
+    cache = _composed(reader, documents)
+    prompt = [*SYSTEM, *itertools.chain(*documents)]
     received = torch.zeros(cache.length)
     reader.forward(
         cache, QUESTION, watch=lambda *seen: received.add_(seen[2].sum((0, 1, 2))[: len(received)])
@@ -198,7 +201,8 @@ WRONG = [
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list[int]]) -> None:
-    prompt, process = [*SYSTEM, *texts[0], *texts[1], *QUESTION], psutil.Process(server.pid)
+    prompt = [*SYSTEM, *texts[0], *texts[1], *QUESTION]
+    process = psutil.Process(server.pid)
     for spans, message in WRONG:
         sampling = {"max_new_tokens": 1, "custom_params": {"documents": spans}}
         start = sum(process.cpu_times()[:2])
@@ -224,7 +228,7 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
 def test_an_abort_ends_one_whose_documents_are_prefilled(
     server: ServerProcess, abort: dict[str, Any]
 ) -> None:
-    documents = [[at % 90 + 5, *range(5, 40)] for at in range(40)]
+    documents = [[at % 90 + 5, *(3 * list(range(5, 40)))] for at in range(40)]
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(_ask, server, documents, _spans(documents), rid="mine")
         while not asked.done():
@@ -348,7 +352,8 @@ def test_documents_that_nobody_marked(
     read before. Who opts out, has another key, or asks for figures of the prompt reads a full prefill."""
     composed = 0
     for number, order in enumerate(itertools.permutations(range(len(unmarked)))):
-        documents, question = [unmarked[at] for at in order], [50 + number, *QUESTION]
+        documents = [unmarked[at] for at in order]
+        question = [50 + number, *QUESTION]
         before = report(server)["totals"]["documents_composed"]
         found = _ask_unmarked(server, documents, question)
         if report(server)["totals"]["documents_composed"] - before == len(documents):

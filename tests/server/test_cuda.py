@@ -32,8 +32,10 @@ pytestmark = [
 #: KV pools are small, so that several servers fit on a GPU. CUDA graphs are few: capturing one takes time.
 _SIZES = "--max-running-requests 16 --max-total-tokens 16384 --mem-fraction-static 0.3"
 _DECODE = "--cuda-graph-bs-decode 1 4 8"
-GRAPHS, NO_GRAPHS = f"{_DECODE} --disable-prefill-cuda-graph", "--disable-cuda-graph"
-FLASHINFER, TRITON = "--attention-backend flashinfer", "--attention-backend triton"
+GRAPHS = f"{_DECODE} --disable-prefill-cuda-graph"
+NO_GRAPHS = "--disable-cuda-graph"
+FLASHINFER = "--attention-backend flashinfer"
+TRITON = "--attention-backend triton"
 AS_CACHED = "--reasoncache-positions as-cached"
 ON_CUDA = ServerSpec(
     *("cuda", ("--enable-reasoncache", *_SIZES.split(), *EAGER)),

@@ -80,6 +80,7 @@ def test_our_attention_answers_as_sglangs(servers: ServerPool, spec: specs.Serve
     _assert_same_answers(_run(servers, spec), _run(servers, specs.STOCK))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [specs.ACROSS])
 def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """Requests that opt out get the answers of stock SGLang, even after other requests have shared. Rounding
@@ -93,7 +94,9 @@ def test_opted_out_request_is_stock(servers: ServerPool, spec: specs.ServerSpec)
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_what_shares_is_what_the_harness_computes(server: ServerProcess, model_path: Path) -> None:
     """Responses that shared have the log-probabilities that the harness computes by copying the same blocks."""
-    log_probs, todo, blocks = replays_of(model_path), prompts(4, seed=11), 0
+    log_probs = replays_of(model_path)
+    todo = prompts(4, seed=11)
+    blocks = 0
     for text, found in zip(todo, respond(server, todo), strict=True):
         if found["blocks"]:
             assert_computed(found, log_probs(text, found))
@@ -130,7 +133,8 @@ def test_a_response_says_what_it_read_if_it_is_asked(server: ServerProcess) -> N
     sampling = {"max_new_tokens": 700, "temperature": 0}
     body = {"text": prompts(1, seed=11)[0], "sampling_params": {**sampling, **ask}}
     said = [server.post("/generate", json=body).json()["meta_info"]]
-    url, streamed = f"{server.url}/generate", {**body, "stream": True}
+    url = f"{server.url}/generate"
+    streamed = {**body, "stream": True}
     with httpx.stream("POST", url, json=streamed, timeout=60) as response:
         chunks = [
             json.loads(line[6:]) for line in response.iter_lines() if line[6:].startswith("{")
@@ -139,7 +143,8 @@ def test_a_response_says_what_it_read_if_it_is_asked(server: ServerProcess) -> N
     said.append(chunks[-1]["meta_info"])
     recent = {entry["rid"]: entry for entry in report(server)["recent"]}
     for meta in said:
-        told, seen = meta["reasoncache"], recent[meta["id"]]
+        told = meta["reasoncache"]
+        seen = recent[meta["id"]]
         assert len(told["blocks"]) > 4 and told["continued"] is None
         assert {key: seen[key] for key in told if key != "continued"} == {
             key: each for key, each in told.items() if key != "continued"

@@ -88,12 +88,15 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     assert cached[1] > entry["prompt_tokens"] + entry["output_tokens"] - page
 
 
-BUDGET, CHUNK = 96, 64
+BUDGET = 96
+CHUNK = 64
 
 
 def check_budget(response: dict[str, Any]) -> None:
     """Checks, from the reported evictions, that a request never holds more positions than BUDGET plus CHUNK."""
-    held_then, gone, chunks = 0, 0, set()
+    held_then = 0
+    gone = 0
+    chunks = set()
     for written, _, length in response["evictions"]:
         if written not in chunks:
             # How many positions the request held before the evictions at length ``written``.

@@ -37,9 +37,11 @@ def test_a_server_computes_what_a_loop_computes(
 ) -> None:
     """Log-probabilities are those of a :class:`Loop` that redirects the same blocks, and not those of a Loop
     that rotates no keys or redirects nothing."""
-    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
     responses = together(server, letters(10), 400)
-    seen, rotation = report(server), loop.rotation()
+    seen = report(server)
+    rotation = loop.rotation()
     assert seen["uncorrected"] is None
     assert seen["config"]["positions"] == ("as-cached" if rotation is None else "corrected")
     blocks = sum(len(found["blocks"]) for found in responses)
@@ -83,12 +85,14 @@ def test_a_server_computes_what_a_loop_computes(
 def test_a_server_short_of_slots_loses_nothing(servers: ServerPool, spec: specs.ServerSpec) -> None:
     """While some requests share, others are retracted or aborted, or have opted out. Requests that opted out
     have the log-probabilities of a :class:`Loop` that redirects nothing."""
-    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
     log = server.log_size()
 
     def ask(job: tuple[int, str]) -> Any:
         number, text = job
-        rid, how = f"short-{number}", ("end", "end", "abort", "opt out")[number % 4]
+        rid = f"short-{number}"
+        how = ("end", "end", "abort", "opt out")[number % 4]
         sampling = {"ignore_eos": True, **(OPT_OUT if how == "opt out" else {})}
         body = {"text": text, "rid": rid, "return_logprob": True}
         sampling |= {"temperature": 0, "max_new_tokens": 800 if how == "abort" else 400}

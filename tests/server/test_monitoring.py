@@ -78,7 +78,8 @@ def test_alerts_ring_and_are_silent(tmp_path: Path) -> None:
             ],
         }
 
-    shareable, retracted = "reasoncache_slots_shareable_now", "num_retracted_requests_total"
+    shareable = "reasoncache_slots_shareable_now"
+    retracted = "num_retracted_requests_total"
     cases = [case({f"reasoncache_{field}": "0x20 1x80"}, name) for name, field in gauges.items()]
     cases.append(case({f"reasoncache_{field}": "0x100" for field in gauges.values()}))
     cases.append(case({retracted: "0+1x100", shareable: "40x100"}, retracts))
@@ -153,7 +154,8 @@ def test_every_query_of_the_board_returns_data(server: ServerProcess, tmp_path: 
             guard.communicate()
 
 
-PREFIX, KEY = "/behind/a/proxy", "let me in"
+PREFIX = "/behind/a/proxy"
+KEY = "let me in"
 HOSTILE = "<img src=x onerror=hit()><script>hit()</script>"
 PICTURE = os.environ.get("REASONCACHE_SCREENSHOT")
 IN_TEXT = "" if PICTURE else HOSTILE
@@ -222,13 +224,16 @@ def test_a_stranger_sees_what_it_does(server: ServerProcess, page: Any, tmp_path
     faults: list[Any] = []
     page.on("request", lambda request: asked.append(request.url))
     page.on("pageerror", lambda error: faults.append(error))
-    state, text, rows = page.locator("#state"), page.locator("#text"), page.locator("#recent tr")
+    state = page.locator("#state")
+    text = page.locator("#text")
+    rows = page.locator("#recent tr")
 
     def shared() -> int:
         return int(report(server)["totals"]["blocks_shared"])
 
     def load() -> None:
-        end, begun = time.monotonic() + (180 if PICTURE else 0), shared()
+        end = time.monotonic() + (180 if PICTURE else 0)
+        begun = shared()
         for seed in range(70, 200 if PICTURE else 76):
             solve(server, problems(72 if PICTURE else 18, seed=seed))
             if time.monotonic() > end and shared() > begun:
@@ -282,7 +287,9 @@ def test_a_refresh_takes_the_scheduler_less_than_sglangs_own_report(server: Serv
     """Compares the scheduler's CPU time for a refresh of the page and for ``/server_info``."""
     solve(server, problems(6, seed=71))
     wait_until_idle(server)
-    one, count, spent = Server(server), 100, list[float]()
+    one = Server(server)
+    count = 100
+    spent = list[float]()
     ours = "/v1/loads?include=core", "/reasoncache/details?blocks=false"
     for paths in (ours, ["/server_info"]):
         before = one.cpu_seconds()

@@ -13,7 +13,8 @@ from tests.server.reference import ROUNDING, Beside, Compared, Loop, joined
 @pytest.mark.parametrize(
     "spec",
     [
-        *(specs.TOKENS, specs.QUOTES, specs.PAGES, specs.PAGES_OF_64, specs.PAGES_AS_CACHED),
+        pytest.param(specs.TOKENS, marks=pytest.mark.long),
+        *(specs.QUOTES, specs.PAGES, specs.PAGES_OF_64, specs.PAGES_AS_CACHED),
         specs.LATENT_PAGES,
     ],
 )
@@ -47,7 +48,8 @@ def test_shared_pages_give_what_a_loop_computes(
     quoted = [src < each["prompt_tokens"] for each in responses for *_, src, _ in each["blocks"]]
     assert any(quoted) == (spec is specs.QUOTES)
     runs = [run for found in responses for run in found["blocks"]]
-    shared, unit = sum(length for *_, length in runs), max(page, 8)
+    shared = sum(length for *_, length in runs)
+    unit = max(page, 8)
     assert shared == unit * seen["totals"]["blocks_shared"] >= 6 * 128
     if page > 1:
         # Sharing only whole pages with whole pages would save a fraction of it.

@@ -79,7 +79,8 @@ def test_shares_and_keeps_answers(
 @pytest.mark.parametrize("server", [specs.UNCACHED], indirect=True)
 def test_without_a_prefix_cache(server: ServerProcess) -> None:
     """Blocks share, retracted requests come back from the host, and nothing stays behind."""
-    log, todo = server.log_size(), problems(16)
+    log = server.log_size()
+    todo = problems(16)
     assert accuracy(todo, solve(server, todo)) >= 0.8
     wait_until_idle(server)
     totals = report(server)["totals"]
@@ -91,10 +92,13 @@ def test_without_a_prefix_cache(server: ServerProcess) -> None:
 @pytest.mark.parametrize("server", [specs.EXACT], indirect=True)
 def test_what_an_operator_can_see(server: ServerProcess) -> None:
     """Prometheus, the endpoints and the decode log line show what was shared."""
-    start, before, totals_before = server.log_size(), series(server), report(server)["totals"]
+    start = server.log_size()
+    before = series(server)
+    totals_before = report(server)["totals"]
     solve(server, problems(12, seed=12))
     wait_until_idle(server)
-    after, seen = series(server), report(server)
+    after = series(server)
+    seen = report(server)
     totals = seen["totals"]
     for field in ("blocks_shared", "blocks_compared", "steps_seen", "steps_with_candidate"):
         grown = after[f"{field}_total"] - before.get(f"{field}_total", 0.0)
@@ -125,7 +129,8 @@ def test_what_an_operator_can_see(server: ServerProcess) -> None:
 @pytest.mark.parametrize("server", specs.EVERY_KIND, indirect=True)
 def test_aborted_and_disconnected_requests_give_everything_back(server: ServerProcess) -> None:
     async def vanish(client: httpx.AsyncClient, number: int, prompt: str) -> None:
-        messages, rid = [{"role": "user", "content": prompt}], f"vanish-{number}"
+        messages = [{"role": "user", "content": prompt}]
+        rid = f"vanish-{number}"
         body = dict(model=MODEL_NAME, messages=messages, max_tokens=1200, temperature=0)
         body |= dict(stream=True, rid=rid)
         with contextlib.suppress(httpx.HTTPError):
@@ -151,13 +156,15 @@ def test_aborted_and_disconnected_requests_give_everything_back(server: ServerPr
 
 
 @specs.FEW_CORES
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [specs.TWO_RANKS])
 def test_a_failure_of_ours_ends_sharing_and_nothing_else(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
     """Both ranks share the same blocks: otherwise they would hang as they sum up KV distances over the ranks.
     When sharing then fails on one rank under load, no request fails and no slot is lost."""
-    server, todo = servers.get(spec), problems(2, seed=13)
+    server = servers.get(spec)
+    todo = problems(2, seed=13)
     start = server.log_size()
     assert report(server)["disabled"] is None
     armed = {"text": "1 + 2 =", "rid": ARMS, "sampling_params": {"max_new_tokens": 8}}
@@ -204,12 +211,14 @@ def test_opted_out_request_keeps_its_row(server: ServerProcess) -> None:
     assert refused.status_code == 400 and "got 'maybe'" in refused.text
 
 
-THINK, END_OF_THINKING = "<think>", "</think>"
+THINK = "<think>"
+END_OF_THINKING = "</think>"
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
 def test_blocks_end_before_the_reasoning_does(server: ServerProcess) -> None:
-    blocks, whole = 0, {"skip_special_tokens": False}
+    blocks = 0
+    whole = {"skip_special_tokens": False}
     for found in respond(server, prompts(4, seed=31), MAX_TOKENS, sampling_params=whole):
         reasoning, end, _answer = found["text"].partition(END_OF_THINKING)
         assert end, "the embedded model closes its reasoning"
@@ -251,7 +260,8 @@ def test_samples_share_with_each_other(server: ServerProcess) -> None:
         )
     assert [len(samples) for samples in made] == [4] * 3
     wait_until_idle(server)
-    seen, after = report(server), series(server)
+    seen = report(server)
+    after = series(server)
     totals = seen["totals"]
     assert totals["slots_saved_across_total"] > 100 and totals["blocks_shared_across"] > 12
     assert 0 < totals["across_ratio"] < 1 and seen["slots_saved_across_now"] == 0
@@ -292,7 +302,9 @@ SAMPLES = 4
 
 @pytest.mark.parametrize("server", [specs.SWINGING], indirect=True)
 def test_only_a_server_that_is_short_shares(server: ServerProcess) -> None:
-    choose, end, wave = random.Random(1), time.monotonic() + SECONDS, 0
+    choose = random.Random(1)
+    end = time.monotonic() + SECONDS
+    wave = 0
     right = asked = shared = 0
     while time.monotonic() < end or not shared or wave < 4:
         wave += 1

@@ -35,7 +35,8 @@ def loop(model_path: Path) -> Loop:
 @pytest.mark.parametrize("server", specs.SPECULATING, indirect=True)
 def test_what_is_verified_is_what_a_loop_computes(server: ServerProcess, loop: Loop) -> None:
     """Log-probabilities are those of a loop that redirects the same blocks, and not those of a loop that
-    rotates no keys or redirects nothing. A request that opts out reads exact KV."""
+    rotates no keys or redirects nothing. A request that opts out reads exact KV. The weights of the EAGLE3 head
+    are random, so nearly all that it drafts is rejected."""
     todo = prompts(10, seed=5)
     responses = respond(server, todo)
     seen = report(server)
@@ -47,7 +48,8 @@ def test_what_is_verified_is_what_a_loop_computes(server: ServerProcess, loop: L
     tokens = sum(len(found["tokens"]) for found in responses)
     # A step without drafts gives a request one token. The requests run together.
     longest = max(len(found["tokens"]) for found in responses)
-    assert seen["totals"]["decode_steps"] < 0.9 * longest, "drafts are accepted"
+    if "EAGLE3" not in server.command:
+        assert seen["totals"]["decode_steps"] < 0.9 * longest, "drafts are accepted"
     assert sum(len(found["blocks"]) for found in responses) * 8 > 0.05 * tokens
     exact = Beside(loop, server)
     for text, found in zip(
@@ -91,7 +93,8 @@ def test_what_other_models_verify_is_what_a_loop_computes(
 ) -> None:
     """DeepSeek's and Qwen's layers of multi-token prediction draft. Rows are latent, or layers have states.
     With two groups of DP attention, one has more requests than the other, so SGLang pads verifications."""
-    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
     todo = letters(9)
     responses = together(server, todo, 400)
     for seen in reports(server):
@@ -115,7 +118,8 @@ def test_a_cached_state_is_that_after_accepted_tokens(
 ) -> None:
     """A response goes on behind what is cached of an earlier one: its prompt, and what was computed without
     sharing up to the last copy of the states."""
-    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
     copied = spec in (specs.STATES_COPIED, *specs.STATES_OVERLAPPED)
     compared = []
     for text, found in zip(letters(4), together(server, letters(4), 200), strict=True):
@@ -140,7 +144,8 @@ def test_the_next_turn_finds_what_a_response_shared(
 ) -> None:
     """The prompt of the next turn ends with the response, which is cached whole, for the draft model too: most
     of what it drafts is accepted. Log-probabilities are those of a loop that redirects the same blocks."""
-    server, loop = servers.get(spec), Loop(servers.model(spec.model), spec.model)
+    server = servers.get(spec)
+    loop = Loop(servers.model(spec.model), spec.model)
     tokenizer = AutoTokenizer.from_pretrained(servers.model(spec.model))
     beside = Beside(loop, server)
     for text in letters(3) if spec.model else prompts(3, seed=5):

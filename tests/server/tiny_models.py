@@ -7,7 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-_LINEAR, _FULL = "linear_attention", "full_attention"
+#: An EAGLE3 head for the embedded reasoner.
+EAGLE3 = "eagle3"
+_LINEAR = "linear_attention"
+_FULL = "full_attention"
 Fields = dict[str, Any]
 #: Default sizes; a model in ``MODELS`` may set others. ``vocab_size`` is the embedded reasoner's.
 _COMMON: Fields = dict(vocab_size=192, hidden_size=64, intermediate_size=128, num_attention_heads=4)
@@ -61,7 +64,8 @@ _LESS = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "granitemoehybrid", "kimi_linear"), 0.06),
     "falcon_h1": 0.03,
 }
-_LESS_OF_OTHERS, _LESS_OF_GEMMA = 0.12, 0.6
+_LESS_OF_OTHERS = 0.12
+_LESS_OF_GEMMA = 0.6
 #: Greedy responses of these models run in circles of this many tokens, so that repeats begin at other places of
 #: a page: after token ``t`` the likeliest token is ``t + 1``, or ``t - 42`` at the end of a circle.
 _CIRCLES = {"qwen3": 43}
@@ -149,6 +153,8 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
     import torch
     import transformers
 
+    if name == EAGLE3:
+        return _make_eagle3(tokenizer, folder / name)
     kind, arguments = MODELS[name]
     gemma = name == "gemma3_text"
     config = getattr(transformers, kind)(**{**_COMMON, **arguments}, initializer_range=0.25)
@@ -205,6 +211,63 @@ def make(name: str, tokenizer: Path, folder: Path) -> Path:
         del described["rope_parameters"]
         described |= {key: arguments[key] for key in ("rope_theta", "rope_scaling")}
     (path / "config.json").write_text(json.dumps({**described, "dtype": "float32"}))
+    return path
+
+
+def _make_eagle3(target: Path, path: Path) -> Path:
+    """Writes an EAGLE3 head with random weights for the model in the folder ``target``. It gets the outputs of
+    three layers, and hardly any token that it drafts is accepted."""
+    import torch
+    from safetensors.torch import save_file
+
+    of = json.loads((target / "config.json").read_text())
+    hidden = of["hidden_size"]
+    inner = of["intermediate_size"]
+    size = of["head_dim"]
+    queries, keys = (of[f"num_{kind}_heads"] * size for kind in ("attention", "key_value"))
+    layer = {
+        "self_attn.q_proj": (queries, 2 * hidden),
+        "self_attn.k_proj": (keys, 2 * hidden),
+        "self_attn.v_proj": (keys, 2 * hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes = {f"midlayer.{name}": shape for name, shape in layer.items()}
+    shapes |= {"fc": (hidden, 3 * hidden), "lm_head": (of["vocab_size"], hidden)}
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        f"{name}.weight": 0.1 * torch.randn(shape, generator=random)
+        for name, shape in shapes.items()
+    }
+    norms = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+    for name in (*(f"midlayer.{norm}" for norm in norms), "norm"):
+        weights[f"{name}.weight"] = torch.ones(hidden)
+    path.mkdir()
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    kept = (
+        *(
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "head_dim",
+            "hidden_act",
+            "rms_norm_eps",
+        ),
+        *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+        *("rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
+    )
+    described = {name: of[name] for name in kept} | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": of["vocab_size"],
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]},
+        "dtype": "float32",
+    }
+    (path / "config.json").write_text(json.dumps(described))
     return path
 
 

@@ -26,10 +26,12 @@ from tests.kernels.attention_cases import dense, turned
 
 DIM = 16
 #: How many latent and rotated dims a token's MLA KV has. SGLang's Triton kernels also support 512 and 64.
-RANK, ROTATED = 256, 32
+RANK = 256
+ROTATED = 32
 BASE = 10_000
 CONTEXT = 1024
-LENGTHS, SHORT = [1, 19, 989], [1, 19, 70]
+LENGTHS = [1, 19, 989]
+SHORT = [1, 19, 70]
 
 #: In fp32, rounding changes an angle of up to 1024 radians by up to 1024 * 2**-24, and thereby a softmax weight
 #: by about as much. In bf16, keys, softmax weights and results are each rounded to 8 bits.
@@ -73,8 +75,12 @@ class Rig:
         self.generator = generator
         #: Moves queries, keys and values to the backend's device.
         self.placed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
-        self.lengths, self.heads, self.kv_heads, self.dtype = lengths, heads, kv_heads, dtype
-        self.interleaved, self.latent = interleaved, latent
+        self.lengths = lengths
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.dtype = dtype
+        self.interleaved = interleaved
+        self.latent = latent
         self.v_dim, self.query_dim = (RANK, RANK + ROTATED) if latent else (DIM, DIM)
         dims = ROTATED if latent else DIM
         self.frequencies = BASE ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
@@ -88,7 +94,8 @@ class Rig:
         #: Slot in a row -> slot of the same token in layer 1. With ``own_pool``, -1 (evicted) stays -1.
         self.peers = torch.arange(size + 2)
         if own_pool:
-            kind, layers = SWAKVPool, dict(size_swa=size, swa_attention_layer_ids=[1])
+            kind = SWAKVPool
+            layers = dict(size_swa=size, swa_attention_layer_ids=[1])
             heads_of_pool["full_attention_layer_ids"] = [0]
             self.peers[1:] = size - torch.arange(size + 1)
             self.peers[-1] = -1
@@ -143,9 +150,11 @@ class Rig:
         if window:
             sees["sliding_window_size"] = -1
             both = [RadixAttention(*shape, layer_id=0, **sees), self.layer]
-            model, self.layers = _olmo(rope, *both), both if own_pool else self.layers
+            model = _olmo(rope, *both)
+            self.layers = both if own_pool else self.layers
         #: ``unread``: how many of a window's oldest positions a decode step skips, as in ``PagedBackend``.
-        self.window, self.unread = window, 0
+        self.window = window
+        self.unread = 0
         #: Stands in for SGLang's model runner. It has the fields that our backends read when a server starts.
         self.runner: Any = SimpleNamespace(
             device="cpu",
@@ -167,7 +176,8 @@ class Rig:
         """A batch that computes the last ``new[i]`` tokens of row i: a decode step if all counts are 1."""
         decode = all(count == 1 for count in new)
         ends = torch.tensor(self.lengths)
-        slots, positions = [], []
+        slots = []
+        positions = []
         for row, end, count in zip(self.row_of, self.lengths, new, strict=True):
             slots.append(self.rows.req_to_token[row, end - count : end].long())
             positions.append(torch.arange(end - count, end))
@@ -257,7 +267,8 @@ class Rig:
 
     def check(self, backend: Any, batch: Any, logit_cap: float = 0.0) -> None:
         """Check that the backend's result for the batch is close to :meth:`expected`."""
-        found, expected = self.forward(backend, batch).double(), self.expected(batch, logit_cap)
+        found = self.forward(backend, batch).double()
+        expected = self.expected(batch, logit_cap)
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[self.dtype])
 
     def expected(self, batch: Any, logit_cap: float = 0.0) -> torch.Tensor:
@@ -265,15 +276,18 @@ class Rig:
         except in a window pool. Evicted positions are masked."""
         layer = self.layer.layer_id
         keys, values = (side.double() for side in compat.kv_of(self.pool, layer))
-        found, query = [], iter(self.query.split(batch.extend_seq_lens.tolist()))
+        found = []
+        query = iter(self.query.split(batch.extend_seq_lens.tolist()))
         masks = iter(self._drafts_hidden(batch))
         for row, end in zip(self.row_of, self.lengths, strict=True):
             slots = self.rows.req_to_token[row, :end].long()
-            at, evicted = torch.arange(end), slots < 0
+            at = torch.arange(end)
+            evicted = slots < 0
             slots = slots.clamp_min(0)
             by = (at - self.cached_at.positions[slots])[:, None] * self.frequencies
             if layer in compat.window_layers(self.pool):
-                slots, by = self.peers[slots], torch.zeros(1, 1)
+                slots = self.peers[slots]
+                by = torch.zeros(1, 1)
             k = turned(keys[slots], torch.polar(torch.ones_like(by), by), not self.interleaved)
             if self.latent:
                 k = torch.cat((values[slots], k), dim=2)
@@ -304,7 +318,8 @@ def _olmo(rope: Any, *layers: RadixAttention) -> torch.nn.Module:
     for layer in layers:
         owner: Any = Olmo2Attention.__new__(Olmo2Attention)
         torch.nn.Module.__init__(owner)
-        owner.rotary_emb, owner.attn = rope, layer
+        owner.rotary_emb = rope
+        owner.attn = layer
         found.append(owner)
     return found
 
@@ -333,7 +348,8 @@ def requests_of(shifted: bool, evicted: Sequence[int], **more: Any) -> Any:
 def mark(batch: ForwardBatch, needs_ours: bool) -> None:
     """Marks the batch. ``needs_ours``: whether its rows have shifted slots or evicted positions."""
     if isinstance(batch.rids, MarkedRids):
-        batch.rids.needs_ours, batch.rids.evicted = needs_ours, None
+        batch.rids.needs_ours = needs_ours
+        batch.rids.evicted = None
     else:
         batch.rids = MarkedRids(batch.rids or [], needs_ours)
 

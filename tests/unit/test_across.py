@@ -269,7 +269,8 @@ def test_a_sibling_that_runs_keeps_what_it_reads(setup: Setup) -> None:
     assert lend(world, source, reader, Pair(12, 8)) == 4
     contents = world.contents()[world.row(reader)].tolist()
     world.finish(source)
-    evictable, before = world.tree.evictable_size(), world.allocator.available_size()
+    evictable = world.tree.evictable_size()
+    before = world.allocator.available_size()
     world.tree.evict(EvictParams(num_tokens=1000))
     assert world.allocator.available_size() - before == evictable
     balance(world)

@@ -77,7 +77,8 @@ def test_only_output_to_come_is_discounted(
     least for the fraction ``kept`` of what SGLang reserves. ``rest``: output of running requests, which SGLang
     adds to ``total_offset``. If ``total_offset`` is below ``current_offset``, no output is reserved. If all is
     kept and ``rest`` >= 0, both budgets are the same."""
-    made, stock = budget(ahead, kept, page, mixed), budget(None, 0.0, page, mixed)
+    made = budget(ahead, kept, page, mixed)
+    stock = budget(None, 0.0, page, mixed)
     for each in (made, stock):
         for prompt, output in reserved:
             each.reserve(prompt, output)

@@ -94,7 +94,8 @@ def test_pages_come_back_with_their_last_reference(
     ids = take(allocator, 3)
     more = data.draw(st.lists(st.sampled_from(ids), max_size=3))
     share(allocator, more)
-    counted, left = dict(allocator.references), Counter([*ids, *more])
+    counted = dict(allocator.references)
+    left = Counter([*ids, *more])
     freed = data.draw(st.permutations([*ids, *more]))[: data.draw(st.integers(0, 6))]
     calls = data.draw(st.integers(1, 3))
     if grouped:
@@ -122,7 +123,8 @@ def test_pages_come_back_with_their_last_reference(
 
 def test_double_free_is_noticed_while_anything_is_shared() -> None:
     """While nothing is shared, SGLang's ``free`` runs. It accepts slots in any order and parts of pages."""
-    token, paged = allocator_of(1, SLOTS), allocator_of(PAGE, SLOTS)
+    token = allocator_of(1, SLOTS)
+    paged = allocator_of(PAGE, SLOTS)
     first, second = token.alloc(2).tolist()
     share(token, [first])
     assert first in token.references and second not in token.references

@@ -83,7 +83,8 @@ def test_windows_go_by_the_position_that_reads(
     monkeypatch.setattr(extend, "_BLOCK", 64)
     monkeypatch.setattr(extend, "_MASK_ELEMENTS", 50_000)
     rig = Rig(shifted=0.5, window=window)
-    backend, batch = backend_of(kind, rig), rig.batch(new)
+    backend = backend_of(kind, rig)
+    batch = rig.batch(new)
     rig.check(backend, batch)
     rig.layer.logit_cap = 0.5
     rig.check(backend_of(kind, rig), batch, logit_cap=0.5)
@@ -101,11 +102,13 @@ def test_latent_rows_are_read_where_they_are_used(
     new: list[int], dtype: torch.dtype, kind: str
 ) -> None:
     rig = Rig(shifted=0.4, dtype=dtype, heads=20, kv_heads=1, interleaved=True, latent=True)
-    backend, batch = backend_of(kind, rig), rig.batch(new)
+    backend = backend_of(kind, rig)
+    batch = rig.batch(new)
     rig.check(backend, batch)
     # SGLang passes FlashInfer the rotated dims separately.
     parts = rig.query.split((RANK, ROTATED), dim=2)
-    q, q_rope = parts[0].transpose(0, 1).contiguous().transpose(0, 1), parts[1]
+    q = parts[0].transpose(0, 1).contiguous().transpose(0, 1)
+    q_rope = parts[1]
     run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend
     found = run(q, None, None, rig.layer, batch, q_rope=q_rope, k_rope=None)
     assert torch.equal(found.view_as(q), rig.forward(backend, batch))
@@ -118,14 +121,16 @@ def test_prefills_that_expand_latent_rows_are_sglangs_own() -> None:
     expanded = RadixAttention(20, 48, 1.0, 20, layer_id=1, v_head_dim=32)
     rig.runner.model.append(expanded)
     assert not absorbed.is_possible(rig.runner)
-    backend, batch = backend_of("cuda", rig), rig.batch(BATCHES["with-prefix"])
+    backend = backend_of("cuda", rig)
+    batch = rig.batch(BATCHES["with-prefix"])
     mark(batch, True)
     stock = rig.forward(TorchNativeAttnBackend(rig.runner), batch)
     assert torch.equal(rig.forward(backend, batch), stock)
     rig.check(backend, rig.batch(BATCHES["decode"]))
     owner: Any = DeepseekV2AttentionMLA.__new__(DeepseekV2AttentionMLA)
     torch.nn.Module.__init__(owner)
-    owner.attn_mqa, owner.attn_mha = rig.layer, expanded
+    owner.attn_mqa = rig.layer
+    owner.attn_mha = expanded
     rig.runner.model = torch.nn.ModuleList([owner])
     assert absorbed.is_possible(rig.runner)
 
@@ -140,7 +145,8 @@ def test_sglang_absorbs_the_prefills_that_are_ours(monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         absorbed.where_ours("triton")
     rig = Rig(shifted=0.4, heads=4, kv_heads=1, interleaved=True, latent=True)
-    backend, batch = backend_of("cuda", rig), rig.batch(BATCHES["with-prefix"])
+    backend = backend_of("cuda", rig)
+    batch = rig.batch(BATCHES["with-prefix"])
     hybrid = SimpleNamespace(full_attn_backend=backend)
     # A draft model has a backend of its own, and runs while the plan of the last prefill is there.
     draft = SimpleNamespace()
@@ -178,7 +184,8 @@ def test_evicted_positions_are_skipped(new: list[int], corrected: bool, kind: st
 def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kind: str) -> None:
     """A forward records the position of each key that it writes, and leaves all other slots unchanged."""
     rig = Rig(shifted=1.0)
-    backend, batch = backend_of(kind, rig), rig.batch(new)
+    backend = backend_of(kind, rig)
+    batch = rig.batch(new)
     if kind == "cuda":
         mark(batch, marked)
     buffers = rig.buffers
@@ -195,7 +202,8 @@ def test_only_the_batchs_own_slots_are_written(new: list[int], marked: bool, kin
 def test_one_backend_serves_batches_of_every_kind(kind: str) -> None:
     """Nothing that one forward prepared affects the next."""
     rig = Rig(shifted=1.0)
-    backend, stock = backend_of(kind, rig), TorchNativeAttnBackend(rig.runner)
+    backend = backend_of(kind, rig)
+    stock = TorchNativeAttnBackend(rig.runner)
     for name in ("decode", "with-prefix", "mixed", "decode", "whole", "decode"):
         rig.check(backend, rig.batch(BATCHES[name]))
         if kind == "cuda":
@@ -221,7 +229,8 @@ def test_a_rank_without_a_request_needs_no_rows(kind: str) -> None:
 @ALL_BATCHES
 def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str) -> None:
     """As with fp8, the pool holds K / k_scale and V / v_scale, in a dtype (bf16) other than the model's."""
-    scales, outputs = (0.5, 4.0), []
+    scales = (0.5, 4.0)
+    outputs = []
     for scaled in (True, False):
         rig = Rig(shifted=0.5, dtype=torch.bfloat16)
         rig.dtype = rig.runner.dtype = torch.float32
@@ -240,7 +249,8 @@ def test_keys_and_values_are_scaled_back_from_the_pool(new: list[int], kind: str
 def test_sinks_take_weight(new: list[int], kind: str) -> None:
     """Both backends support attention sinks. The CUDA backend refuses arguments unknown to our kernels."""
     rig = Rig(shifted=0.5)
-    backend, batch = backend_of(kind, rig), rig.batch(new)
+    backend = backend_of(kind, rig)
+    batch = rig.batch(new)
     plain = rig.forward(backend, batch)
     q = rig.query.reshape(len(batch.positions), -1)
     run = backend.forward_decode if batch.forward_mode.is_decode() else backend.forward_extend

@@ -44,7 +44,8 @@ pytestmark = pytest.mark.usefixtures("published_config", "out_of_tree_platform",
 def test_a_forward_without_shifted_slots_is_sglangs_own(new: list[int], known: str) -> None:
     """The result equals SGLang's, bit for bit. Rows have shifted slots, but a batch's mark and the allocator's
     flags decide which kernels run. If keys are read as cached, only evicted positions need our kernels."""
-    rig, corrected = Rig(shifted=0.5, dtype=torch.bfloat16), not known.startswith("as cached")
+    rig = Rig(shifted=0.5, dtype=torch.bfloat16)
+    corrected = not known.startswith("as cached")
     backend = backend_of("cuda", rig, corrected)
     assert corrected or backend.paged.rotations is None
     cached_at = rig.cached_at.positions.clone()
@@ -102,7 +103,8 @@ def test_sglangs_backend_is_behind_ours(
 
 @pytest.mark.parametrize("field", refusals.CORRECTED_CONFLICTS)
 def test_flags_in_the_way_are_named(field: str) -> None:
-    args, flag = compat.ServerArgs(model_path="none", device="cpu"), field.replace("_", "-")
+    args = compat.ServerArgs(model_path="none", device="cpu")
+    flag = field.replace("_", "-")
     refusals.refuse("--x y", refusals.in_the_way_of_corrected(args))
     assert getattr(args, field) is False
     setattr(args, field, True)
@@ -235,7 +237,8 @@ def chosen(
     runner: Any, name: str = "triton", cached: CachedPositions | None = None, **settings: Any
 ) -> tuple[Any, attention.AttentionParts, ReasonCacheConfig]:
     """The chosen backend (:data:`STOCK` stands for SGLang's), its ``AttentionParts``, and the settings."""
-    config, cached = ReasonCacheConfig(**settings), cached or CachedPositions(1, "cpu")
+    config = ReasonCacheConfig(**settings)
+    cached = cached or CachedPositions(1, "cpu")
     found = attention.attention_backend(runner, config, name, lambda _runner: STOCK, cached)
     return *found, config
 
@@ -246,7 +249,8 @@ def test_rows_that_share_as_cached_need_our_kernels_at_page_sizes_above_1(
 ) -> None:
     """SGLang's kernels may look up only the first slot of each page, so other backends share nothing."""
     rig = Rig(shifted=0.0)
-    rig.pool.page_size, runner = page, rig.runner
+    rig.pool.page_size = page
+    runner = rig.runner
     assert PagedAttention(runner, None).reads_shared == (page > 1)
     for backend, parts, why in (
         ("fa4", attention.AttentionParts(), "this server runs fa4"),
@@ -318,7 +322,8 @@ def test_auto_goes_on_where_ours_fails(
 ) -> None:
     """If our backend fails, ``auto`` frees it and uses SGLang's. Other requests for ours raise ValueError."""
     rig = Rig(shifted=0.0)
-    rig.runner.prefill_attention_backend_str, rig.runner.device = "triton", "cuda"
+    rig.runner.prefill_attention_backend_str = "triton"
+    rig.runner.device = "cuda"
     made: list[weakref.ref[Any]] = []
 
     def fails(*_: Any, **__: Any) -> None:
@@ -370,7 +375,8 @@ def test_auto_says_why_it_is_not_corrected(
     runner.prefill_attention_backend_str = runner.decode_attention_backend_str = backend
 
     def settled(asked: str) -> tuple[str, bool]:
-        config, parts = ReasonCacheConfig(positions=asked), attention.AttentionParts()
+        config = ReasonCacheConfig(positions=asked)
+        parts = attention.AttentionParts()
         if backend in compat.CUDA_BACKENDS:
             parts = chosen(runner, backend, positions=asked)[1]
         found, reason = attention.resolve_positions(config, parts, runner)

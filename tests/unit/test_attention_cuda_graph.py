@@ -40,7 +40,7 @@ from sglang_reasoncache.plugin import attention, graph_votes
 from tests.eviction.test_recent_queries import assert_kept
 from tests.property.world import in_host
 from tests.strict_device import no_wait, on_device, strict_device
-from tests.triton_runs import shrink_launches, under_interpreter
+from tests.triton_runs import long_if, shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import CONTEXT, SHORT, TOLERANCE, Rig, announced, mark
 from tests.unit.test_attention import REQUESTED_BY, Backend
@@ -57,7 +57,8 @@ def backend_over(
     """Our backend over SGLang's backend ``name``, made as when a server starts. The runner and its config
     have what all of SGLang's backends read."""
     runner = rig.runner
-    runner.sliding_window_size, runner.page_size = rig.window or None, rig.page
+    runner.sliding_window_size = rig.window or None
+    runner.page_size = rig.page
     runner.kv_index_translator = KVIndexTranslator(
         req_to_token=rig.rows.req_to_token,
         token_to_kv_pool_allocator=runner.token_to_kv_pool_allocator,
@@ -67,7 +68,8 @@ def backend_over(
     )
     config = runner.model_config
     config.attention_arch = AttentionArch.MLA if rig.latent else AttentionArch.MHA
-    config.head_dim, config.kv_lora_rank = rig.query_dim, rig.v_dim
+    config.head_dim = rig.query_dim
+    config.kv_lora_rank = rig.v_dim
     config.get_num_kv_heads = lambda *_: rig.kv_heads
     # As on a GPU, our Triton kernels run.
     monkeypatch.setattr(paged, "PagedKv", functools.partial(PagedKv, backend="triton"))
@@ -81,8 +83,10 @@ def backend_over(
 
 
 def triton_backend(rig: Rig, monkeypatch: pytest.MonkeyPatch, corrected: bool = True) -> Any:
-    runner, rig.unread = rig.runner, 1
-    runner.gpu_id, runner.kv_cache_dtype = 0, rig.dtype
+    runner = rig.runner
+    rig.unread = 1
+    runner.gpu_id = 0
+    runner.kv_cache_dtype = rig.dtype
     runner.decode_num_tokens_per_req = lambda: 1
     config = runner.model_config
     config.hf_config = config.hf_text_config = Qwen3Config(architectures=["Qwen3ForCausalLM"])
@@ -96,7 +100,8 @@ class Graphs:
     """Calls the backend like SGLang's decode graph runner. A "graph" here is a function that repeats calls."""
 
     def __init__(self, rig: Rig, backend: Any) -> None:
-        self.rig, self.backend = rig, backend
+        self.rig = rig
+        self.backend = backend
         self.runner = SimpleNamespace(attention_graph_variants=GraphVariants(backend))
         most = max(SIZES)
         backend.init_cuda_graph_state(most, most)
@@ -106,7 +111,8 @@ class Graphs:
         self.buffers = SimpleNamespace(mamba_track_indices=None, **{n: whole() for n in ints})
         self.buffers.seq_lens.fill_(fill)
         self.buffers.seq_lens_cpu.fill_(fill)
-        self.fill, self.out_cache_loc = fill, whole()
+        self.fill = fill
+        self.out_cache_loc = whole()
         self.q = torch.zeros(most, rig.heads * rig.query_dim, dtype=rig.dtype)
         made = functools.partial(torch.zeros, most, rig.kv_heads, dtype=rig.dtype)
         self.kv = made(rig.query_dim), made(rig.v_dim)
@@ -119,7 +125,8 @@ class Graphs:
         _set_capture_attention_variant(None)
 
     def _capture(self, size: int) -> Any:
-        backend, buffers = self.backend, self.buffers
+        backend = self.backend
+        buffers = self.buffers
         slices = {name: side[:size] for name, side in vars(buffers).items() if side is not None}
         batch = ForwardBatch(
             **slices,
@@ -173,7 +180,9 @@ class Graphs:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _layer: Any, _batch: Any
     ) -> torch.Tensor:
         real = len(q)
-        self.q[:real], self.kv[0][:real], self.kv[1][:real] = q, k, v
+        self.q[:real] = q
+        self.kv[0][:real] = k
+        self.kv[1][:real] = v
         return self.graphs[self.size, self.replayed[-1]]()[:real]
 
 
@@ -213,7 +222,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @under_interpreter
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", long_if(KINDS, "window", "wide"))
 def test_forwards_go_to_one_or_the_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a batch is marked as having shifted slots, keys are rotated to the positions where they are used, else
     read as cached. SGLang's Triton decode kernels leave out a window's oldest position. Slots in a window pool
@@ -255,7 +264,8 @@ def test_graphs_read_rows_as_they_are_when_replayed(rig: Rig, backend: Any) -> N
     assert close(rig, rig.forward(backend, extend), extend)
     assert close(rig, rig.forward(graphs, batch), batch)
     for lengths, size in (([12, 33], 3), ([33], 1)):
-        rig.row_of, rig.lengths = rig.row_of[-len(lengths) :], lengths
+        rig.row_of = rig.row_of[-len(lengths) :]
+        rig.lengths = lengths
         batch = rig.batch([1] * len(lengths))
         assert close(rig, rig.forward(graphs, batch), batch)
         assert graphs.size == size
@@ -339,7 +349,8 @@ class Replayed:
 
     def __init__(self, backend: Any) -> None:
         backend.init_cuda_graph_state(3)
-        self._backend, self.forward_decode = backend, backend.forward_decode
+        self._backend = backend
+        self.forward_decode = backend.forward_decode
 
     def init_forward_metadata(self, batch: Any) -> None:
         assert self._backend.choose_graph(batch) == SHIFTED
@@ -502,7 +513,8 @@ class VerifyingGraph:
     rows, and a replay repeats only the calls that the capture recorded."""
 
     def __init__(self, rig: Rig, backend: Any, count: int) -> None:
-        self._backend, self._layer = backend, rig.layer
+        self._backend = backend
+        self._layer = rig.layer
         backend.init_cuda_graph_state(3, 3 * count)
         fill = 1
         ints = functools.partial(torch.zeros, dtype=torch.int64)
@@ -563,7 +575,8 @@ def test_drafted_tokens_read_shifted_slots(kind: str) -> None:
     check_drafts(rig, backend, TREE, runner=graph)
     rig.lengths = [5, 12, 33]
     check_drafts(rig, backend, CHAIN, runner=graph)
-    rig.row_of, rig.lengths = rig.row_of[1:], [18, 60]
+    rig.row_of = rig.row_of[1:]
+    rig.lengths = [18, 60]
     check_drafts(rig, backend, TREE, runner=graph)
     check_drafts(rig, backend, CHAIN, topk=1, runner=graph)
 
@@ -582,7 +595,8 @@ def made(
     rig.runner.server_args = compat.ServerArgs(model_path="none", device="cpu")
 
     def make(config: ReasonCacheConfig) -> Any:
-        runner, cached = runner_on_stand_in(rig), moved(rig.cached_at)
+        runner = runner_on_stand_in(rig)
+        cached = moved(rig.cached_at)
         backend, parts = attention.attention_backend(
             runner, config, "triton", lambda _runner: STOCK, cached
         )

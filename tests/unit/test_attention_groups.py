@@ -19,8 +19,10 @@ from tests.two_ranks import on_two_ranks
 from tests.unit.attention_rig import requests_of
 
 #: A group's next step: None (no batch), or a mode and whether keys are rotated to other positions (*shifted*).
-IDLE, EXTEND = None, ForwardMode.EXTEND
-DECODE, SHIFTED_DECODE = (ForwardMode.DECODE, False), (ForwardMode.DECODE, True)
+IDLE = None
+EXTEND = ForwardMode.EXTEND
+DECODE = (ForwardMode.DECODE, False)
+SHIFTED_DECODE = (ForwardMode.DECODE, True)
 CASES: list[tuple[tuple[Any, Any], GraphVote]] = [
     ((DECODE, DECODE), GraphVote.PLAIN),
     ((DECODE, SHIFTED_DECODE), GraphVote.SHIFTED),
@@ -44,7 +46,8 @@ def backend_of() -> Any:
 
 
 def _rank(rank: int, group: Any) -> list[Any]:
-    backend, found = backend_of(), []
+    backend = backend_of()
+    found = []
     graph_votes.install(backend)
     ranks = SimpleNamespace(active_ranks_cpu=torch.ones(2, dtype=torch.int32))
     with (
@@ -122,7 +125,8 @@ def test_all_ranks_get_our_backend_or_none_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cause", ["", "shifted", "evicts", "queries"])
 def test_a_group_votes_against_prefill_graphs(mode: ForwardMode, cause: str) -> None:
     """A group also votes if its next batch is a decode step, because SGLang may run that step as a prefill."""
-    backend, batch = backend_of(), batch_of((mode, cause == "shifted"))
+    backend = backend_of()
+    batch = batch_of((mode, cause == "shifted"))
     batch.tree_cache.owner.evicts_prompts = cause == "evicts"
     backend.paged.queries = object() if cause == "queries" else None
     vote = graph_votes._after_prefill_vote(backend, True, local_batch=batch)

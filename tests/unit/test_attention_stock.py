@@ -22,7 +22,7 @@ from sglang_reasoncache import compat
 from sglang_reasoncache.attention.paged_cuda import PLAIN, SHIFTED
 from tests.flash_attention import import_backend
 from tests.kernels.attention_cases import dense
-from tests.triton_runs import shrink_launches, under_interpreter
+from tests.triton_runs import long_if, shrink_launches, under_interpreter
 from tests.triton_runs import test_interpreted as test_interpreted
 from tests.unit.attention_rig import CONTEXT, SHORT, Rig, mark
 from tests.unit.test_attention_cuda_graph import CHAIN, Graphs, backend_over, close
@@ -65,7 +65,8 @@ class Kernels:
         has ``counts[i]`` queries at the end of ``lengths[i]`` positions. ``back``: how many positions before
         its own a query sees; -1: all."""
         self.ran += 1
-        found, queries = [], iter(q.split(counts))
+        found = []
+        queries = iter(q.split(counts))
         for table, length in zip(tables, lengths.tolist(), strict=True):
             query = next(queries)
             pages = table[: math.ceil(length / sides[0].shape[1])].long()
@@ -84,7 +85,8 @@ class Kernels:
     ) -> Any:  # fmt: skip
         assert causal and k_descale is None and not named.get("return_softmax_lse")
         if qv is not None:
-            q, k_cache = torch.cat((qv, q), dim=-1), torch.cat((v_cache, k_cache), dim=-1)
+            q = torch.cat((qv, q), dim=-1)
+            k_cache = torch.cat((v_cache, k_cache), dim=-1)
         counts = cu_seqlens_q.diff().tolist()
         arguments = (q, (k_cache, v_cache), page_table, cache_seqlens, counts, softmax_scale)
         return self._rows(*arguments, back=window_size[0]).to(q.dtype)
@@ -165,7 +167,8 @@ def _parent(self: Any, model_runner: Any, skip_prefill: bool = False, *_buffers:
     self.kv_cache_quant_method = getattr(
         model_runner.token_to_kv_pool, "get_kv_cache_quant_method", _none
     )()
-    self.device, self.skip_prefill = model_runner.device, skip_prefill
+    self.device = model_runner.device
+    self.skip_prefill = skip_prefill
     self.max_context_len = model_runner.model_config.context_len
     self.use_sliding_window_kv_pool = False
     self.q_indptr_decode = torch.arange(9, dtype=torch.int32)
@@ -175,15 +178,18 @@ def made(case: str, rig: Rig, monkeypatch: pytest.MonkeyPatch, kv_dtype: Any = N
     """Our backend over the SGLang backend of a case, made as when a server starts."""
     name, _, _ = CASES[case]
     runner = rig.runner
-    runner.kv_cache_dtype, runner.kv_cache_dtype_str = kv_dtype or rig.dtype, "auto"
+    runner.kv_cache_dtype = kv_dtype or rig.dtype
+    runner.kv_cache_dtype_str = "auto"
     runner.prefill_attention_backend_str = runner.decode_attention_backend_str = name
     runner.max_running_requests = 8
     config = runner.model_config
-    config.num_attention_heads, config.hidden_size = rig.heads, rig.heads * rig.query_dim
+    config.num_attention_heads = rig.heads
+    config.hidden_size = rig.heads * rig.query_dim
     config.is_local_attention_model = False
     config.hf_text_config = SimpleNamespace(num_attention_heads=rig.heads)
     config.v_head_dim = rig.v_dim
-    config.qk_rope_head_dim, config.qk_nope_head_dim = rig.query_dim - rig.v_dim, rig.v_dim
+    config.qk_rope_head_dim = rig.query_dim - rig.v_dim
+    config.qk_nope_head_dim = rig.v_dim
     shrink_launches(monkeypatch)
     backend = backend_over(name, rig, monkeypatch)
     if rig.latent:
@@ -198,7 +204,8 @@ def _in_parts(
     """Pass queries and keys without their rotated dims, and these beside them, as SGLang's models do."""
     if "q_rope" in named:
         return run(q, k, v, layer, batch, *args, **named)
-    rank, q = rig.v_dim, q.view(len(q), rig.heads, -1)
+    rank = rig.v_dim
+    q = q.view(len(q), rig.heads, -1)
     parts = dict(q_rope=q[..., rank:], k_rope=k[..., rank:])
     return run(q[..., :rank], k[..., :rank], v, layer, batch, *args, **parts, **named)
 
@@ -209,7 +216,7 @@ def rig_of(case: str, lengths: list[int] = SHORT, **named: Any) -> Rig:
 
 
 @under_interpreter
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", long_if(CASES, "fa3", "fa3 latent"))
 def test_rows_that_share_are_read_by_slot_all_others_by_page(
     case: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:

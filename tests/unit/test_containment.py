@@ -76,10 +76,14 @@ class Faults:
         self, site: Site | None = None, number: int = 1, error: type[Exception] = MemoryError,
         agreed: bool = False,
     ) -> None:  # fmt: skip
-        self.site, self.number, self.error, self.agreed = site, number, error, agreed
+        self.site = site
+        self.number = number
+        self.error = error
+        self.agreed = agreed
         self.seen: Counter[Site] = Counter()
         self.raised = False
-        self._depth, self._changing = 0, set[FrameType]()
+        self._depth = 0
+        self._changing = set[FrameType]()
 
     def enter(self) -> None:
         self._depth += 1
@@ -99,10 +103,12 @@ class Faults:
         if code is Ranks.agree.__code__:
             self._changing.add(caller)
         if code is None:
-            library, name = _library(called), getattr(called, "__name__", "")
+            library = _library(called)
+            name = getattr(called, "__name__", "")
         else:
             across = code.co_filename != caller.f_code.co_filename
-            library, name = "ours" * (across and code in self.computing), code.co_name
+            library = "ours" * (across and code in self.computing)
+            name = code.co_name
         if event not in ("call", "c_call") or not library or self._is_spared(caller, library):
             return
         site = Site(caller.f_code.co_filename.removeprefix(OURS), caller.f_lineno, name)
@@ -137,7 +143,9 @@ def _library(called: Any) -> str:
 
 @contextlib.contextmanager
 def injected(faults: Faults) -> Iterator[None]:
-    enter, leave, again = Containment.__enter__, Containment.__exit__, Containment.once_more
+    enter = Containment.__enter__
+    leave = Containment.__exit__
+    again = Containment.once_more
 
     def entered(self: Containment) -> None:
         enter(self)
@@ -176,7 +184,8 @@ class Load:
         self.world = world_of(setup, ranks=ranks, evictors=[NamedPolicy("reading", evictor)])
         self.world.evictor = evictor
         self.memory = Memory(self.world, setup.block)
-        self.setup, self.running = setup, list[Req]()
+        self.setup = setup
+        self.running = list[Req]()
         #: Number of free slots after each step. All ranks must have the same numbers.
         self.free: list[int] = []
 
@@ -203,7 +212,8 @@ class Load:
     def prefill(self, req: Req) -> None:
         """Prefill in two chunks, unless the tree has most of the prompt."""
         self.running.append(req)
-        tree, end = self.world.tree, 0
+        tree = self.world.tree
+        end = 0
         while not end or end < len(req.full_untruncated_fill_ids):
             req.init_next_round_input(None if req.kv.holds_kv else tree)
             most = len(req.full_untruncated_fill_ids)
@@ -250,7 +260,8 @@ class Load:
 
     def shortage(self, slots: int) -> None:
         """Ask for more slots than are left: first for a prompt, then ``slots`` too many for a decode step."""
-        allocator, tree = self.world.allocator, self.world.tree
+        allocator = self.world.allocator
+        tree = self.world.tree
         if self.setup.when == "short":
             left = allocator.available_size() + tree.evictable_size()
             self.world.admits(left + slots // 2)
@@ -314,8 +325,10 @@ class Load:
 
     def check(self) -> None:
         """Check that all slots are accounted for, and that a page is free once or used as often as counted."""
-        world, page = self.world, self.world.page
-        named, private = [], 0
+        world = self.world
+        page = self.world.page
+        named = []
+        private = 0
         for _, data in world.nodes():
             named.append(self.memory._page_ids(data.value.numpy()))
         for req in self.running:
@@ -337,7 +350,8 @@ def sites(setup: Setup, agreed: bool = False) -> tuple[SharingStats, list[Fault]
     at the place fails."""
     for _ in range(2):
         # The first run fills caches, such as ``Faults.computing``. Returns what the second run counted.
-        load, faults = Load(setup), Faults(agreed=agreed)
+        load = Load(setup)
+        faults = Faults(agreed=agreed)
         with injected(faults):
             load.run()
     assert load.controller.report.disabled is None
@@ -367,7 +381,8 @@ def test_a_fault_at_any_call_is_contained(setup: Setup, caplog: pytest.LogCaptur
     assert len(found) > 70 and stats.blocks_shared > 6 and stats.blocks_shared_across == 2
     assert stats.blocks_reapplied > 1 and stats.eviction.positions_evicted > 8
     for turn, (site, number) in enumerate(found):
-        load, faults = Load(setup), Faults(site, number, KINDS[turn % len(KINDS)])
+        load = Load(setup)
+        faults = Faults(site, number, KINDS[turn % len(KINDS)])
         report = failed(load, faults)
         assert report["disabled"].startswith(f"{faults.error.__name__}: at Site("), site
         assert load.controller.promise() is NOTHING_PROMISED
@@ -390,7 +405,8 @@ def test_a_batch_that_cannot_be_looked_at_may_read_anything(
     if fails is not None:
         monkeypatch.setattr(world.tree, fails, None)
     graph_votes._after_forward_batch(made, object, batch, runner)
-    mark, disabled = mark_of(made), world.controller.report.disabled
+    mark = mark_of(made)
+    disabled = world.controller.report.disabled
     assert (mark is None) == (disabled is not None) == (fails is not None)
     assert mark is None or (mark.needs_ours, mark.evicted) == (False, [0])
     # The host does not know the row's length, so the mark bounds it.
@@ -407,7 +423,8 @@ def _rank(rank: int, group: Any) -> list[Any]:
             chosen = [sites(setup, True)[1][::4]]
             torch.distributed.broadcast_object_list(chosen, src=0, group=group)
             for turn, (site, number) in enumerate(chosen[0]):
-                load, error = Load(setup, ranks()), KINDS[turn % len(KINDS)]
+                load = Load(setup, ranks())
+                error = KINDS[turn % len(KINDS)]
                 with injected(Faults(site if rank else None, number, error, agreed=True)):
                     load.run()
                 seen.append((site, load.free, load.controller.report.disabled))
@@ -431,7 +448,8 @@ def test_ranks_stop_together_and_nobody_waits(tmp_path: Path) -> None:
 
 
 def test_what_fails_twice_ends_a_scheduler() -> None:
-    reasons, tries = list[str](), list[int]()
+    reasons = list[str]()
+    tries = list[int]()
 
     def work(number: int) -> None:
         tries.append(number)

@@ -103,11 +103,13 @@ def test_eviction_gives_what_is_promised(setup: Setup) -> None:
     """The least recently used loses its last tokens first. What a request reads is not evicted."""
     world = World(setup)
     tokens = finished(world)
-    there, allocator = world.allocator.continuations, world.allocator
+    there = world.allocator.continuations
+    allocator = world.allocator
     # The request that locks the path of the first response keeps the core from evicting it.
     reader = asked(world, tokens, opted_out=True)
     reader.lock = world.tree.lock(reader.last_node)
-    before, evictable = allocator.available_size(), world.tree.evictable_size()
+    before = allocator.available_size()
+    evictable = world.tree.evictable_size()
     world.tree.evict(EvictParams(num_tokens=4))
     freed = allocator.available_size() - before
     assert freed == evictable - world.tree.evictable_size() and 4 <= freed < 8
@@ -196,7 +198,8 @@ def test_what_read_its_prompt_stays_cached(setup: Setup) -> None:
     what that borrows of the turn before is held once, too."""
     world = World(setup)
     tokens = quoting(world)
-    there, allocator = world.allocator.continuations, world.allocator
+    there = world.allocator.continuations
+    allocator = world.allocator
     assert (len(there), there.aliased, there.borrowed) == (1, 4, 4 // setup.page)
     assert asked(world, tokens, opted_out=True).prefix_len == 12
     req = asked(world, tokens)
@@ -214,7 +217,8 @@ def test_what_read_its_prompt_stays_cached(setup: Setup) -> None:
     assert allocator.available_size() + world.tree.evictable_size() == world.total
     held = world.total - allocator.available_size()
     for wanted in (1, 5, 9, 1000):
-        before, evictable = allocator.available_size(), world.tree.evictable_size()
+        before = allocator.available_size()
+        evictable = world.tree.evictable_size()
         world.tree.evict(EvictParams(num_tokens=wanted))
         freed = allocator.available_size() - before
         assert freed >= min(wanted, evictable) and freed == evictable - world.tree.evictable_size()
@@ -230,7 +234,8 @@ def test_what_borrowed_of_a_path_goes_before_it(setup: Setup) -> None:
     reader = asked(world, tokens, opted_out=True)
     lock = world.tree.lock(reader.last_node)
     allocator = world.allocator
-    before, evictable = allocator.available_size(), world.tree.evictable_size()
+    before = allocator.available_size()
+    evictable = world.tree.evictable_size()
     world.tree.evict(EvictParams(num_tokens=1000))
     assert allocator.available_size() - before == evictable
     assert len(allocator.continuations) == 0 and not allocator.references

@@ -53,7 +53,8 @@ def _obj(prompt: Any, **options: Any) -> GenerateReqInput:
 async def _sent(manager: Manager, obj: Any) -> list[Any]:
     """What the scheduler receives for ``obj``, which it answers."""
     manager.sent.clear()
-    task, answered = asyncio.ensure_future(_all_of(manager, obj)), set[str]()
+    task = asyncio.ensure_future(_all_of(manager, obj))
+    answered = set[str]()
     while not task.done():
         await _turns()
         for each in [each for each in manager.received() if each.rid not in answered]:
@@ -80,7 +81,8 @@ def test_known_text_is_marked(auto: Callable[..., None]) -> None:
 
     async def test(manager: Manager) -> None:
         await _learn(manager)
-        prompt, custom = _prompt(TWO, ONE), {"documents_repair": "first:4"}
+        prompt = _prompt(TWO, ONE)
+        custom = {"documents_repair": "first:4"}
         obj = _obj(prompt, sampling={"custom_params": custom})
         given = obj.sampling_params
         first, second, last = await _sent(manager, obj)

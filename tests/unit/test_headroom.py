@@ -41,7 +41,10 @@ def serve(slots: int, requests: list[tuple[int, int]], reserve: Headroom | Fixed
     """Serve ``requests``, (prompt tokens, output tokens), which wait from the beginning."""
     waiting = deque([prompt, 0, output] for prompt, output in requests)
     running: list[list[int]] = []
-    free, steps, lost, computed = slots, 0, 0, 0
+    free = slots
+    steps = 0
+    lost = 0
+    computed = 0
     while waiting or running:
         while waiting:
             needed = waiting[0][0] + waiting[0][1]
@@ -113,7 +116,9 @@ def test_it_stays_within_its_bounds(slots: int, seen: list[tuple[bool, int]]) ->
 
 
 def test_what_the_host_keeps_is_a_smaller_loss() -> None:
-    copied, computed, none = Headroom(10_000), Headroom(10_000), Headroom(10_000)
+    copied = Headroom(10_000)
+    computed = Headroom(10_000)
+    none = Headroom(10_000)
     copied.lost(400, 400)
     computed.lost(400)
     none.lost(0)

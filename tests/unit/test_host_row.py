@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_reasoncache.cache.host_row import EVICTED, UNKNOWN, HostRow, Moved, undo
 
-LENGTH, BLOCK = 12, 3
+LENGTH = 12
+BLOCK = 3
 AT = st.integers(0, LENGTH - BLOCK)
 ROW = st.integers(0, 1)
 #: Row and start of a block, row and start of its source, and whether the read is undone.
@@ -95,7 +96,8 @@ def _read(
     rows: list[HostRow], plain: list[Plain], to: int, dst: int, of: int, src: int, undone: bool
 ) -> None:
     """Lets a block read another, unless the plugin's rules would refuse it."""
-    mine, theirs = plain[to], plain[of]
+    mine = plain[to]
+    theirs = plain[of]
     mine.locate(rows[to], dst)
     theirs.locate(rows[of], src)
     going = mine.slots[dst : dst + BLOCK]

@@ -143,7 +143,8 @@ def test_policies_that_read_keys_and_queries(kind: Any, page: int) -> None:
             buffer.copy_(keys)
         req = world.request("r", PROMPT)
         world.respond(req, [7] * 31)
-        row, length = req.kv.req_pool_idx, req.kv.kv_allocated_len
+        row = req.kv.req_pool_idx
+        length = req.kv.kv_allocated_len
         queries = torch.randn(length, 8, generator=torch.Generator().manual_seed(2))
         rows = torch.tensor([row]).to(World.device)
         recent.begin_extend(rows, torch.arange(length).to(World.device), [length])

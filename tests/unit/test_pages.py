@@ -33,7 +33,8 @@ def test_a_page_is_whole_once_blocks_of_one_source_cover_it(
     blocks: list[tuple[int, int, int, int | None]],
 ) -> None:
     """The first source of a position counts. A page that reads another response reads one run of it."""
-    pages, covered = Pages(PAGE), dict[tuple[int, int | None], dict[int, int]]()
+    pages = Pages(PAGE)
+    covered = dict[tuple[int, int | None], dict[int, int]]()
     for dst, src, length, source in blocks:
         expected: list[dict[int, int]] = []
         for at in range(dst, dst + length):
@@ -137,12 +138,14 @@ def test_a_page_reads_sources_at_any_offset(page: int, how: str) -> None:
     world.respond(req, range(100, 101 + 3 * page))
     world.controller.after_decode([req])
     before = world.row(req).copy()
-    dst, length = 3 * page, world.row(req).size
+    dst = 3 * page
+    length = world.row(req).size
     sources = [(5 * i + 1) % (length - 2) for i in range(page // 2)]
     pairs = [Pair(dst + 2 * i, at) for i, at in enumerate(sources)]
     world.propose(req, *pairs[:-1])
     world.controller.after_decode([req])
-    pipeline, allocator = world.controller.pipeline, world.allocator
+    pipeline = world.controller.pipeline
+    allocator = world.allocator
     assert pipeline.ledger.slots == 0 and not state_of(req).candidates
     world.propose(req, pairs[-1])
     world.controller.after_decode([req])

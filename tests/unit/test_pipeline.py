@@ -90,7 +90,8 @@ def test_blocks_that_no_distance_can_help(pair: Pair, min_age: int, refusal: str
 def test_a_flush_forgets_what_was_judged() -> None:
     """After a cache flush blocks are judged again, because a retracted request may go on with new weights."""
     world = World(Setup(1, 4, 120, when="always"))
-    req, pipeline = world.start(), world.controller.pipeline
+    req = world.start()
+    pipeline = world.controller.pipeline
     world.propose(req, Pair(20, 8))
     assert world.controller.after_decode([req]) == 4
     world.step(req)
@@ -173,7 +174,8 @@ def test_ranks_take_only_what_all_of_them_have() -> None:
     assert world.controller.after_decode([req]) == 0
     assert world.engine.outstanding == 0
     arrive(world, True)
-    ranks.asked, ranks.allowed = [], 0
+    ranks.asked = []
+    ranks.allowed = 0
     assert world.controller.after_decode([req]) == 0
     assert ranks.asked == [1]
     ranks.allowed = None
@@ -198,7 +200,9 @@ def test_a_failed_engine_is_left_by_all_requests(where: str, given_up: bool) -> 
         ranks.allowed = -1
     assert world.controller.after_decode([req]) == 0
     ranks.allowed = None
-    engine, stats, left = world.engine, world.controller.stats, state(req)
+    engine = world.engine
+    stats = world.controller.stats
+    left = state(req)
     assert (engine.restarts, engine.outstanding) == (1, 0)
     assert (stats.filter_restarts, stats.filter_given_up) == (1, int(given_up))
     assert left.followed is None and pairs_of(req) == [(20, 8)]
@@ -295,11 +299,13 @@ def test_the_nearest_blocks_share_first_and_only_when_slots_are_short(
 def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     """Blocks are measured only while over half of the pool is in use, or after a request waited for slots."""
     world = World(SETUPS[0])
-    pipeline, use = world.controller.pipeline, [0.4]
+    pipeline = world.controller.pipeline
+    use = [0.4]
     pipeline._use = lambda: use[0]
     req = world.start()
     find(world, req, Pair(8, 24))
-    stats, state = world.controller.stats, record_of(req)
+    stats = world.controller.stats
+    state = record_of(req)
     assert state is not None and len(state.pending) == 1 and stats.blocks_compared == 0
     assert world.controller.promise().shareable == 0
     world.retract(req)
@@ -310,7 +316,8 @@ def test_blocks_wait_unmeasured_while_the_pool_is_empty() -> None:
     for _ in range(2):
         world.controller.after_decode([req])
     assert stats.blocks_compared == 1 and ledger(world).slots == 4 and not state.pending
-    pipeline._polls_to_measure, use[0] = 0, 0.6
+    pipeline._polls_to_measure = 0
+    use[0] = 0.6
     find(world, req, Pair(12, 20))
     assert ledger(world).slots == 8
 
@@ -328,7 +335,8 @@ def test_a_prompt_that_is_admitted_finds_its_slots(setup: Setup) -> None:
     req = world.start()
     find(world, req, Pair(8, 24), Pair(12, 28))
     reserve_as_sglang(world)
-    free, row = world.allocator.available_size(), world.row(req).copy()
+    free = world.allocator.available_size()
+    row = world.row(req).copy()
     assert world.admits(4, free) and not world.admits(4, free + 8)
     assert (world.row(req) == row).all(), "nobody needs a slot yet"
     assert world.admits(free + 4)
@@ -348,7 +356,8 @@ def test_when_blocks_share(values: dict[str, Any], at_once: bool) -> None:
 def test_blocks_share_ahead_of_need_while_a_request_waits() -> None:
     """In a shortage polls keep room for the next decode steps. The work is done before a step needs it."""
     world = World(next(setup for setup in SETUPS if setup.when == "short"))
-    controller, there = world.controller, [10**6]
+    controller = world.controller
+    there = [10**6]
     controller.room = lambda: there[0]
     req = world.start()
     find(world, req, Pair(8, 24))
@@ -364,7 +373,8 @@ def test_blocks_share_ahead_of_need_while_a_request_waits() -> None:
 
 def test_retractions_raise_the_reserve_and_output_lowers_it() -> None:
     world = World(SETUPS[0])
-    controller, start = world.controller, world.controller.headroom.ahead
+    controller = world.controller
+    start = world.controller.headroom.ahead
     req = world.start()
     controller.after_decode([req])
     assert controller.promise().ahead == start, "nobody waits, so nothing is learned"

@@ -25,7 +25,8 @@ BLOCK = 4
 SETUPS = {1: Setup(page=1, block=BLOCK, slots=120), 4: Setup(page=4, block=BLOCK, slots=120)}
 #: Responses begin at position 6 and end at position 30. Their positions from ``FIRST`` on are no page of
 #: the tree.
-FIRST, WRITTEN = 8, 30
+FIRST = 8
+WRITTEN = 30
 #: The last block is not written to its end.
 UNFINISHED = 28
 #: Row and start of a block, row and start of its source. Starts are counted in blocks from ``FIRST`` on.
@@ -76,7 +77,8 @@ class Rows:
 
     def check(self) -> None:
         """Checks rows, reference counts and free slots."""
-        world, page = self.world, self.world.page
+        world = self.world
+        page = self.world.page
         uses: Counter[int] = Counter()
         for req, row in zip(self.reqs, self.slots, strict=True):
             assert world.row(req).tolist() == row

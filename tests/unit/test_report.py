@@ -27,7 +27,9 @@ from tests.property.world import Eviction, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
 
-TOTALS, DETAILS, PAGE = "/reasoncache", "/reasoncache/details", "/reasoncache/ui"
+TOTALS = "/reasoncache"
+DETAILS = "/reasoncache/details"
+PAGE = "/reasoncache/ui"
 RESPONSE = "/reasoncache/response?rid=r"
 
 
@@ -98,7 +100,8 @@ def test_the_newest_responses_are_kept_and_no_more_of_them_than_the_bound(
 ) -> None:
     monkeypatch.setattr(report, "_KEPT_TOKENS", 4)
     world, req = begun(SINGLE)
-    told, first = world.controller.report, len(req.origin_input_ids)
+    told = world.controller.report
+    first = len(req.origin_input_ids)
     told.config = dataclasses.replace(told.config, keep_responses=1)
     told.kept = deque(maxlen=1)
     world.controller.after_decode([req])
@@ -135,7 +138,8 @@ def test_long_ids_are_cut_and_a_source_is_listed_once(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client's id of 100 kB does not grow the JSON with each block that reads its slots."""
-    told, req = world.controller.report, world.start("r" * 100_000)
+    told = world.controller.report
+    req = world.start("r" * 100_000)
     told.config = dataclasses.replace(told.config, keep_responses=1)
     told.kept = deque(maxlen=1)
     blocks = [

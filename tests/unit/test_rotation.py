@@ -116,7 +116,8 @@ class Embedding:
     def made_by_sglang(self, dtype: torch.dtype) -> Any:
         config = self.model.config()
         theta, rope = get_rope_config(config)
-        dim, context = self.model.head_dim, config.max_position_embeddings
+        dim = self.model.head_dim
+        context = config.max_position_embeddings
         asked: Any = dim, dim, context, theta, self.model.is_neox
         if self.model.family == "DeepseekV3":  # as SGLang's model does
             rope = {**rope, "rope_type": "deepseek_yarn"}
@@ -204,8 +205,10 @@ def test_layers_beside_windows_have_their_own_rotation() -> None:
     for layer, is_sliding in enumerate((True, True, False)):
         owner: Any = Exaone4Attention.__new__(Exaone4Attention)
         Attention.__init__(owner, rotary_of())
-        owner.attn.layer_id, owner.attn.sliding_window_size = layer, 7 if is_sliding else -1
-        owner.sliding_window_pattern, owner.is_sliding = "LLG", is_sliding
+        owner.attn.layer_id = layer
+        owner.attn.sliding_window_size = 7 if is_sliding else -1
+        owner.sliding_window_pattern = "LLG"
+        owner.is_sliding = is_sliding
         model.append(owner)
     runner: Any = SimpleNamespace(
         model=model,
@@ -214,7 +217,8 @@ def test_layers_beside_windows_have_their_own_rotation() -> None:
         req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 64)),
     )
     found = key_rotations(runner, None)
-    keys, by = torch.randn(4, HEADS, 64), torch.arange(4)
+    keys = torch.randn(4, HEADS, 64)
+    by = torch.arange(4)
     assert found[0] is found[1]
     expected = key_rotation(torch.nn.ModuleList([rotary_of()]), 64).rotate(keys, by)
     assert torch.equal(found[0].rotate(keys, by), expected)
@@ -226,7 +230,9 @@ def test_a_block_is_measured_with_the_rotation_of_each_layer() -> None:
     near, far = (
         key_rotation(torch.nn.ModuleList([rotary_of(base=base)]), 256) for base in (100, 10_000)
     )
-    at, slots, generator = 40, 8, torch.Generator().manual_seed(3)
+    at = 40
+    slots = 8
+    generator = torch.Generator().manual_seed(3)
     keys = torch.randn(3, 2 * slots, HEADS, 64, generator=generator)
     values = torch.randn(3, slots, HEADS, 64, generator=generator).repeat(1, 2, 1, 1)
     rotations = {0: near, 1: far, 2: near}

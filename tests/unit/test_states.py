@@ -63,7 +63,8 @@ class States(World):
 
     def track(self, req: Req) -> None:
         """Copies the request's state, and keeps the previous copy too. SGLang does this at intervals."""
-        kv, pool = req.kv, self.rows
+        kv = req.kv
+        pool = self.rows
         kv.mamba_last_track_idx = kv.mamba_next_track_idx
         kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
         kv.mamba_prev_track_seqlen = kv.mamba_last_track_seqlen
@@ -85,7 +86,8 @@ class States(World):
 
     def assert_whole(self) -> None:
         """Check that slots and states are free or evictable, and that all are free once the tree is empty."""
-        free, states = self.allocator.available_size(), self.rows.mamba_allocator.available_size()
+        free = self.allocator.available_size()
+        states = self.rows.mamba_allocator.available_size()
         assert free + self.tree.full_evictable_size() == self.total
         assert states + self.tree.mamba_evictable_size() == STATES
         self.tree.evict(EvictParams(num_tokens=self.total, mamba_num=STATES))
@@ -115,7 +117,8 @@ def test_a_cut_row_publishes_no_state_of_another_length(world: States, dst: int)
     req = world.start(first=100)
     if world.copies:
         # Keep two copies of the state: after 15 positions, and after all positions.
-        req.kv.mamba_prev_track_seqlen, req.kv.mamba_last_track_seqlen = None, 15
+        req.kv.mamba_prev_track_seqlen = None
+        req.kv.mamba_last_track_seqlen = 15
         kept = req.kv.mamba_ping_pong_track_buffer[req.kv.mamba_next_track_idx]
         req.kv.mamba_last_track_idx = req.kv.mamba_next_track_idx
         req.kv.mamba_next_track_idx = 1 - req.kv.mamba_next_track_idx
@@ -149,8 +152,10 @@ def test_a_copy_that_a_forward_may_replace_is_not_published(
         assert kv.kv_allocated_len == 30
         world.set_state(kv.mamba_ping_pong_track_buffer[0], 15)
         world.set_state(kv.mamba_ping_pong_track_buffer[1], 28)
-        kv.mamba_next_track_idx, kv.mamba_last_track_idx = 0, 1
-        kv.mamba_prev_track_seqlen, kv.mamba_last_track_seqlen = 15, 28
+        kv.mamba_next_track_idx = 0
+        kv.mamba_last_track_idx = 1
+        kv.mamba_prev_track_seqlen = 15
+        kv.mamba_last_track_seqlen = 28
         world.propose(req, Pair(len(PROMPT) + 20, len(PROMPT) + 14))
         world.controller.after_decode([req])
         world.step(req)

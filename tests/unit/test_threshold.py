@@ -51,7 +51,8 @@ def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_threshold, "_FULL", 64.0)
     rng = np.random.default_rng(2)
     distances = np.concatenate([rng.lognormal(0, 0.5, 300), rng.lognormal(2, 0.5, 50)])
-    adaptive, weights = AdaptiveThreshold(50, 0), np.zeros(0)
+    adaptive = AdaptiveThreshold(50, 0)
+    weights = np.zeros(0)
     for distance in distances:
         adaptive.decide([distance])
         weights = np.append(weights, 1.0)
@@ -68,7 +69,8 @@ def test_old_distances_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_accepted_follows_what_was_observed() -> None:
     """The warm-up and percentile 0 accept nothing, 100 accepts all. A batch is observed before it is judged."""
-    nothing, everything = AdaptiveThreshold(0, 0), AdaptiveThreshold(100, 3)
+    nothing = AdaptiveThreshold(0, 0)
+    everything = AdaptiveThreshold(100, 3)
     distances = [0.0, 1e-9, 0.5, 1e6]
     assert not nothing.decide(distances).any() and not nothing.decide([]).size
     assert not everything.decide(distances[:2]).any()

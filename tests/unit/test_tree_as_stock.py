@@ -13,7 +13,9 @@ from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang_reasoncache.cache.allocator import shared_allocator_of
 from sglang_reasoncache.cache.tree import SharedRadixCache
 
-FULL, STATES, WINDOWS = ComponentType.FULL, ComponentType.MAMBA, ComponentType.SWA
+FULL = ComponentType.FULL
+STATES = ComponentType.MAMBA
+WINDOWS = ComponentType.SWA
 CONFIGS = [
     CacheConfig(),
     CacheConfig(page_size=16, kv_size=4096, max_context_len=1024),
@@ -34,7 +36,9 @@ def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, ours: bool) -> list[An
     def build(config: CacheConfig) -> Any:
         cache, allocator, rows = fixtures.build_fixture(config, tree_core_backend="python")
         assert isinstance(cache, SharedRadixCache) == ours
-        check, match, lock = cache.sanity_check, cache.match_prefix, cache.inc_lock_ref
+        check = cache.sanity_check
+        match = cache.match_prefix
+        lock = cache.inc_lock_ref
 
         def checked() -> None:
             check()
@@ -52,7 +56,9 @@ def _seen(patch: pytest.MonkeyPatch, config: CacheConfig, ours: bool) -> list[An
             receipt.component_lock_uuids.setdefault(ComponentType.SWA, None)
             return receipt
 
-        cache.sanity_check, cache.match_prefix, cache.inc_lock_ref = checked, matched, locked
+        cache.sanity_check = checked
+        cache.match_prefix = matched
+        cache.inc_lock_ref = locked
         if not config.has_swa:
             # SGLang's test calls this method even without a window pool.
             allocator.free_swa = lambda slots: None

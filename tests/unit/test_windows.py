@@ -22,7 +22,10 @@ from sglang_reasoncache.sharing.request import record_of
 from tests.property.world import ENDS, LAYERS, Pair, Setup, World
 
 pytestmark = pytest.mark.usefixtures("published_config")
-WINDOW, CHUNK, BLOCK, SLOTS = 8, 16, 4, 300
+WINDOW = 8
+CHUNK = 16
+BLOCK = 4
+SLOTS = 300
 #: Every request's prompt and output are the start of this text, so the tree holds prefixes of later requests.
 TEXT = list(range(1, 130))
 
@@ -60,7 +63,8 @@ class Windows(World):
         whole = len(req.full_untruncated_fill_ids)
         while req.prefix_len < whole:
             req.extend_end = min(req.prefix_len + CHUNK, whole)
-            start, slots = req.prefix_len, self.extend(req)
+            start = req.prefix_len
+            slots = self.extend(req)
             self.write(slots, TEXT[start : req.extend_end])
             checkpoint_kv_cache(req, self.tree)
 
@@ -75,11 +79,13 @@ class Windows(World):
 
     def check(self, live: list[Req]) -> None:
         """Checks that the KV in each request's window is right, and that no slot of either pool is lost."""
-        tree, pools = self.tree, self.allocator
+        tree = self.tree
+        pools = self.allocator
         full = tree.full_evictable_size() + tree.full_protected_size() + pools.full_available_size()
         window = tree.swa_evictable_size() + tree.swa_protected_size() + pools.swa_available_size()
         for req in live:
-            row, owned = self.row(req).copy(), req.kv.cache_protected_len
+            row = self.row(req).copy()
+            owned = req.kv.cache_protected_len
             full += len(row) - owned
             window += len(row) - max(req.kv.get_evicted_seqlen(ComponentType.SWA), owned)
             first = max(len(row) - WINDOW, 0)
@@ -93,8 +99,10 @@ class Windows(World):
 def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
     """Requests reuse cached prefixes, share, are retracted and end. The tree evicts windows and
     prefixes, and requests publish them again."""
-    world, dice = Windows(core), random.Random(seed)
-    live, away = list[Req](), list[Req]()
+    world = Windows(core)
+    dice = random.Random(seed)
+    live = list[Req]()
+    away = list[Req]()
     for number in range(400):
         roll = dice.random()
         if roll < 0.06 and len(live) < 3:

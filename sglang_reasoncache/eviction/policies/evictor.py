@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from sglang_reasoncache.eviction.policies.contract import View
 
 #: Values of ``when``.
-ALWAYS, SHORT = "always", "short"
+ALWAYS = "always"
+SHORT = "short"
 
 
 class OptionError(ValueError):
@@ -24,7 +25,8 @@ class OptionError(ValueError):
 
     def __init__(self, key: str, bound: str) -> None:
         super().__init__(f"{key} {bound}")
-        self.key, self.bound = key, bound
+        self.key = key
+        self.bound = bound
 
 
 def bounded(default: float | None, low: float, high: float) -> Any:
@@ -77,7 +79,8 @@ class Evictor:
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):
-            value, bounds = getattr(self, option.name), option.metadata.get("bounds")
+            value = getattr(self, option.name)
+            bounds = option.metadata.get("bounds")
             if bounds and value is not None and not bounds[0] <= value <= bounds[1]:
                 raise OptionError(option.name, "between {} and {}".format(*bounds))
         if (self.budget is None) == (self.share is None):

@@ -29,7 +29,8 @@ def register() -> None:
         meter = meters[-1]
         entries = [(*at, slot) for at, slot in reads.items()]
         rows, positions, src = upload(entries, meter._rows.device).unbind(1)
-        dst, shift = meter._rows[rows, positions].long(), meter._shift(src, positions)
+        dst = meter._rows[rows, positions].long()
+        shift = meter._shift(src, positions)
 
         def copy() -> None:
             for rotation, layers in meter._layers.items():

@@ -10,7 +10,8 @@ ARMS = "arm"
 #: The least number of batches that are measured before the failure.
 BATCHES = 10
 #: SAID begins the log line of each vital call that fails. VITAL is the number of vital functions.
-SAID, VITAL = "faulty_reasoncache:", 5
+SAID = "faulty_reasoncache:"
+VITAL = 5
 
 
 def register() -> None:
@@ -22,9 +23,11 @@ def register() -> None:
     from sglang_reasoncache.sharing.meter import BlockMeter
     from sglang_reasoncache.sharing.records import Records
 
-    measure, born = BlockMeter.measure, Records.born
+    measure = BlockMeter.measure
+    born = Records.born
     left: list[int] = []
-    prepare, allocators = SharedTokenAllocator.prepare, list[Any]()
+    prepare = SharedTokenAllocator.prepare
+    allocators = list[Any]()
     names = "plan_rows", "decode_attention", "extend_attention"
     vital: list[tuple[Any, str]] = [(paged, name) for name in names]
     vital += [(SharedTokenAllocator, "prepare_known"), (SharedRadixCache, "_publishable")]

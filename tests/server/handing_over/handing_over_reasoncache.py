@@ -54,11 +54,14 @@ def register() -> None:
         conclude_state = None
 
         def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, **_: Any) -> None:
-            self.mgr, self.room, self.state = mgr, bootstrap_room, poll.WaitingForInput
+            self.mgr = mgr
+            self.room = bootstrap_room
+            self.state = poll.WaitingForInput
             self.sent: list[list[np.ndarray]] = []
 
         def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-            self.pages, self.aux_index = num_kv_indices, aux_index
+            self.pages = num_kv_indices
+            self.aux_index = aux_index
 
         def send(
             self, kv_indices: Any, state_indices: Any = None, num_kv_tokens: Any = None
@@ -100,7 +103,8 @@ def register() -> None:
             self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None, **_: Any
         ) -> None:
             self.mgr = self.kv_mgr = mgr
-            self.room, self.state = bootstrap_room or 0, poll.Bootstrapping
+            self.room = bootstrap_room or 0
+            self.state = poll.Bootstrapping
 
         def init(self, prefill_dp_rank: int) -> None:
             self.state = poll.WaitingForInput
@@ -109,7 +113,9 @@ def register() -> None:
             self, kv_indices: Any, aux_index: int | None = None, state_indices: Any = None,
             decode_prefix_len: int | None = None, **_: Any,
         ) -> None:  # fmt: skip
-            self.to, self.aux_index, self.state_indices = kv_indices, aux_index, state_indices
+            self.to = kv_indices
+            self.aux_index = aux_index
+            self.state_indices = state_indices
             self.held = (decode_prefix_len or 0) // self.mgr.kv_args.page_size
             self.state = poll.Transferring
 
@@ -144,8 +150,10 @@ def register() -> None:
             pass
 
     module: Any = ModuleType("sglang.srt.disaggregation.mori")
-    module.MoriKVManager, module.MoriKVBootstrapServer = Manager, Bootstrap
-    module.MoriKVSender, module.MoriKVReceiver = Sender, Receiver
+    module.MoriKVManager = Manager
+    module.MoriKVBootstrapServer = Bootstrap
+    module.MoriKVSender = Sender
+    module.MoriKVReceiver = Receiver
     sys.modules[module.__name__] = module
 
 

@@ -127,7 +127,8 @@ def _verify(
 
 def _move_kv(pool: Any, target: Tensor, source: Tensor) -> None:
     moved = target != source
-    target, source = target[moved], source[moved]
+    target = target[moved]
+    source = source[moved]
     for buffer in (*pool.k_buffer, *pool.v_buffer):
         buffer[target] = buffer[source]
 

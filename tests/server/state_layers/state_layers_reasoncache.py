@@ -35,10 +35,12 @@ def _replace(*_: object) -> None:
     mamba: Any = importlib.import_module("sglang.srt.layers.attention.mamba.mamba")
     mamba.causal_conv1d_fn_triton = mamba.causal_conv1d_fn = convolve
     mamba.causal_conv1d_update_triton = mamba.causal_conv1d_update = convolve_one
-    mamba.mamba_chunk_scan_combined, mamba.selective_state_update = scan, scan_one
+    mamba.mamba_chunk_scan_combined = scan
+    mamba.selective_state_update = scan_one
     lfm2: Any = sys.modules.get("sglang.srt.models.lfm2")
     if lfm2 is not None:
-        lfm2.causal_conv1d_fn, lfm2.causal_conv1d_update = convolve, convolve_one
+        lfm2.causal_conv1d_fn = convolve
+        lfm2.causal_conv1d_update = convolve_one
     gdn: Any = importlib.import_module("sglang.srt.layers.attention.linear.gdn_backend")
     gdn.GDNAttnBackend.forward_decode = gdn.GDNAttnBackend.forward_extend = gated_delta_rule
     kda: Any = importlib.import_module("sglang.srt.layers.attention.linear.kda_backend")
@@ -65,7 +67,8 @@ def convolve(
 ) -> torch.Tensor:  # fmt: skip
     """Replaces ``causal_conv1d_fn``. ``x``, ``[dim, tokens]``, holds the tokens of several requests;
     ``conv_states`` is ``[slots, dim, width - 1]``."""
-    before, out = weight.shape[1] - 1, torch.empty_like(x)
+    before = weight.shape[1] - 1
+    out = torch.empty_like(x)
     ends = query_start_loc.tolist()
     for i, slot in enumerate(cache_indices.tolist()[: len(ends) - 1]):
         state = conv_states[slot, :, -before:].to(x.dtype)
@@ -100,7 +103,8 @@ def convolve_one(
     if intermediate_conv_window is None:
         made, conv_state[slots] = one(x, conv_state[slots])
         return made
-    out, first = torch.empty_like(x), conv_state[slots]
+    out = torch.empty_like(x)
+    first = conv_state[slots]
     parents = _parents(len(x), x.shape[2], retrieve_next_token, retrieve_next_sibling)
     if retrieve_parent_token is not None:
         retrieve_parent_token.copy_(parents)
@@ -197,7 +201,9 @@ def scan(
     states = torch.zeros(size, dtype=state_dtype)
     if initial_states is not None:
         states.copy_(initial_states)
-    a, d, bias = a[:, None, None], D[:, None], dt_bias[:, None]
+    a = a[:, None, None]
+    d = D[:, None]
+    bias = dt_bias[:, None]
     for i, (start, end) in enumerate(itertools.pairwise(ends)):
         where = torch.tensor([i])
         for at in range(start, end):
@@ -214,11 +220,15 @@ def gated_delta_rule(
     """Replaces ``forward_decode`` and ``forward_extend`` of ``GDNAttnBackend`` (a decay for each head) and of
     ``KDAAttnBackend`` (a decay for each dim of keys). Returns ``[1, tokens, heads, dim]``."""
     pool = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
-    meta, tokens = self.forward_metadata, len(mixed_qkv)
-    slots, weight = meta.mamba_cache_indices, layer.conv_weights
+    meta = self.forward_metadata
+    tokens = len(mixed_qkv)
+    slots = meta.mamba_cache_indices
+    weight = layer.conv_weights
     weight = weight.view(len(weight), -1)
-    conv, mode = pool.conv[0], forward_batch.forward_mode
-    decodes, verifies = mode.is_decode(), mode.is_target_verify()
+    conv = pool.conv[0]
+    mode = forward_batch.forward_mode
+    decodes = mode.is_decode()
+    verifies = mode.is_target_verify()
     turned = conv.shape[2] == len(weight)  # KDA's pool is [slots, width - 1, dim]
     conv = conv.transpose(1, 2) if turned else conv
     links = (meta.retrieve_next_token, meta.retrieve_next_sibling) if verifies else (None, None)
@@ -246,8 +256,10 @@ def gated_delta_rule(
         for part in (q * 1.0, k * 1.0)
     ]
     q, k = (part.repeat_interleave(times, dim=1) for part in unit)
-    q, v = q * layer.head_k_dim**-0.5, v.view(tokens, layer.num_v_heads, -1)
-    heads, b = layer.num_v_heads, b.reshape(tokens, -1).float()
+    q = q * layer.head_k_dim**-0.5
+    v = v.view(tokens, layer.num_v_heads, -1)
+    heads = layer.num_v_heads
+    b = b.reshape(tokens, -1).float()
     forget = a.reshape(tokens, heads, -1).float() + layer.dt_bias.float().view(heads, -1)
     decay = (-layer.A_log.float().exp().view(heads, 1) * F.softplus(forget)).exp()
     states = pool.temporal[slots.long()].float()
@@ -277,14 +289,17 @@ def gated_delta_rule(
             of = [_request(ends, step.start)]
             states[of] = learn(step, states[of])
             if step.stop in copies:
-                to, before = copies[step.stop], conv.shape[2]
+                to = copies[step.stop]
+                before = conv.shape[2]
                 pool.temporal[to] = states[of[0]].to(pool.temporal.dtype)
                 conv[to] = mixed_qkv[step.stop - before : step.stop].T.to(conv.dtype)
     pool.temporal[slots.long()] = states.to(pool.temporal.dtype)
     if decodes and forward_batch.mamba_track_mask is not None:
         chosen = forward_batch.mamba_track_mask.nonzero().flatten()
-        to, of = meta.mamba_track_indices.long()[chosen], slots.long()[chosen]
-        pool.temporal[to], conv[to] = pool.temporal[of], conv[of]
+        to = meta.mamba_track_indices.long()[chosen]
+        of = slots.long()[chosen]
+        pool.temporal[to] = pool.temporal[of]
+        conv[to] = conv[of]
     return out.to(mixed_qkv.dtype)[None]
 
 
@@ -292,7 +307,8 @@ def _copies(backend: Any, batch: Any, ends: Sequence[int]) -> dict[int, int]:
     """The tokens of a prefill after which SGLang wants a copy of the state -> the copy's slot."""
     if not backend.forward_metadata.has_mamba_track_mask:
         return {}
-    chunk, found = backend.mamba_chunk_size, {}
+    chunk = backend.mamba_chunk_size
+    found = {}
     for request in batch.mamba_track_mask.nonzero().flatten().tolist():
         length = int(batch.mamba_track_seqlens[request]) - batch.extend_prefix_lens_cpu[request]
         found[ends[request] + length // chunk * chunk] = int(batch.mamba_track_indices[request])
