@@ -464,6 +464,9 @@ STATES_PREFILLS = replace(STOCK, name="qwen3_5_text", model="qwen3_5_text").havi
     "--mamba-radix-cache-strategy no_buffer --max-mamba-cache-size 500",
     **{**dict(STATES_MTP.env), **_STATES_PAIRED},
 )
+#: As public recipes for DeepSeek and Qwen do: MTP and pages on both servers.
+MTP_PAGES_PREFILLS = MTP_PREFILLS.having("page16", PAGE16)
+MTP_PAGES_DECODES = MTP_DECODES.having("page16", PAGE16, **retracting(90)).for_long_runs()
 STATES_DECODES = STATES_MTP.having(
     "decodes", _PAIR, "decode", _TENSORS, **_STATES_PAIRED, **retracting(40)
 ).for_long_runs()
