@@ -85,7 +85,8 @@ def measure(ids: list[int], vocabulary: Vocabulary) -> dict[str, float]:
             found[f"time_{kind}"] = sum(size * rest for size, rest in zip(sizes, left, strict=True))
         # Each rule overwrites these counts. The last rules, one per block size, all give the same counts.
         found["candidates"] = sum(bool(proposal.counters.candidates) for proposal in proposals)
-        found["steps"], found["later_steps"] = len(proposals), max(0, len(proposals) - 1)
+        found["steps"] = len(proposals)
+        found["later_steps"] = max(0, len(proposals) - 1)
     for cosine in COSINES:
         rule = FilterConfig(fixed_tau=cosine, length_factor=False, use_structure=False)
         proposals = propose(ids, vocabulary, rule)
