@@ -228,18 +228,24 @@ def test_wrong_spans_are_refused_by_name(server: ServerProcess, texts: list[list
 def test_an_abort_ends_one_whose_documents_are_prefilled(
     server: ServerProcess, abort: dict[str, Any]
 ) -> None:
-    documents = [[at % 90 + 5, *(3 * list(range(5, 40)))] for at in range(40)]
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(_ask, server, documents, _spans(documents), rid="mine")
-        while not asked.done():
-            server.post("/abort_request", json=abort).raise_for_status()
-            wait([asked], timeout=0.02)
-    answer = asked.result()["meta_info"]
-    assert (answer["id"], answer["finish_reason"]["type"]) == ("mine", "abort")
-    # The last document was not prefilled, and the id is free again.
-    again = _ask(server, documents[-1:], rid="mine")["meta_info"]
-    assert again["cached_tokens"] <= len(SYSTEM)
-    assert again["finish_reason"]["type"] == "length"
+    cached = list[int]()
+    for attempt in range(5):
+        documents = [[at % 90 + 5, 5 + attempt, *range(5, 39)] for at in range(40)]
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(_ask, server, documents, _spans(documents), rid="mine")
+            while not asked.done():
+                server.post("/abort_request", json=abort).raise_for_status()
+                wait([asked], timeout=0.01)
+        answer = asked.result()["meta_info"]
+        assert (answer["id"], answer["finish_reason"]["type"]) == ("mine", "abort")
+        # The id is free again.
+        again = _ask(server, documents[-1:], rid="mine")["meta_info"]
+        assert again["finish_reason"]["type"] == "length"
+        cached.append(again["cached_tokens"])
+        if cached[-1] <= len(SYSTEM):
+            return
+    # On a busy machine an abort may come when all documents are prefilled, but not each time.
+    pytest.fail(f"the last document was prefilled each time: {cached}")
 
 
 @pytest.mark.parametrize("server", [specs.CORRECTED], indirect=True)
