@@ -178,7 +178,8 @@ class ReasonCacheConfig:
     documents_repair: str = _setting(
         "none",
         "Which tokens of documents at new positions are computed again unless the request chooses: none; "
-        "first:TOKENS, the first tokens of each document; query:SHARE, the share that the query "
+        "first:TOKENS, the first tokens of each document; ends:TOKENS, the first and twice as many last "
+        "tokens of each document; query:SHARE, the share that the query "
         "attends to most. See docs/documents.md.",
         values="REPAIR",
     )

@@ -31,24 +31,29 @@ class Repair:
 
     Attributes:
         first: How many tokens at the beginning of each document (EPIC, arXiv 2410.15332).
+        last: How many tokens at the end of each document, beside the ``first``.
         share: The share of document tokens, 0 to 1, to which the tokens behind the documents attend most.
     """
 
     first: int = 0
+    last: int = 0
     share: float = 0.0
 
 
 def repair_of(text: object) -> Repair:
-    """Parse ``none``, ``first:TOKENS`` or ``query:SHARE``. Raises ValueError for any other value, with a
-    message that says what the value must be."""
+    """Parse ``none``, ``first:TOKENS``, ``ends:TOKENS`` or ``query:SHARE``. Raises ValueError for any other
+    value, with a message that says what the value must be. ``ends`` are SamKV's initial and local blocks (arXiv
+    2508.11661, ablation without selection): a block at the beginning, two at the end."""
     kind, _, amount = text.partition(":") if isinstance(text, str) else ("", "", "")
     if text == "none":
         return Repair()
     if kind == "first" and re.fullmatch(r"[1-9][0-9]{0,4}", amount):
         return Repair(first=int(amount))
+    if kind == "ends" and re.fullmatch(r"[1-9][0-9]{0,4}", amount):
+        return Repair(first=int(amount), last=2 * int(amount))
     if kind == "query" and re.fullmatch(r"0?\.[0-9]{1,4}|1", amount):
         return Repair(share=float(amount))
-    raise ValueError("none, first:TOKENS or query:SHARE with a share between 0 and 1")
+    raise ValueError("none, first:TOKENS, ends:TOKENS or query:SHARE with a share between 0 and 1")
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ RANDOM_RATIO = 0.3
 #: Presets that are arms. The arms ``newest-...`` and ``random-evict`` are not presets.
 PAPERS = tuple(name for name in PRESETS if name not in ("newest", "random"))
 #: Measures of KV distance; the papers take the first.
-METRICS = ("euclidean", "cosine")
+METRICS = ("euclidean", "cosine", "norms")
 #: Ends the name of a policy that evicts for each layer and KV head on its own.
 BY_HEAD = "-by-head"
 _QUEST = re.compile(r"quest(?::(?P<page>[1-9]\d{0,3}))?")

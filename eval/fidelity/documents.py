@@ -20,10 +20,11 @@ from eval.fidelity.infllm import Chosen, InfLLM
 from eval.fidelity.replay import compare
 from eval.fidelity.samkv import SamKV
 from eval.jsonl import read_rows, text_of
-from sglang_reasoncache.cache.repair import heads_of, highest_of
+from sglang_reasoncache.cache.repair import ends_of, highest_of
 from sglang_reasoncache.custom_params import Repair, repair_of
 
-ARMS = ("none", "first:16", "query:.15", "deviation:.15", *samkv.UPDATES)
+SAMKV = ("samkv", "samkv-fusion", "samkv-select")
+ARMS = ("none", "first:16", "query:.15", "deviation:.15", *SAMKV)
 _CHUNK = 256  # tokens of one forward
 #: A generated answer may have this many tokens more than the right one.
 MORE = 8
@@ -109,8 +110,9 @@ def parse(name: str) -> tuple[str, Repair | SamKV | InfLLM]:
     try:
         return name.partition(":")[0], repair_of(name.replace("deviation:", "query:", 1))
     except ValueError as error:
-        known = "none, first:TOKENS, query:SHARE, deviation:SHARE, samkv[-fusion|-select][:BLOCK]"
-        raise ValueError(f"--arms must be of {known}, infllm[:SHARE], got {name!r}") from error
+        known = "none, first:TOKENS, ends:TOKENS, query:SHARE, deviation:SHARE, infllm[:SHARE]"
+        more = "samkv[-fusion|-select|-calibrated][:BLOCK]"
+        raise ValueError(f"--arms must be of {known}, {more}, got {name!r}") from error
 
 
 def most(scores: torch.Tensor, prompt: Prompt, share: float) -> list[int]:
@@ -142,7 +144,10 @@ class Documents:
         #: The caches of the last prompt, by repair; ``full`` is full prefill.
         self.caches: dict[str, EditableCache] = {}
         self._again: dict[str, int] = {}
-        self._profiles: dict[int, list[samkv.Profile]] = {}  # by block size
+        self._prompts = prompts
+        self._stable: dict[int, list[int]] = {}  # block size -> calibrated layers
+        # By block size and stable layers.
+        self._profiles: dict[tuple[int, tuple[int, ...]], list[samkv.Profile]] = {}
         self._read_by: dict[str, Chosen] = {}  # by repair
 
     def scores(self, prompt: Prompt) -> dict[str, dict[str, float]]:
@@ -192,6 +197,14 @@ class Documents:
             for row, name in enumerate(names)
         }
 
+    def _stable_layers(self, arm: SamKV) -> list[int]:
+        if not arm.is_calibrated:
+            return list(samkv.last_layers(self._reader.layers))
+        if arm.block not in self._stable:
+            found = samkv.calibrate(self._reader, self._prompts, arm.block)
+            self._stable[arm.block] = found
+        return self._stable[arm.block]
+
     def _share_read(self, name: str, prompt: Prompt) -> float:
         if name in self._read_by:
             return self._read_by[name].share
@@ -224,10 +237,12 @@ class Documents:
         For SamKV, the positions that it does not select are also hidden in ``caches[name]``."""
         kind, repair = self._repairs[name]
         if isinstance(repair, SamKV):
-            seen = self._profiles.get(repair.block)
-            seen = seen or samkv.profiles(self._reader, prompt, repair.block)
-            self._profiles[repair.block] = seen
-            positions = samkv.select(self._reader, self.caches[name], prompt, seen)
+            layers = self._stable_layers(repair)
+            key = repair.block, tuple(layers)
+            if key not in self._profiles:
+                self._profiles[key] = samkv.profiles(self._reader, prompt, repair.block, layers)
+            seen = self._profiles[key]
+            positions = samkv.select(self._reader, self.caches[name], prompt, seen, layers)
             return positions if repair.update else []
         cache = self.caches["none"]
         if kind == "query":
@@ -249,7 +264,7 @@ class Documents:
                 apart[part] += far / far.mean()
             return most(apart, prompt, repair.share)
         assert isinstance(repair, Repair)
-        return heads_of(prompt.ends, repair.first).tolist()
+        return ends_of(prompt.ends, repair.first, repair.last).tolist()
 
     def _prefilled(self, prompt: Prompt) -> dict[str, EditableCache]:
         """Two caches. For ``full``, the documents are prefilled together. For ``none``, each is prefilled alone

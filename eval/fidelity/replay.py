@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eval.fidelity.arms import Arm
+from eval.fidelity.arms import METRICS, Arm
 from eval.fidelity.cache import EditableCache, Reader
 from eval.fidelity.encoders import DenseIndex, encoder
 from eval.fidelity.selection import DENSE_LAYERS, ByHead, Quest
@@ -104,8 +104,8 @@ class ArmCache:
 
     def _distances(self, pairs: Sequence[BlockPair]) -> list[float]:
         """The KV distance of each pair."""
-        if self.arm.metric == "cosine":
-            return self._cosine_distances(pairs)
+        if self.arm.metric != METRICS[0]:
+            return self._apart(pairs)
         rotation = self._rotation if self.arm.corrected else None
         at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
         at = at.to(self.cache.keys.device)
@@ -117,19 +117,36 @@ class ArmCache:
         distances: list[float] = block_distances(squares, self._block, heads).tolist()
         return distances
 
-    def _cosine_distances(self, pairs: Sequence[BlockPair]) -> list[float]:
-        """For each pair, 1 - cosine of flat keys and of flat values, the mean of both over all layers."""
+    def _apart(self, pairs: Sequence[BlockPair]) -> list[float]:
+        """Distances by the arm's ``metric``. ``cosine``: 1 - cosine of flat keys and of flat values, the mean of
+        both over all layers. ``norms``: the Euclidean distance as the paper computes it from cached squared norms,
+        in the dtype of the KV: nearly equal blocks cancel."""
         at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
         dst, src = at.to(self.cache.keys.device)
+        layers, _, heads = self.cache.keys.shape[:3]
         total = torch.zeros(len(pairs), dtype=torch.float64)
         for all_ in (self.cache.keys, self.cache.values):
             for layer in all_[:, self.row]:
-                one, other = (layer[:, places].permute(1, 2, 0, 3).float() for places in (dst, src))
+                one, other = (layer[:, places].permute(1, 2, 0, 3) for places in (dst, src))
                 if all_ is self.cache.keys and self.arm.corrected:
-                    other = self._rotation.rotate(other, dst - src)
-                total += 1 - torch.cosine_similarity(one.flatten(1), other.flatten(1)).cpu()
-        distances: list[float] = (total / (2 * len(self.cache.keys))).tolist()
+                    other = self._rotation.rotate(other, dst - src).to(one.dtype)
+                one = one.flatten(1)
+                other = other.flatten(1)
+                if self.arm.metric == "cosine":
+                    total += 1 - torch.cosine_similarity(one.float(), other.float()).cpu()
+                    continue
+                squares = (one * one).sum(-1) + (other * other).sum(-1) - 2 * (one * other).sum(-1)
+                total += squares.clamp(min=0).double().sqrt().cpu()
+        scale = 2 * layers if self.arm.metric == "cosine" else 2 * layers * heads * self._block
+        distances: list[float] = (total / scale).tolist()
         return distances
+
+    def kept(self, layer: int) -> list[torch.Tensor]:
+        """For each KV head of ``layer`` the written positions that were not evicted, int64 ``[n]``."""
+        gone = [self._gone] * self.cache.keys.shape[2]
+        if isinstance(self._selection, ByHead):
+            gone = list(self._selection.gone[layer])
+        return [torch.from_numpy(np.flatnonzero(~one[: self.cache.length])) for one in gone]
 
     def _claim(self, pair: BlockPair) -> bool:
         if self._record.overlaps(pair.dst_start, self._block):

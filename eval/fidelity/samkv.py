@@ -19,7 +19,14 @@ if TYPE_CHECKING:
     from eval.fidelity.documents import Prompt
 
 #: Arm -> use of recomputed KV: it overwrites old KV, or is mixed with old KV; "": nothing is recomputed.
-UPDATES = {"samkv": "overwrite", "samkv-fusion": "fusion", "samkv-select": ""}
+UPDATES = {
+    "samkv": "overwrite",
+    "samkv-fusion": "fusion",
+    "samkv-select": "",
+    "samkv-calibrated": "overwrite",
+}
+#: Prompts whose documents calibrate the stable layers.
+_CALIBRATED_BY = 8
 
 
 class SamKV(NamedTuple):
@@ -28,6 +35,7 @@ class SamKV(NamedTuple):
 
     update: str
     block: int = 16
+    is_calibrated: bool = False  # whether the stable layers are found by step 5, not assumed
 
 
 class Profile(NamedTuple):
@@ -36,21 +44,26 @@ class Profile(NamedTuple):
     ends: list[int]  # positions of the first block and the last two
     middle: list[range]  # the blocks between the ends
     query: torch.Tensor  # fp32 [layers, heads, head_dim], mean query of the last two blocks
-    most: list[int]  # per layer of ``_stable``: index of the most important middle block (K_max)
-    least: list[int]  # per layer of ``_stable``: index of the least important middle block (K_min)
+    most: list[int]  # per stable layer: index of the most important middle block (K_max)
+    least: list[int]  # per stable layer: index of the least important middle block (K_min)
     outliers: set[int]  # positions of the middle whose :func:`decay` is unusual
 
 
 def parse(name: str) -> SamKV | None:
-    """Parses ``samkv``, ``samkv-fusion`` or ``samkv-select``, perhaps with ``:BLOCK``; else returns None."""
+    """Parses a name in :data:`UPDATES`, perhaps with ``:BLOCK``; else returns None."""
     kind, colon, block = name.partition(":")
     if kind not in UPDATES or (colon and not (block.isascii() and block.isdigit() and int(block))):
         return None
-    return SamKV(UPDATES[kind], int(block)) if colon else SamKV(UPDATES[kind])
+    arm = SamKV(UPDATES[kind], is_calibrated=kind == "samkv-calibrated")
+    return arm._replace(block=int(block)) if colon else arm
 
 
-def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
-    """The offline step: prefills each document behind the system prompt; sums up its queries and attention."""
+def profiles(
+    reader: Reader, prompt: Prompt, block: int, layers: Sequence[int] | None = None
+) -> list[Profile]:
+    """The offline step: prefills each document behind the system prompt; sums up its queries and attention in
+    the stable ``layers`` (None: :func:`last_layers`)."""
+    layers = last_layers(reader.layers) if layers is None else layers
     cache = reader.cache(1, prompt.ends[-1])
     found = []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
@@ -59,7 +72,8 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
         local = (blocks[1:] or blocks)[-2:]
         middle = blocks[1:-2]
         ends = sorted({at for part in (blocks[0], *local) for at in part})
-        query, weights = _look(reader, cache, prompt.tokens[begin:end], end - local[0].start)
+        last = end - local[0].start
+        query, weights = _look(reader, cache, prompt.tokens[begin:end], last, layers)
         one = Profile(ends, middle, query, [], [], set())
         found.append(one)
         for layer in weights[..., prompt.start :] if middle else ():
@@ -77,24 +91,29 @@ def profiles(reader: Reader, prompt: Prompt, block: int) -> list[Profile]:
 
 
 def select(
-    reader: Reader, cache: EditableCache, prompt: Prompt, found: Sequence[Profile]
+    reader: Reader,
+    cache: EditableCache,
+    prompt: Prompt,
+    found: Sequence[Profile],
+    layers: Sequence[int] | None = None,
 ) -> list[int]:
     """The online step: hides in row 0 the positions that the request does not read; returns what to recompute.
     ⚠ Tokens keep their positions in the whole prompt. Scores use queries and keys before rotation: a profile is
     made before its document has a place in a prompt. As in a server, all layers read the same blocks."""
+    layers = last_layers(reader.layers) if layers is None else layers
     end = prompt.ends[-1]
     visible = cache.visible[0]
     visible[prompt.start : end] = False
     visible[[at for one in found for at in one.ends]] = True
     asked = prompt.tokens[end : prompt.answer]
-    generic, _ = _look(reader, cache, asked, len(asked))
+    generic, _ = _look(reader, cache, asked, len(asked), layers)
     # A document's personalised query adds the other documents' queries to the question's, ⚠ by layer and head.
     local = torch.stack([one.query for one in found])
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
     personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
     # A score is the query times a block's mean key, ⚠ summed over heads. ⚠ The anchor uses the ends' mean key.
-    keys = unrotated(reader, cache.keys[_stable(reader.layers).start :, 0, :, :end], 0)
-    asks = personal[:, -len(keys) :].unflatten(2, (keys.shape[1], -1)).sum(3)
+    keys = unrotated(reader, cache.keys[list(layers), 0, :, :end], 0)
+    asks = personal[:, list(layers)].unflatten(2, (keys.shape[1], -1)).sum(3)
     scores = [keys.new_empty(len(keys), 0)]
     counts = list[int]()
     for ask, one in zip(asks, found, strict=True):
@@ -151,17 +170,60 @@ def fuse(cache: EditableCache, old: EditableCache, positions: Sequence[int]) -> 
         new[..., positions, :] = (theta * ours + (1 - theta) * theirs).to(new.dtype)
 
 
-def _stable(layers: int) -> range:
-    """The stable layers (N*). ⚠ Not calibrated: the last eighth of all layers, as in the paper's models."""
+def last_layers(layers: int) -> range:
+    """The stable layers (N*) unless they are calibrated: the last eighth of all, as in the paper's models."""
     return range(layers - math.ceil(layers / 8), layers)
 
 
+def calibrate(reader: Reader, prompts: Sequence[Prompt], block: int) -> list[int]:
+    """Step 5: the stable layers, ascending. Each document's most important block is the one with the best mean
+    rank over all layers; a layer scores where this block's rank is an outlier. ⚠ The eighth of all layers that
+    score least, among the last quarter; of equal ones the last."""
+    every = range(reader.layers)
+    scores = torch.zeros(reader.layers)
+    for prompt in prompts[:_CALIBRATED_BY]:
+        cache = reader.cache(1, prompt.ends[-1])
+        reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
+        for begin, end in pairwise((prompt.start, *prompt.ends)):
+            middle = [range(at, min(at + block, end)) for at in range(begin, end, block)][1:-2]
+            if len(middle) < 2:
+                continue
+            _, weights = _look(reader, cache, prompt.tokens[begin:end], 1, every)
+            scores += outliers(torch.stack([
+                _ranks(layer[:, prompt.start :], middle, begin) for layer in weights
+            ]))  # fmt: skip
+    count = len(last_layers(reader.layers))
+    last = sorted(every[-max(count, reader.layers // 4) :], key=lambda at: (float(scores[at]), -at))
+    return sorted(last[:count])
+
+
+def outliers(ranks: torch.Tensor) -> torch.Tensor:
+    """Takes ranks of blocks, fp32 ``[layers, blocks]``. Returns fp32 ``[layers]``: 1 where the block with the
+    best mean rank has a rank more than 3 sigma from that mean, else 0."""
+    of_best = ranks[:, int(ranks.mean(0).argmin())]
+    return ((of_best - of_best.mean()).abs() > 3 * of_best.std(correction=0)).float()
+
+
+def _ranks(weights: torch.Tensor, middle: Sequence[range], begin: int) -> torch.Tensor:
+    """The rank of each block of ``middle`` by alpha of its strongest token: 0 for the most important."""
+    alpha, strength = decay(weights)
+    strong = [
+        part.start - begin + int(strength[part.start - begin : part.stop - begin].argmax())
+        for part in middle
+    ]
+    return alpha[strong].argsort().argsort().float()
+
+
 def _look(
-    reader: Reader, cache: EditableCache, tokens: Sequence[int], last: int
+    reader: Reader,
+    cache: EditableCache,
+    tokens: Sequence[int],
+    last: int,
+    layers: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Feeds ``tokens`` behind ``cache``, which does not keep them. Returns the mean unrotated query of the
-    last ``last`` tokens, fp32 ``[layers, heads, head_dim]``, and the attention averaged over heads, ``[stable
-    layers, tokens, positions]``."""
+    last ``last`` tokens, fp32 ``[all layers, heads, head_dim]``, and the attention of ``layers`` averaged
+    over heads, ``[layers, tokens, positions]``."""
     queries = list[torch.Tensor]()
     given = list[torch.Tensor]()
     length = cache.length
@@ -169,7 +231,7 @@ def _look(
 
     def watch(layer: int, query: torch.Tensor, weights: torch.Tensor) -> None:
         queries.append(unrotated(reader, query[:, -last:], end - last).mean(1))
-        if layer in _stable(reader.layers):
+        if layer in layers:
             given.append(weights.mean((0, 1)))
 
     reader.forward(cache, tokens, watch=watch, logits_to_keep=1)

@@ -88,11 +88,13 @@ class RepairedRow:
         row[self._start : self._start + len(own)] = own
 
 
-def heads_of(ends: Sequence[int], count: int) -> np.ndarray:
-    """The first ``count`` positions of every document but the first, int64 ``[n]``. ``ends``: the position
-    behind each document."""
-    heads = (range(a, min(a + count, b)) for a, b in pairwise(ends))
-    return np.fromiter(chain.from_iterable(heads), dtype=np.int64)
+def ends_of(ends: Sequence[int], first: int, last: int = 0) -> np.ndarray:
+    """The ``first`` and the ``last`` positions of every document but the first, int64 ``[n]``, ascending.
+    ``ends``: the position behind each document."""
+    parts = (
+        (range(a, min(a + first, b)), range(max(a + first, b - last), b)) for a, b in pairwise(ends)
+    )
+    return np.fromiter(chain.from_iterable(chain.from_iterable(parts)), dtype=np.int64)
 
 
 def highest_of(scores: torch.Tensor, count: int) -> np.ndarray:
@@ -121,7 +123,8 @@ class Repairs:
         if self._failed:
             return NO_POSITIONS
         if repair.first:
-            return heads_of(documents.ends[: len(prefix.nodes)], repair.first)
+            read = documents.ends[: len(prefix.nodes)]
+            return ends_of(read, repair.first, repair.last)
         if not repair.share or _only_scores(req):
             return NO_POSITIONS
         marks = marked(req)

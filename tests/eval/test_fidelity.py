@@ -28,6 +28,7 @@ from transformers import (  # type: ignore[attr-defined]
 from eval import command
 from eval.fidelity import (
     bound,
+    diversity,
     documents,
     encoders,
     heatmap,
@@ -333,6 +334,45 @@ def test_blocks_of_similar_steps_are_nearer_in_the_picture_and_in_the_theorem(
             )
 
 
+def test_distances_by_norms_lose_their_digits_where_blocks_are_nearly_equal(reader: Reader) -> None:
+    cache = reader.cache(2, 50)
+    reader.forward(cache, TOKENS)
+    pairs = [BlockPair(24, 3), BlockPair(40, 16)]
+    names = ("reasoncache:block=8", "reasoncache:block=8:metric=norms")
+    exact, by_norms = (replay.ArmCache(parse(name), reader, cache, 0) for name in names)
+    assert by_norms._distances(pairs) == pytest.approx(exact._distances(pairs), rel=1e-3)
+    cache.keys = (0 * cache.keys + 3).bfloat16()
+    cache.values = cache.keys.clone()
+    cache.values[:, :, :, 3, 0] += 0.02
+    apart = replay.ArmCache(
+        parse("reasoncache:block=8:metric=norms:positions=as-cached"), reader, cache, 0
+    )
+    [near, _] = apart._distances(pairs)
+    # bf16 makes 0.0156 of 0.02. Only V differs, in one of 16 dims of each of two heads.
+    wanted = 2**0.5 * 0.015625 / (2 * 2 * 8)
+    assert near == 0 or near > 10 * wanted
+
+
+def test_what_keydiff_keeps_spans_more_than_what_a_window_keeps(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "".join(problem.response for problem in generate(5, 6))
+    path = write_rows(tmp_path / "rows.jsonl", {"question": "1?", "response": text})
+    policies = "keydiff:recent=1:prompt=true,keydiff:recent=1:prompt=true-by-head,streamingllm"
+    words = [str(folder), str(path), "--budgets", "64,128", "--cap", "400", "--shortest", "100"]
+    words += ["--policies", policies, "--out", str(tmp_path / "found.csv")]
+    few, more = diversity.work(command.parse(diversity.Options, words))
+    assert (few["held"], more["held"]) == (64 / 400, 128 / 400)
+    head = "keydiff:recent=1:prompt=true"
+    for row in (few, more):
+        assert row[f"{head}-by-head"] > row["streamingllm"] and row[head] > row["streamingllm"]
+    operations = few["KeyDiff, operations a head"]
+    assert operations == (12 * 16 + 97) * 64 + 3 * 16 + 94 == diversity.flops(64, 16)
+    assert "log-determinants" in capsys.readouterr().out
+    # Equal keys span nothing; an orthonormal basis spans most.
+    assert diversity.diversity(torch.ones(1, 9, 4)) < diversity.diversity(torch.eye(4)[None])
+
+
 WORDS = ["we", "add", "three", "and", "four", "get", "seven", "so", "the", "sum", "is", "numbers"]
 
 
@@ -544,7 +584,7 @@ def test_repairs_compute_again_what_the_query_or_the_deviation_chooses(folder: P
 
 def test_samkv_reads_the_ends_and_what_it_selects_and_computes_ends_again(reader: Reader) -> None:
     prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (18, 30, 44), 54)
-    names = ["none", "samkv-select:99", *(f"{name}:2" for name in samkv.UPDATES)]
+    names = ["none", "samkv-select:99", *(f"{name}:2" for name in documents.SAMKV)]
     measured = documents.Documents(reader, {one: documents.parse(one) for one in names}, [prompt])
     found = measured.scores(prompt)
     # A block of 99 tokens holds a whole document, so no token is left out.
@@ -632,6 +672,28 @@ def test_f1_of_what_the_model_says(reader: Reader, model: Any) -> None:
         assert wanted is None or found["f1"] == wanted
         # The answer that was generated is not kept.
         assert measured.caches["full"].length == 44
+
+
+def test_stable_layers_are_those_that_rank_the_best_block_as_the_others_do(model: Any) -> None:
+    ranks = torch.tensor([[0.0, 1, 2]] * 19 + [[2.0, 1, 0]])
+    assert samkv.outliers(ranks).tolist() == [0.0] * 19 + [1.0]
+    assert not samkv.outliers(torch.tensor([[0.0, 1], [1.0, 0], [0.0, 1]])).any()
+    deep = LlamaConfig(**{**model.config.to_dict(), "num_hidden_layers": 16})
+    torch.manual_seed(0)
+    reader = Reader(LlamaForCausalLM(deep).eval())
+    prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (30, 44), 54)
+    found = samkv.calibrate(reader, [prompt], 2)
+    # Two of the last four.
+    assert len(found) == 2 and set(found) <= {12, 13, 14, 15} and found == sorted(found)
+    arms = {name: documents.parse(name) for name in ("none", "samkv:2", "samkv-calibrated:2")}
+    measured = documents.Documents(reader, arms, [prompt])
+    scores = measured.scores(prompt)
+    assert (scores["samkv:2"] == scores["samkv-calibrated:2"]) or found != [14, 15]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samkv, "calibrate", lambda *_: [14, 15])
+        measured = documents.Documents(reader, arms, [prompt])
+        scores = measured.scores(prompt)
+    assert scores["samkv:2"] == scores["samkv-calibrated:2"]
 
 
 def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -> None:

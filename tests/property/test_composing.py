@@ -118,7 +118,7 @@ class Composing(RuleBasedStateMachine):
     @rule(
         order=st.permutations(range(len(DOCUMENTS))).map(lambda order: order[:3]),
         salt=st.sampled_from(SALTS),
-        repair=st.sampled_from(["none", "first:2", "query:.3"]),
+        repair=st.sampled_from(["none", "first:2", "ends:1", "query:.3"]),
         opts_out=st.booleans(),
         scores=st.booleans(),
     )

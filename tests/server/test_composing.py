@@ -114,15 +114,24 @@ def test_documents_are_read_in_any_order(
 
 
 @pytest.mark.parametrize("server", ON_RANKS, indirect=True)
-def test_the_first_tokens_are_computed_again(
+def test_the_first_and_last_tokens_are_computed_again(
     server: ServerProcess, reader: Reader, texts: list[list[int]]
 ) -> None:
-    """The first tokens of moved documents are recomputed at their new positions, even in a chunked prefill."""
-    for order, most in (([3, 1, 0], 6), ([2, 0, 1, 3], 40)):
+    """Tokens of moved documents are recomputed at their new positions, even in a chunked prefill."""
+    for order, repair, most, last in (
+        ([3, 1, 0], "first:6", 6, 0),
+        ([2, 0, 1, 3], "first:40", 40, 0),
+        ([1, 3, 2], "ends:3", 3, 6),
+    ):
         documents = [texts[at] for at in order]
         spans = _spans(documents)[1:]
-        again = [at for start, end in spans for at in range(start, min(end, start + most))]
-        found = _ask(server, documents, custom_params={"documents_repair": f"first:{most}"})
+        again = [
+            at
+            for start, end in spans
+            for at in range(start, end)
+            if at - start < most or end - at <= last
+        ]
+        found = _ask(server, documents, custom_params={"documents_repair": repair})
         cached = len(SYSTEM) + sum(map(len, documents)) - len(again)
         assert found["meta_info"]["cached_tokens"] == cached
         cache = _composed(reader, documents)

@@ -16,8 +16,8 @@ from sglang.srt.managers.schedule_batch import Req
 
 from sglang_reasoncache.cache import repair as module
 from sglang_reasoncache.cache.composition import Composition, marked
-from sglang_reasoncache.cache.repair import RepairedRow, Repairs, heads_of, highest_of, missed
-from sglang_reasoncache.custom_params import KEY, REPAIR_KEY
+from sglang_reasoncache.cache.repair import RepairedRow, Repairs, ends_of, highest_of, missed
+from sglang_reasoncache.custom_params import KEY, REPAIR_KEY, Repair, repair_of
 from sglang_reasoncache.device.ranks import RankFailed, Ranks
 from tests.property.world import PROMPT, Setup, World
 
@@ -84,15 +84,24 @@ class Prompts(World):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.integers(1, 6), st.integers(0, 9))
-def test_heads_are_the_first_tokens_of_all_documents_but_the_first(
-    sizes: list[int], count: int, start: int
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    st.integers(1, 6),
+    st.integers(0, 9),
+    st.integers(0, 9),
+)
+def test_ends_are_the_first_and_last_tokens_of_all_documents_but_the_first(
+    sizes: list[int], first: int, last: int, start: int
 ) -> None:
     ends = [start + sum(sizes[: number + 1]) for number in range(len(sizes))]
     expected = [
-        at for begin, end in pairwise(ends) for at in range(begin, end) if at - begin < count
+        at
+        for begin, end in pairwise(ends)
+        for at in range(begin, end)
+        if at - begin < first or end - at <= last
     ]
-    assert heads_of(ends, count).tolist() == expected
+    assert ends_of(ends, first, last).tolist() == expected
+    assert repair_of("ends:3") == Repair(first=3, last=6)
 
 
 @given(st.lists(st.integers(0, 99), max_size=12, unique=True), st.integers(0, 14))
