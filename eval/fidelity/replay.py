@@ -118,9 +118,9 @@ class ArmCache:
         return distances
 
     def _apart(self, pairs: Sequence[BlockPair]) -> list[float]:
-        """Distances by the arm's ``metric``. ``cosine``: 1 - cosine of flat keys and of flat values, the mean of
-        both over all layers. ``norms``: the Euclidean distance as the paper computes it from cached squared norms,
-        in the dtype of the KV: nearly equal blocks cancel."""
+        """Distances by the arm's ``metric``. ``cosine``: 1 - cosine of flat keys and of flat values, the mean
+        of both over all layers. ``norms``: the Euclidean distance as the paper computes it from cached squared
+        norms, in the dtype of the KV, in which nearly equal blocks cancel."""
         at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
         dst, src = at.to(self.cache.keys.device)
         layers, _, heads = self.cache.keys.shape[:3]
