@@ -29,6 +29,8 @@ class Figures:
     tpot_p99: float | None
     cpu_per_token: float | None  # CPU seconds of schedulers and child processes per output token
     mean_running: float | None  # requests in the batch, averaged over logged decode steps
+    #: The same over the steps at which other requests wait. The last responses of a burst do not count.
+    running_while_waiting: float | None
     saving: float | None  # slots saved / positions in the batch, mean over every 4th decode step
     across: float | None  # share of the saved slots that comes from sharing with other requests
     final_saving: float | None  # slots saved / positions when a request ends, mean over requests
@@ -55,13 +57,15 @@ def figures(responses: Sequence[Response], served: Served, timeline: Sequence[Mo
     tpot = pd.Series([seconds / tokens for seconds, tokens in later if tokens > 0], dtype=float)
     used = pd.Series([moment.used for moment in timeline], dtype=float)
     running = pd.Series([moment.running for moment in timeline], dtype=float)
+    waits = pd.Series([moment.queued > 0 for moment in timeline], dtype=bool)
     tokens = served.output_tokens
     return Figures(
         tokens_per_s=tokens / served.seconds if served.seconds > 0 else None,
         ttft_p50=_known(ttft.quantile(0.5)), ttft_p99=_known(ttft.quantile(0.99)),
         tpot_p50=_known(tpot.quantile(0.5)), tpot_p99=_known(tpot.quantile(0.99)),
         cpu_per_token=served.cpu_seconds / tokens if tokens else None,
-        mean_running=_known(running.mean()), saving=ratio(served, "memory_saving_ratio"),
+        mean_running=_known(running.mean()),
+        running_while_waiting=_known(running[waits].mean()), saving=ratio(served, "memory_saving_ratio"),
         across=ratio(served, "across_ratio"), final_saving=ratio(served, "final_saving_ratio"),
         affected=ratio(served, "affected_ratio"),
         peak_slots=int(used.max()) if len(used) else None, mean_slots=_known(used.mean()),

@@ -112,7 +112,9 @@ def methods(data: Data) -> Table:
             "TTFT p50 / p99, s": _two(group["ttft_p50"], group["ttft_p99"], "{:.2f}"),
             "TPOT p50 / p99, ms": _two(1e3 * group["tpot_p50"], 1e3 * group["tpot_p99"]),
             "CPU, ms a token": spread(1e3 * group["cpu_per_token"], "{:.2f}"),
-            "running": spread(group["mean_running"]),
+            "running / while others wait": _two(
+                group["mean_running"], group["running_while_waiting"], "{:.1f}"
+            ),
             "slots mean / peak": _two(group["mean_slots"], group["peak_slots"], "{:.0f}"),
             "response tokens": interval(mean(_lengths(data, key)), "{:.0f}"),
         }
@@ -121,8 +123,9 @@ def methods(data: Data) -> Table:
     note = (
         "Accuracy and response tokens have 95% intervals; a problem is a cluster over its seeds. "
         "Other figures are medians over seeds, with the range in brackets. Saved: slots saved over "
-        "positions held. Affected: tokens touched by sharing over all tokens. TTFT: from sending to "
-        "first text. TPOT: per output token after the first. -: not in the records."
+        "positions held. While others wait: only decode steps at which requests wait, so that the "
+        "last responses do not count. Affected: tokens touched by sharing over all tokens. TTFT: from "
+        "sending to first text. TPOT: per output token after the first. -: not in the records."
     )
     return Table("methods", "Methods", rows, note)
 

@@ -149,8 +149,8 @@ def served(totals: dict[str, Any] | None = None, **changes: Any) -> Served:
     return Served(**{**row, **changes})
 
 
-def moment(step: int, running: int = 1, used: int = 10, saved: int = 3) -> Moment:
-    return Moment(step, running, 0, used, saved, 100.0)
+def moment(step: int, running: int = 1, used: int = 10, saved: int = 3, queued: int = 0) -> Moment:
+    return Moment(step, running, queued, used, saved, 100.0)
 
 
 def write_rows(path: Path, *rows: Any) -> Path:

@@ -253,7 +253,9 @@ def test_speed_and_memory_of_a_cell() -> None:
     rows += [response("e", first_token=1.25, ended=1.35)]
     timeline = [moment(0, running=2, used=5), moment(1, running=4, used=9)]
     found = figures(rows, served(), timeline)
-    assert (found.failed, found.mean_running) == (1, 3)
+    assert (found.failed, found.mean_running, found.running_while_waiting) == (1, 3, None)
+    timeline.append(moment(2, running=6, used=7, queued=1))
+    assert figures(rows, served(), timeline).running_while_waiting == 6
     assert (found.peak_slots, found.mean_slots) == (9, 7)
     assert found.ttft_p50 == pytest.approx(0.75)
     assert found.ttft_p99 == pytest.approx(np.percentile([0.5, 2.0, 0.75], 99))

@@ -161,7 +161,7 @@ SHARING_AND_EVICTING = SHARED.having(
     *(TIGHT, *EAGER, CHUNKED, PAGED_READS, FP32, "--disable-overlap-schedule"),
     *(POLICY, "reasoncache+streamingllm:budget=240"),
     **retracting(25),
-)
+).for_long_runs()
 #: Evicts by attention weights. The pool is large, because ``reference.py`` cannot follow retractions.
 RKV = SHARED.having("rkv", CHUNKED, PAGED_READS, FP32, POLICY, RKV_POLICY)
 #: Evicts after each chunk of a prompt, so that prompts stay within a budget. There is no prefix cache.
