@@ -119,8 +119,10 @@ def most_behind(tokens: int) -> int:
 def check_before(tokens: int, documents: int) -> None:
     """Raises ValueError if (tokens before the documents) x (number of documents) is too large."""
     if documents > most_behind(tokens):
-        told = f"must have at most {_MOST_BEFORE} tokens before the first x number of documents"
-        raise ValueError(f"custom_params: {KEY} {told}, got {tokens} x {documents}")
+        raise ValueError(
+            f"custom_params: {KEY} must have at most {_MOST_BEFORE} tokens before the first x number of "
+            f"documents, got {tokens} x {documents}"
+        )
 
 
 @dataclass(frozen=True)

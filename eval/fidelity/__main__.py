@@ -10,10 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from eval import command
 from eval.command import option
@@ -22,67 +21,18 @@ from eval.fidelity.arms import default_name, default_names, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.documents import Documents, Prompt
 from eval.fidelity.replay import Replay
-from eval.jsonl import cut_unfinished, read_rows, text_of
+from eval.fidelity.responses import Response, load, read
+from eval.jsonl import cut_unfinished
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
 #: Takes a model; returns a function that scores a response or prompt under each arm (way to edit the KV).
 Begin = Callable[[Reader], Callable[[Any], Mapping[str, Any]]]
 GROUPS = ("right", "loops", "wrong")
-#: A response counts as looping if at least a tenth of its sequences of 32 tokens also occur earlier in it.
-_RUN = 32
-_LOOPS = 0.1
-
-
-class Response(NamedTuple):
-    """A question and its response, at most ``--cap`` tokens. The first ``prompt`` tokens are the question."""
-
-    name: str
-    group: str
-    tokens: tuple[int, ...]
-    prompt: int
 
 
 #: The items to measure, the settings on which their scores depend, and a function that takes the model.
 Job = tuple[Sequence[Response | Prompt], list[str], Begin]
-
-
-def read(path: Path, tokenizer: Any, cap: int, shortest: int) -> Iterator[Response]:
-    """Yields responses, cut so that question and response have at most ``cap`` tokens. Skips responses below
-    ``shortest`` tokens. Rows have ``question``, ``response``, perhaps ``id``, ``correct``. A folder yields the
-    first response to each question. Raises OSError if a file cannot be read, ValueError if a line is bad."""
-    asked: set[str] = set()
-    for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
-        for number, row in read_rows(file, _texts):
-            if path.is_dir() and row["question"] in asked:
-                continue
-            asked.add(row["question"])
-            response = _tokenized({"id": f"{file.stem}:{number}", **row}, tokenizer, cap)
-            if len(response.tokens) - response.prompt >= shortest:
-                yield response
-
-
-def loops(tokens: Sequence[int]) -> bool:
-    """Whether at least a tenth of the sequences of 32 tokens also occur earlier in the response."""
-    runs = [tuple(tokens[i : i + _RUN]) for i in range(len(tokens) - _RUN + 1)]
-    return bool(runs) and 1 - len(set(runs)) / len(runs) >= _LOOPS
-
-
-def _texts(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, **{name: text_of(row, name) for name in ("question", "response")}}
-
-
-def _tokenized(row: dict[str, Any], tokenizer: Any, cap: int) -> Response:
-    asked = row["question"] + "\n\n"
-    if tokenizer.chat_template:
-        turns = [{"role": "user", "content": row["question"]}]
-        asked = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    prompt, response = (
-        tokenizer(text, add_special_tokens=False)["input_ids"] for text in (asked, row["response"])
-    )
-    response = response[: max(0, cap - len(prompt))]
-    group = "right" if row.get("correct") is True else "loops" if loops(response) else "wrong"
-    return Response(str(row["id"]), group, (*prompt, *response), len(prompt))
 
 
 @dataclass(frozen=True)
@@ -108,17 +58,6 @@ class Options:
     def __post_init__(self) -> None:
         if (self.responses is None) == (self.documents is None):
             raise ValueError("RESPONSES or --documents FILE is needed, and not both")
-
-
-def load(folder: Path, dtype: str, device: str, cap: int) -> Reader:
-    """Load the model. Raises OSError or ValueError if that fails or ``cap`` exceeds the model's positions."""
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, local_files_only=True, dtype=getattr(torch, dtype)
-    )
-    longest = model.config.get_text_config().max_position_embeddings
-    if longest < cap:
-        raise ValueError(f"--cap must be at most the model's {longest} positions")
-    return Reader(model.to(device))
 
 
 def chosen(options: Options, tokenizer: Any) -> list[Response]:

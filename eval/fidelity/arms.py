@@ -51,7 +51,7 @@ class Arm:
     need: float = 1.0  # pairs share, least KV distance first, until this part of positions is saved
     pool: torch.dtype | None = None
     encoder: str = ""  # compares steps: see eval/fidelity/encoders.py; "": counts of tokens
-    metric: str = "euclidean"  # of KV distances
+    metric: str = METRICS[0]  # of KV distances
     by_head: bool = False  # the evictor chooses positions for each layer and KV head
     quest: int = 0
 

@@ -17,29 +17,21 @@ import torch
 
 from eval import command
 from eval.command import option
-from eval.fidelity.__main__ import load, read
 from eval.fidelity.cache import EditableCache, Reader
-from eval.fidelity.heatmap import pairs_of
+from eval.fidelity.responses import OnResponses, pairs_of
 from eval.tokenizers import load_tokenizer
 from sglang_reasoncache.filter.matcher import BlockPair
 from sglang_reasoncache.filter.vocabulary import vocabulary_of
 
-_CHUNK = 128
 FIGURES = ("weights", "weights_bound", "output", "output_bound")
 
 
 @dataclass(frozen=True)
-class Options:
-    model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
-    responses: Path = option(text="JSONL file of rows with question and response")
+class Options(OnResponses):
     block: int = option(8, "tokens of a block", least=1)
     queries: int = option(32, "last tokens of a response whose attention is compared", least=1)
-    cap: int = option(1500, "most tokens of question and response", least=1)
-    shortest: int = option(100, "shorter responses are left out", least=1)
     limit: int = option(5, "responses with similar steps that are read", least=1)
     as_cached: bool = option(False, "read keys as cached, as the paper does, not rotated")
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
     out: Path = option(Path("build/bench/bound.csv"), "file of the figures")
 
 
@@ -94,8 +86,7 @@ def measure(
     split = len(tokens) - queries
     found = list[dict[str, torch.Tensor]]()
     cache: EditableCache = reader.cache(2, len(tokens))
-    for start in range(0, split, _CHUNK):
-        reader.forward(cache, tokens[start : min(start + _CHUNK, split)], logits_to_keep=1)
+    reader.prefill(cache, tokens[:split])
     shared = cache.branch()
     cache.rows = 1
     for pair in pairs:
@@ -127,17 +118,17 @@ def work(options: Options) -> list[dict[str, Any]]:
     reader = None
     names = list[str]()
     layers: list[dict[str, list[torch.Tensor]]] = []
-    for response in read(options.responses, tokenizer, options.cap, options.shortest):
+    for response in options.read(tokenizer):
+        if len(names) == options.limit:
+            break
         last = len(response.tokens) - options.queries - options.block
         # No distance is measured, so blocks share that the paper's second stage would refuse.
         pairs = [
             pair for pair in pairs_of(response, vocabulary, options.block) if pair.dst_start <= last
         ]
-        if len(names) == options.limit:
-            break
         if not pairs:
             continue
-        reader = reader or load(options.model, options.dtype, options.device, options.cap)
+        reader = reader or options.reader()
         sizes = options.block, options.queries, not options.as_cached
         measured = measure(reader, response.tokens, pairs, *sizes)
         layers = layers or [{name: [] for name in FIGURES} for _ in measured]

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, Cache
 from sglang_reasoncache.kernels.rotation import KeyRotation
 
 _NAME = "editable_cache"
+_CHUNK = 256  # tokens of one forward of a prefill
 #: Called with a layer's number, its rotated queries ``[heads, tokens, head_dim]`` and its fp32 attention
 #: weights ``[KV heads, query heads per KV head, tokens, positions]``.
 Watch = Callable[[int, torch.Tensor, torch.Tensor], None]
@@ -135,6 +136,17 @@ class Reader:
         ).logits
         cache.length = end
         return found
+
+    def prefill(self, cache: EditableCache, tokens: Sequence[int]) -> None:
+        """Appends ``tokens`` in chunks, of which no logits are needed."""
+        for at in range(0, len(tokens), _CHUNK):
+            self.forward(cache, tokens[at : at + _CHUNK], logits_to_keep=1)
+
+    def unrotated(self, rotated: torch.Tensor, first: int) -> torch.Tensor:
+        """Queries or keys ``[..., heads, tokens, head_dim]`` from position ``first`` on, unrotated: fp32."""
+        back = -torch.arange(first, first + rotated.shape[-2], device=rotated.device)
+        by_token = rotated.transpose(-3, -2)
+        return self.rotation.rotate(by_token, back.expand(by_token.shape[:-2])).transpose(-3, -2)
 
     @torch.no_grad()
     def again(self, cache: EditableCache, tokens: Sequence[int], positions: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ operations KeyDiff's scores take."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 
 from eval import command
 from eval.command import commas, option
-from eval.fidelity.__main__ import load, read
-from eval.fidelity.arms import parse_all
+from eval.fidelity.arms import parse
 from eval.fidelity.cache import EditableCache, Reader
 from eval.fidelity.replay import ArmCache
+from eval.fidelity.responses import OnResponses
 from eval.tokenizers import load_tokenizer
 
 _CHUNK = 128
@@ -25,9 +26,8 @@ _RIDGE = 1e-6
 
 
 @dataclass(frozen=True)
-class Options:
-    model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
-    responses: Path = option(text="JSONL file of rows with question and response")
+class Options(OnResponses):
+    shortest: int = option(600, "shorter responses are left out", least=1)
     policies: tuple[str, ...] = option(
         ("keydiff:recent=1:prompt=true", "streamingllm:prompt=true", "l2norm:prompt=true"),
         "policies that evict; -by-head behind a name lets each head choose",
@@ -35,12 +35,13 @@ class Options:
     budgets: tuple[int, ...] = option(
         (128, 256, 512), "positions that stay", read=commas(int), least=2
     )
-    cap: int = option(1500, "most tokens of question and response", least=1)
-    shortest: int = option(600, "shorter responses are left out", least=1)
     limit: int = option(3, "responses", least=1)
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
     out: Path = option(Path("build/bench/diversity.csv"), "file of the figures")
+
+    def __post_init__(self) -> None:
+        for name in self.policies:
+            if parse(name).evictor is None:
+                raise ValueError(f"--policies must evict, got {name!r}")
 
 
 def flops(kept: int, head_dim: int) -> int:
@@ -50,9 +51,8 @@ def flops(kept: int, head_dim: int) -> int:
 
 
 def diversity(keys: torch.Tensor) -> float:
-    """Log-determinant of the second moment of unit keys, the mean of the heads. ``keys``: ``[heads, positions,
-    head_dim]``. The paper's determinant of K K^T is 0 for more keys than dimensions; K^T K has its other
-    eigenvalues."""
+    """Log-determinant of the second moment of unit keys, ``[..., positions, head_dim]``, the mean of all. The
+    paper's determinant of K K^T is 0 for more keys than dimensions; K^T K has its other eigenvalues."""
     unit = torch.nn.functional.normalize(keys.double(), dim=-1)
     moments = unit.mT @ unit / unit.shape[1]
     return float(torch.logdet(moments + _RIDGE * torch.eye(keys.shape[-1])).mean())
@@ -66,22 +66,19 @@ def spans(reader: Reader, cache: EditableCache, arms: Mapping[str, ArmCache]) ->
         for layer in range(reader.layers):
             keys = cache.keys[layer, 0, :, : cache.length].cpu()
             kept = [torch.arange(cache.length)] * len(keys) if arm is None else arm.kept(layer)
-            values += [diversity(head[at][None]) for head, at in zip(keys, kept, strict=True)]
+            values += [diversity(head[at]) for head, at in zip(keys, kept, strict=True)]
         found[name] = sum(values) / len(values)
     return found
 
 
 def work(options: Options) -> list[dict[str, Any]]:
     """Measure, print a table, write it, and return its rows. Raises ValueError if there is no response."""
-    arms = parse_all([*options.policies, "newest-runs-8"], "newest-runs-8")
-    arms = [arm for arm in arms if arm.evictor is not None]
+    arms = [parse(name) for name in options.policies]
     tokenizer = load_tokenizer(str(options.model), local=True)
-    reader = load(options.model, options.dtype, options.device, options.cap)
+    reader = options.reader()
     measured: list[dict[str, Any]] = []
     head_dim = 0
-    for response in read(options.responses, tokenizer, options.cap, options.shortest):
-        if len({row["response"] for row in measured}) == options.limit:
-            break
+    for response in islice(options.read(tokenizer), options.limit):
         length = len(response.tokens)
         for budget in options.budgets:
             cache = reader.cache(1 + len(arms), length)
@@ -93,12 +90,12 @@ def work(options: Options) -> list[dict[str, Any]]:
                     arm.evict(
                         max(0, cache.length - budget), sum(response.tokens[: response.prompt])
                     )
-            row = {"response": response.name, "budget": budget, "held": min(1.0, budget / length)}
+            row = {"budget": budget, "held": min(1.0, budget / length)}
             measured.append({**row, **spans(reader, cache, caches)})
             head_dim = cache.keys.shape[-1]
     if not measured:
         raise ValueError(f"{options.responses}: no response of --shortest tokens")
-    frame = pd.DataFrame(measured).drop(columns="response").groupby("budget").mean().reset_index()
+    frame = pd.DataFrame(measured).groupby("budget").mean().reset_index()
     frame.insert(2, "KeyDiff, operations a head", [flops(n, head_dim) for n in frame["budget"]])
     options.out.parent.mkdir(parents=True, exist_ok=True)
     frame.to_csv(options.out, index=False)

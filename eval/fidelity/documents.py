@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from lm_eval.tasks.longbench.metrics import qa_f1_score
 
 from eval.fidelity import infllm, samkv
 from eval.fidelity.cache import EditableCache, Reader
@@ -25,7 +24,6 @@ from sglang_reasoncache.custom_params import Repair, repair_of
 
 SAMKV = ("samkv", "samkv-fusion", "samkv-select")
 ARMS = ("none", "first:16", "query:.15", "deviation:.15", *SAMKV)
-_CHUNK = 256  # tokens of one forward
 #: A generated answer may have this many tokens more than the right one.
 MORE = 8
 
@@ -96,8 +94,9 @@ def _tokenized(texts: Sequence[str], tokenizer: Any) -> tuple[list[int], list[in
         raise ValueError(f"the model's chat template refuses the messages: {error}") from error
     *begins, tokens = (_ids(tokenizer, text) for text in begun)
     if any(begin != tokens[: len(begin)] for begin in begins):
-        told = "writes messages in another way where others follow"
-        raise ValueError(f"the model's chat template {told}")
+        raise ValueError(
+            "the model's chat template writes messages in another way where others follow"
+        )
     return tokens, [*map(len, begins)]
 
 
@@ -215,6 +214,9 @@ class Documents:
         """F1 of the words of a greedy answer, which has at most :data:`MORE` tokens more than the right one."""
         if self._tokenizer is None:
             return {}
+        # Imported only here, because it takes seconds and warns.
+        from lm_eval.tasks.longbench.metrics import qa_f1_score
+
         cache = self.caches[name]
         length = cache.length
         answer = prompt.tokens[prompt.answer :]
@@ -282,8 +284,7 @@ class Documents:
 
     def _read(self, tokens: Sequence[int], longest: int = 0) -> EditableCache:
         cache = self._reader.cache(1, max(len(tokens), longest) + self._room)
-        for at in range(0, len(tokens), _CHUNK):
-            self._reader.forward(cache, tokens[at : at + _CHUNK], logits_to_keep=1)
+        self._reader.prefill(cache, tokens)
         return cache
 
     def _ask(self, cache: EditableCache, tokens: Sequence[int], **options: Any) -> torch.Tensor:

@@ -5,6 +5,7 @@ other, for each layer and pair of blocks (figure 3 of the ReasonCache paper), be
 import sys
 from collections import Counter
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +16,24 @@ import torch
 
 from eval import command
 from eval.command import option
-from eval.fidelity.__main__ import Response, load, read
 from eval.fidelity.cache import EditableCache, Reader
+from eval.fidelity.responses import OnResponses, Response, pairs_of
 from eval.tokenizers import load_tokenizer
-from sglang_reasoncache.config import ReasonCacheConfig, filter_config
 from sglang_reasoncache.filter.matcher import BlockPair
-from sglang_reasoncache.filter.request_filter import RequestFilter
-from sglang_reasoncache.filter.segment import TokenClasses
-from sglang_reasoncache.filter.vocabulary import Vocabulary, vocabulary_of
+from sglang_reasoncache.filter.vocabulary import vocabulary_of
 from sglang_reasoncache.kernels.distance import DistanceKernel
 
-_CHUNK = 128
 #: At most as many pairs of similar blocks are compared with unlike ones.
 _OTHERS = 256
 
 
 @dataclass(frozen=True)
-class Options:
-    model: Path = option(text="Hugging Face folder of a causal model with rotary positions")
-    responses: Path = option(text="JSONL file of rows with question and response")
-    block: int = option(8, "tokens of a block", least=1)
+class Options(OnResponses):
     cap: int = option(2600, "most tokens of question and response", least=1)
-    shortest: int = option(100, "shorter responses are left out", least=1)
+    block: int = option(8, "tokens of a block", least=1)
     limit: int = option(20, "responses among which the one with most pairs is drawn", least=1)
     as_cached: bool = option(False, "compare keys as cached, as the paper does, not rotated")
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu")
-    dtype: str = option("float32", choices=("float32", "bfloat16", "float16"))
     out: Path = option(Path("build/bench/heatmap.png"), "the picture; figures go beside it")
-
-
-def pairs_of(response: Response, vocabulary: Vocabulary, block: int) -> list[BlockPair]:
-    """The k-th blocks of each step and of the most similar step before it, by the paper's filter."""
-    config = ReasonCacheConfig.from_mapping(
-        {"preset": "reasoncache", "align": "index", "block": block, "percentile": 100}
-    )
-    request = RequestFilter(
-        filter_config(config), TokenClasses(vocabulary), vocabulary, response.prompt
-    )
-    proposals = request.push(response.tokens[response.prompt :])
-    return [pair for proposal in proposals for pair in proposal.pairs]
 
 
 def others(pairs: list[BlockPair], response: Response, block: int) -> list[BlockPair]:
@@ -131,11 +111,7 @@ def work(options: Options) -> list[dict[str, Any]]:
     vocabulary = vocabulary_of(tokenizer)
     pairs: list[BlockPair] = []
     drawn: Response | None = None
-    for number, response in enumerate(
-        read(options.responses, tokenizer, options.cap, options.shortest)
-    ):
-        if number == options.limit:
-            break
+    for response in islice(options.read(tokenizer), options.limit):
         found = pairs_of(response, vocabulary, options.block)
         if len(found) > len(pairs):
             pairs = found
@@ -145,10 +121,9 @@ def work(options: Options) -> list[dict[str, Any]]:
     unlike = others(pairs, drawn, options.block)
     if not unlike:
         raise ValueError(f"{options.responses}: {drawn.name} has no blocks that differ from others")
-    reader = load(options.model, options.dtype, options.device, options.cap)
+    reader = options.reader()
     cache = reader.cache(1, len(drawn.tokens))
-    for start in range(0, len(drawn.tokens), _CHUNK):
-        reader.forward(cache, drawn.tokens[start : start + _CHUNK], logits_to_keep=1)
+    reader.prefill(cache, drawn.tokens)
     similar, other = (
         distances(reader, cache, some, options.block, not options.as_cached)
         for some in (pairs, unlike)

@@ -76,7 +76,7 @@ class Chosen:
         received = {layer: torch.cat(scores) for layer, scores in parts.items()}
         found = []
         for layer in range(self._reader.layers):
-            keys = unrotated(self._reader, cache.keys[layer, 0, :, : self._end], 0)
+            keys = self._reader.unrotated(cache.keys[layer, 0, :, : self._end], 0)
             sums = []
             for block in self._blocks:
                 scores = received[layer][block.start - self._start : block.stop - self._start]
@@ -90,7 +90,7 @@ class Chosen:
     ) -> torch.Tensor:
         """See :data:`eval.fidelity.cache.Visible`."""
         tokens, written = visible.shape
-        asked = unrotated(self._reader, query, written - tokens).sum(1)
+        asked = self._reader.unrotated(query, written - tokens).sum(1)
         of_heads = asked.unflatten(0, (len(key), -1)).sum(1)
         relevance = (self._keys[layer] * of_heads).sum((1, 2))
         read = torch.ones(written, dtype=torch.bool, device=key.device)
@@ -104,10 +104,3 @@ class Chosen:
     def share(self) -> float:
         """The part of the documents' blocks that a layer reads."""
         return self._count / len(self._blocks)
-
-
-def unrotated(reader: Reader, rotated: torch.Tensor, first: int) -> torch.Tensor:
-    """Unrotates queries or keys ``[..., heads, tokens, head_dim]`` from position ``first`` on; returns fp32."""
-    back = -torch.arange(first, first + rotated.shape[-2], device=rotated.device)
-    by_token = rotated.transpose(-3, -2)
-    return reader.rotation.rotate(by_token, back.expand(by_token.shape[:-2])).transpose(-3, -2)

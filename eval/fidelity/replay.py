@@ -123,23 +123,25 @@ class ArmCache:
         norms, in the dtype of the KV, in which nearly equal blocks cancel."""
         at = torch.tensor(pairs).T[..., None] + torch.arange(self._block)
         dst, src = at.to(self.cache.keys.device)
-        layers, _, heads = self.cache.keys.shape[:3]
-        total = torch.zeros(len(pairs), dtype=torch.float64)
-        for all_ in (self.cache.keys, self.cache.values):
-            for layer in all_[:, self.row]:
+        apart = torch.zeros(len(pairs), len(self.cache.keys), 2, dtype=torch.float64)
+        for part, all_ in enumerate((self.cache.keys, self.cache.values)):
+            for number, layer in enumerate(all_[:, self.row]):
                 one, other = (layer[:, places].permute(1, 2, 0, 3) for places in (dst, src))
                 if all_ is self.cache.keys and self.arm.corrected:
                     other = self._rotation.rotate(other, dst - src).to(one.dtype)
                 one = one.flatten(1)
                 other = other.flatten(1)
                 if self.arm.metric == "cosine":
-                    total += 1 - torch.cosine_similarity(one.float(), other.float()).cpu()
-                    continue
-                squares = (one * one).sum(-1) + (other * other).sum(-1) - 2 * (one * other).sum(-1)
-                total += squares.clamp(min=0).double().sqrt().cpu()
-        scale = 2 * layers if self.arm.metric == "cosine" else 2 * layers * heads * self._block
-        distances: list[float] = (total / scale).tolist()
-        return distances
+                    found = 1 - torch.cosine_similarity(one.float(), other.float())
+                else:
+                    products = [
+                        (x * y).sum(-1) for x, y in ((one, one), (other, other), (one, other))
+                    ]
+                    found = (products[0] + products[1] - 2 * products[2]).clamp(min=0)
+                apart[:, number, part] = found.cpu()
+        if self.arm.metric == "cosine":
+            return list(apart.mean((1, 2)).tolist())
+        return list(block_distances(apart, self._block, self.cache.keys.shape[2]).tolist())
 
     def kept(self, layer: int) -> list[torch.Tensor]:
         """For each KV head of ``layer`` the written positions that were not evicted, int64 ``[n]``."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from eval.fidelity.cache import EditableCache, Reader
-from eval.fidelity.infllm import unrotated
 
 if TYPE_CHECKING:
     from eval.fidelity.documents import Prompt
@@ -58,12 +57,9 @@ def parse(name: str) -> SamKV | None:
     return arm._replace(block=int(block)) if colon else arm
 
 
-def profiles(
-    reader: Reader, prompt: Prompt, block: int, layers: Sequence[int] | None = None
-) -> list[Profile]:
+def profiles(reader: Reader, prompt: Prompt, block: int, layers: Sequence[int]) -> list[Profile]:
     """The offline step: prefills each document behind the system prompt; sums up its queries and attention in
-    the stable ``layers`` (None: :func:`last_layers`)."""
-    layers = last_layers(reader.layers) if layers is None else layers
+    the stable ``layers``."""
     cache = reader.cache(1, prompt.ends[-1])
     found = []
     reader.forward(cache, prompt.tokens[: prompt.start], logits_to_keep=1)
@@ -78,13 +74,11 @@ def profiles(
         found.append(one)
         for layer in weights[..., prompt.start :] if middle else ():
             alpha, strength = decay(layer)
-            # In each block, the token to which later tokens attend most represents the block.
-            parts = [slice(part.start - begin, part.stop - begin) for part in middle]
-            strong = [part.start + int(strength[part].argmax()) for part in parts]
+            strong = _strongest(strength, middle, begin)
             one.most.append(int(alpha[strong].argmin()))
             one.least.append(int(strength[strong].argmin()))
             # PauTa rule: alpha is more than 3 sigma from the middle's mean, ⚠ above or below, in any layer.
-            inner = alpha[parts[0].start : parts[-1].stop]
+            inner = alpha[middle[0].start - begin : middle[-1].stop - begin]
             far = (inner - inner.mean()).abs() > 3 * inner.std(correction=0)
             one.outliers.update((far.nonzero()[:, 0] + middle[0].start).tolist())
     return found
@@ -95,12 +89,11 @@ def select(
     cache: EditableCache,
     prompt: Prompt,
     found: Sequence[Profile],
-    layers: Sequence[int] | None = None,
+    layers: Sequence[int],
 ) -> list[int]:
     """The online step: hides in row 0 the positions that the request does not read; returns what to recompute.
     ⚠ Tokens keep their positions in the whole prompt. Scores use queries and keys before rotation: a profile is
     made before its document has a place in a prompt. As in a server, all layers read the same blocks."""
-    layers = last_layers(reader.layers) if layers is None else layers
     end = prompt.ends[-1]
     visible = cache.visible[0]
     visible[prompt.start : end] = False
@@ -112,7 +105,7 @@ def select(
     bias = torch.cosine_similarity(generic, local, dim=-1).abs()[..., None] * local
     personal = generic + (bias.sum(0) - bias) / max(len(found) - 1, 1)
     # A score is the query times a block's mean key, ⚠ summed over heads. ⚠ The anchor uses the ends' mean key.
-    keys = unrotated(reader, cache.keys[list(layers), 0, :, :end], 0)
+    keys = reader.unrotated(cache.keys[list(layers), 0, :, :end], 0)
     asks = personal[:, list(layers)].unflatten(2, (keys.shape[1], -1)).sum(3)
     scores = [keys.new_empty(len(keys), 0)]
     counts = list[int]()
@@ -207,11 +200,14 @@ def outliers(ranks: torch.Tensor) -> torch.Tensor:
 def _ranks(weights: torch.Tensor, middle: Sequence[range], begin: int) -> torch.Tensor:
     """The rank of each block of ``middle`` by alpha of its strongest token: 0 for the most important."""
     alpha, strength = decay(weights)
-    strong = [
-        part.start - begin + int(strength[part.start - begin : part.stop - begin].argmax())
-        for part in middle
-    ]
-    return alpha[strong].argsort().argsort().float()
+    return alpha[_strongest(strength, middle, begin)].argsort().argsort().float()
+
+
+def _strongest(strength: torch.Tensor, middle: Sequence[range], begin: int) -> list[int]:
+    """For each block of ``middle`` the token to which later tokens attend most, counted from ``begin``. It
+    represents the block."""
+    parts = [slice(part.start - begin, part.stop - begin) for part in middle]
+    return [part.start + int(strength[part].argmax()) for part in parts]
 
 
 def _look(
@@ -230,7 +226,7 @@ def _look(
     end = length + len(tokens)
 
     def watch(layer: int, query: torch.Tensor, weights: torch.Tensor) -> None:
-        queries.append(unrotated(reader, query[:, -last:], end - last).mean(1))
+        queries.append(reader.unrotated(query[:, -last:], end - last).mean(1))
         if layer in layers:
             given.append(weights.mean((0, 1)))
 

@@ -38,10 +38,11 @@ from eval.fidelity import (
     selection,
     summary,
 )
-from eval.fidelity.__main__ import Options, read, work
+from eval.fidelity.__main__ import Options, work
 from eval.fidelity.arms import default_name, parse, parse_all
 from eval.fidelity.cache import Reader
 from eval.fidelity.replay import Replay, compare
+from eval.fidelity.responses import read
 from eval.tiny_reasoner import CHECKPOINT
 from eval.tiny_reasoner.task import generate
 from sglang_reasoncache.config import ReasonCacheConfig
@@ -700,7 +701,7 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
     prompt = documents.Prompt("", "", (*TOKENS, *range(3, 13)), 6, (30, 44), 54)
     measured = documents.Documents(reader, {"none": documents.parse("none")}, [prompt])
     measured.scores(prompt)
-    cache, (first, second) = measured.caches["none"], samkv.profiles(reader, prompt, 2)
+    cache, (first, second) = measured.caches["none"], samkv.profiles(reader, prompt, 2, [1])
     towards = second.query[1].unflatten(0, (2, 2)).sum(1)
     for sign, block in ((1e3, first.middle[4]), (-1e3, first.middle[1])):
         place = torch.tensor(block.start)
@@ -710,7 +711,7 @@ def test_samkv_selects_the_block_whose_keys_the_others_ask_for(reader: Reader) -
         asked = [one._replace(query=0 * one.query) for one in (first, second)]
         asked[0] = asked[0]._replace(most=[most], least=[least])
         asked[1] = asked[1]._replace(query=sign * second.query)
-        samkv.select(reader, cache, prompt, asked)
+        samkv.select(reader, cache, prompt, asked, [1])
         assert cache.visible[0, first.middle[most]].all()
         assert not cache.visible[0, first.middle[least]].any()
 
