@@ -663,7 +663,11 @@ def test_memory_core_agrees_with_the_model(setup: Setup, record_property: Any) -
 
     def proves_something() -> bool:
         shared = Machine.blocks_shared > Machine.rules_run // enough
-        return shared and Machine.blocks_late > 0 and Machine.positions_evicted > Machine.rules_run // 60
+        return (
+            shared
+            and Machine.blocks_late > 0
+            and Machine.positions_evicted > Machine.rules_run // 60
+        )
 
     explore(Machine, QUICK_OPERATIONS, len(SETUPS), rate=2, seen=proves_something)
     record_property("operations", Machine.operations)
