@@ -4,7 +4,10 @@ twice, and their KV is approximate.
 
 SGLang's tree cores hold exact KV only and count every position as one slot. So a finished response enters the
 core up to its first shared position, and the rest becomes a :class:`Continuation` here. A later prompt that
-goes on with the same tokens reads both: an agent that keeps its reasoning does not compute it again."""
+goes on with the same tokens reads both: an agent that keeps its reasoning does not compute it again.
+
+If a model has state layers (such as Mamba), a continuation keeps the state after its last position, and serves
+only prompts that repeat all its tokens."""
 
 from __future__ import annotations
 
@@ -28,6 +31,11 @@ MOST_ALIKE = 16
 
 #: ``extra_key`` and ``cache_salt`` of SGLang's keys: requests that differ in these share no prefix.
 Namespace = tuple[str | None, str | None]
+
+
+#: Takes away one reference for each of ``slots``, of which ``known`` is known (:class:`Continuation`), and
+#: frees ``state``, if it is not None. Returns how many slots became free.
+Free = Callable[[torch.Tensor, np.ndarray, torch.Tensor | None], int]
 
 
 class Path(NamedTuple):
@@ -61,6 +69,10 @@ class Continuation:
         lent: The lent pages, int64 ``[n]`` in host memory, once for each reference (``references.py``) to them.
         borrowed: How many references it has to borrowed pages.
         pins: Number of running requests that read it or a continuation behind it.
+        state: The slot, in SGLang's pool of states, of the state layers' state after the last position, int64
+            ``[1]`` on the device. None if it was evicted, or if the model has no state layers.
+        needs_state: Whether the model has state layers.
+        readers: Number of running requests that began with ``state``.
         children: The continuations that go on with a part of this one.
     """
 
@@ -75,6 +87,7 @@ class Continuation:
         lent: np.ndarray,
         borrowed: np.ndarray,
         page: int,
+        state: torch.Tensor | None = None,
     ) -> None:
         """``lent``: slots that others name or named. ``borrowed``: slots of what this one goes on with. Both
         int64 ``[n]`` in host memory."""
@@ -88,6 +101,9 @@ class Continuation:
         self.head = int(tokens[0])
         self.pins = 0
         self.children = Branches()
+        self.state = state
+        self.needs_state = state is not None
+        self.readers = 0
         self._page = page
         self._lent = lent
         self._borrowed = borrowed
@@ -122,6 +138,11 @@ class Continuation:
         self.keep(len(self.tokens))
 
     @property
+    def serves_nobody(self) -> bool:
+        """Whether its state was evicted, and no request and no other continuation needs it."""
+        return self.needs_state and self.state is None and not self.pins and not self.children
+
+    @property
     def digest(self) -> bytes:
         """Of the tokens of :attr:`path`; empty if there is none."""
         return b"" if self.path is None else self.path.digest
@@ -132,6 +153,14 @@ class Continuation:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    def usable(self, tokens: np.ndarray, exact: bool) -> int:
+        """Number of leading positions that a prompt with these ``tokens`` can read. ``exact``: whether only
+        exact KV may be read."""
+        length = self.common(tokens)
+        if exact:
+            length = min(length, self.exact // self._page * self._page)
+        return 0 if self.needs_state and length < len(self) else length
 
     def common(self, tokens: np.ndarray) -> int:
         """Number of leading tokens, in whole pages, that equal those of ``tokens``, a whole prompt."""
@@ -227,6 +256,11 @@ class Continued(int):
         return self.parts[-1].end
 
     @property
+    def state(self) -> torch.Tensor | None:
+        """The slot of the state after the prefix. None if the model has no state layers."""
+        return self.parts[-1].node.state
+
+    @property
     def first_approximate(self) -> int | None:
         for node, length in self.parts:
             if node.exact < length:
@@ -263,6 +297,8 @@ class Continuations:
         self.borrowed = 0
         # Slots of continuations that are not lent: of those that no request reads, and of the others.
         self._free = self._pinned = 0
+        # Number of states that no running request began with, and of the others.
+        self._free_states = self._pinned_states = 0
         # Number of positions.
         self._positions = 0
         # All continuations, the least recently used first. Each comes after all that go on with it.
@@ -286,6 +322,16 @@ class Continuations:
         return self._pinned + self._page * self.lent.held[Holder.PINNED]
 
     @property
+    def evictable_states(self) -> int:
+        """Number of states that :meth:`evict_states` can free."""
+        return self._free_states
+
+    @property
+    def protected_states(self) -> int:
+        """Number of states with which running requests began."""
+        return self._pinned_states
+
+    @property
     def aliased(self) -> int:
         """Number of positions that take no slot: another position, or the row of a running request, names their
         slot. As many slots does the cache save."""
@@ -293,22 +339,23 @@ class Continuations:
 
     # -- look up ---------------------------------------------------------------------
 
-    def match(self, key: Any, held: int, exact: bool, on_host: int = 0) -> tuple[Part, ...]:
+    def match(self, key: Any, held: int, exact: bool, found: int = 0) -> tuple[Part, ...]:
         """What goes on with a path of the tree and makes the cached prefix of a prompt longer than the tree has
         it.
 
         Args:
             key: SGLang's key of the prompt.
-            held: Number of the prompt's tokens that the tree has in the pool.
+            held: Number of the prompt's tokens whose KV the tree has in the pool.
             exact: Whether only exact KV may be read.
-            on_host: Number of further tokens that the tree has on the host.
+            found: Length of the prefix that SGLang found. It is longer than ``held`` if more is on the host,
+                and shorter if a state is missing.
         """
         roots = self._roots.get(_namespace(key))
         if roots is None:
             return ()
         tokens = np.asarray(key.token_ids, dtype=np.int64)[: len(key)]
         best: tuple[Part, ...] = ()
-        longest = held + on_host
+        longest = found
         hashed = 0
         digest = _new_digest()
         for start, by_digest in roots.beginning(tokens, held):
@@ -329,7 +376,7 @@ class Continuations:
         """The match that begins with one of ``candidates`` and always takes the longest."""
         parts: list[Part] = []
         while candidates:
-            next_parts = [Part(each, self._usable(each, tokens, exact)) for each in candidates]
+            next_parts = [Part(each, each.usable(tokens, exact)) for each in candidates]
             longest = max(next_parts, key=lambda part: part.end)
             if not longest.length or (parts and longest.end <= parts[-1].end):
                 break
@@ -342,11 +389,9 @@ class Continuations:
                 for alike in by_digest.values()
                 for each in alike
             ]
+        while parts and parts[-1].node.needs_state and parts[-1].node.state is None:
+            parts.pop()
         return tuple(parts)
-
-    def _usable(self, node: Continuation, tokens: np.ndarray, exact: bool) -> int:
-        length = node.common(tokens)
-        return min(length, node.exact // self._page * self._page) if exact else length
 
     # -- change ----------------------------------------------------------------------
 
@@ -362,6 +407,7 @@ class Continuations:
         lent: np.ndarray,
         borrowed: np.ndarray,
         references: Mapping[int, int],
+        state: torch.Tensor | None = None,
     ) -> bool:
         """Keep the last positions of a finished request. Returns False, and keeps nothing, if they are there,
         if there are too few of them, or too many like them.
@@ -371,7 +417,7 @@ class Continuations:
             prefix: The request's cached prefix, if it ended in a continuation, which is pinned.
             node: SGLang's id of the node where the request's path in the tree ends.
             start: Position of the first token to keep, which begins a page.
-            slots, known, exact, lent, borrowed: See :class:`Continuation`.
+            slots, known, exact, lent, borrowed, state: See :class:`Continuation`.
             references: Page -> number of references, if it is not 1.
         """
         tokens = np.array(key.token_ids, dtype=np.int64)
@@ -390,16 +436,18 @@ class Continuations:
             np.concatenate((lent, borrowed[is_lent])),
             borrowed[~is_lent],
             self._page,
+            state,
         )
         branches = self._branches(made)
         alike = branches.alike(made)
         if (
             len(made) < LEAST_TOKENS
             or len(alike) >= MOST_ALIKE
-            or any(each.start + each.common(tokens) >= len(tokens) for each in alike)
+            or any(_serves(each, made, tokens) for each in alike)
         ):
             return False
-        if parent is not None and parent.end == start and parent.pins == 1 and not parent.children:
+        extends = parent is not None and state is None and parent.end == start
+        if extends and parent is not None and parent.pins == 1 and not parent.children:
             # Only this request reads the parent.
             owned = parent.owned
             before = Counter(parent.lent.tolist())
@@ -415,6 +463,7 @@ class Continuations:
             branches.add(made)
             self._used[made] = None
             self._free += made.owned
+            self._free_states += state is not None
             self.borrowed += made.borrowed
             self.lent.add(made.lent.tolist(), references, pinned=False)
         self._positions += len(made)
@@ -438,8 +487,20 @@ class Continuations:
                 self._pinned += node.owned
                 self.lent.pin(node.lent.tolist(), True)
             node.pins += 1
+        self._read_state(parts[-1].node, 1)
+
+    def _read_state(self, node: Continuation, change: int) -> None:
+        """``change`` more running requests began with the state of ``node``."""
+        if node.state is None:
+            return
+        was_read = node.readers > 0
+        node.readers += change
+        newly_read = (node.readers > 0) - was_read
+        self._free_states -= newly_read
+        self._pinned_states += newly_read
 
     def unpin(self, parts: Sequence[Part]) -> None:
+        self._read_state(parts[-1].node, -1)
         for node, _ in parts:
             node.pins -= 1
             if not node.pins:
@@ -447,25 +508,34 @@ class Continuations:
                 self._pinned -= node.owned
                 self.lent.pin(node.lent.tolist(), False)
 
-    def evict(self, wanted: int, free: Callable[[torch.Tensor, np.ndarray], int]) -> int:
+    def evict(self, wanted: int, free: Free) -> int:
         """Free at least ``wanted`` slots, or all that are evictable. Returns how many. The last tokens of the
-        least recently used continuation go first.
-
-        ``free``: takes away one reference for each of the given ``slots``, of which ``known`` is known. Returns
-        how many slots became free.
-        """
+        least recently used continuation go first."""
         freed = 0
         while freed < wanted and self.evictable:
             node = next(each for each in self._used if not each.pins)
             freed += self._shorten(node, wanted - freed, free)
         return freed
 
-    def drop(
-        self, is_there: Callable[[Any], bool], free: Callable[[torch.Tensor, np.ndarray], int]
-    ) -> int:
+    def evict_states(self, wanted: int, free: Free) -> tuple[int, int]:
+        """Free ``wanted`` states, or all that are evictable, the least recently used first. Returns how many
+        states and how many slots became free: a continuation without a state serves nobody, unless others go on
+        with it."""
+        states = slots = 0
+        while states < wanted and self._free_states:
+            node = next(each for each in self._used if each.state is not None and not each.readers)
+            before = self._free_states
+            if node.pins or node.children:
+                slots += free(node.slots[:0], node.known[:0], self._take_state(node))
+            else:
+                slots += self._shorten(node, len(node), free)
+            states += before - self._free_states
+        return states, slots
+
+    def drop(self, is_there: Callable[[Any], bool], free: Free) -> int:
         """Free the continuations whose path the tree evicted. Returns how many slots became free.
 
-        ``is_there``: whether the tree has the path that ends in a node. ``free``: see :meth:`evict`.
+        ``is_there``: whether the tree has the path that ends in a node.
         """
         gone = [
             node
@@ -475,13 +545,15 @@ class Continuations:
         freed = 0
         for root in gone:
             for node in reversed(and_children(root)):
-                freed += self._shorten(node, len(node), free)
+                # One that lost its state goes with the last that goes on with it.
+                if node in self._used:
+                    freed += self._shorten(node, len(node), free)
         return freed
 
-    def _shorten(
-        self, node: Continuation, wanted: int, free: Callable[[torch.Tensor, np.ndarray], int]
-    ) -> int:
+    def _shorten(self, node: Continuation, wanted: int, free: Free) -> int:
         length = max(wanted, len(node) // _LEAST_EVICTED, self._page)
+        if node.needs_state:
+            length = len(node)
         kept = max(len(node) - length, 0) // self._page * self._page
         slots = node.slots[kept:]
         known = node.known[kept:]
@@ -495,7 +567,18 @@ class Continuations:
         self.lent.remove(lent[len(node.lent) :].tolist())
         if not kept:
             self._remove(node)
-        return free(slots, known)
+        freed = free(slots, known, self._take_state(node))
+        parent = node.parent
+        if parent is not None and parent.serves_nobody:
+            freed += self._shorten(parent, len(parent), free)
+        return freed
+
+    def _take_state(self, node: Continuation) -> torch.Tensor | None:
+        """The state of a continuation, which keeps it no longer. No running request began with it."""
+        state = node.state
+        node.state = None
+        self._free_states -= state is not None
+        return state
 
     def _remove(self, node: Continuation) -> None:
         assert not node.children, "a continuation is evicted after those that go on with it"
@@ -504,6 +587,14 @@ class Continuations:
         branches.remove(node)
         if node.path is not None and not branches:
             del self._roots[node.path.namespace]
+
+
+def _serves(there: Continuation, made: Continuation, tokens: np.ndarray) -> bool:
+    """Whether ``there``, which begins where ``made`` does, serves all prompts that ``made`` would serve.
+    ``tokens``: from the first position of the path on."""
+    if made.needs_state:
+        return len(there) == len(made) and there.common(tokens) == len(there)
+    return there.start + there.common(tokens) >= len(tokens)
 
 
 def _namespace(key: Any) -> Namespace:

@@ -28,6 +28,7 @@ from sglang_reasoncache.cache.freed import NOTHING_SHARED, FreedEntries
 from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
 from sglang_reasoncache.cache.repair import RepairedRow, missed
+from sglang_reasoncache.cache.states import LastState, begin_with, last_state
 from sglang_reasoncache.cache.swap import Restored, swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED, SWAPPED
 from sglang_reasoncache.compat.types import Request
@@ -75,8 +76,16 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 self.owner.after_chunk(req, up_to)
             return
         end = req.kv.cache_protected_len
+        continues = not running and self.token_to_kv_pool_allocator.continues
         with self.owner.contained_alone():
             end = self.owner.once_more(self._publishable, req, up_to, running)
+        state = None
+        if continues and self.is_mamba_enabled and end < up_to:
+            with self.owner.contained_alone():
+                state = self._continue_with_state(req, up_to, end)
+        if state is not None:
+            state.release_others(req)
+            return
         publishes = True
         if self.is_swa_enabled and end < up_to and end <= self._freed_of_window(req):
             # The window before ``end`` is freed. SGLang would match no prefix that lacks its last window.
@@ -100,10 +109,11 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             # KV behind a document used at a new position is not exact, and the core holds exact KV only. Nor
             # does the core have the path that a continuation belongs to.
             end = 0
+            publishes = publishes and not (running and self.is_mamba_enabled)
         if publishes:
             with self._freed.of(self._host_row(req.kv)):
                 super().checkpoint_into_tree(req, up_to=end, **kwargs)
-        if not running and self.token_to_kv_pool_allocator.continues:
+        if continues and not self.is_mamba_enabled:
             with self.owner.contained_alone():
                 self._continue(req, up_to)
         if self.is_swa_enabled and not self.disable and running and end < up_to:
@@ -143,30 +153,40 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 up_to = bound - bound % self.page_size
         return max(up_to, req.kv.cache_protected_len)
 
-    def _continue(self, req: Request, up_to: int) -> None:
+    def _continue_with_state(self, req: Request, up_to: int, exact: int) -> LastState | None:
+        """Keep what a finished request computed, up to the last position whose state SGLang has. Returns that
+        state if it is kept. None if not, or if all KV up to there is ``exact``."""
+        state = last_state(self, req, up_to)
+        if state is None or state.length <= exact:
+            return None
+        return state if self._continue(req, state.length, state.slot) else None
+
+    def _continue(self, req: Request, up_to: int, state: torch.Tensor | None = None) -> bool:
         """Keep what a finished request computed behind the part that it published, if that is approximate, goes
-        on with a continuation, or is read by other responses to the same prompt."""
+        on with a continuation, or is read by other responses to the same prompt. Returns whether it is kept.
+
+        ``state``: slot of the state after ``up_to`` positions, in models with state layers."""
         row = self._host_row(req.kv)
         start = req.kv.cache_protected_len
         prefix = req.last_node if isinstance(req.last_node, Continued) else None
         first = _first_shared(req, row)
         is_plain = prefix is None and first is None and not row.in_other_rows
         if isinstance(req.last_node, Composition | Restored) or is_plain:
-            return
+            return False
         end = min([up_to, *row.evicted_from(0)[:1].tolist()])
         if self.tree_core.is_eagle:
             # A draft layer's KV of a position depends on the next token, too: SGLang's keys are pairs.
             end -= 1
         end -= end % self.page_size
-        if end <= start:
-            return
+        if end <= start or (state is not None and end < up_to):
+            return False
         borrowed = row.named_before_and_after(start)
         slots = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx, start:end].long()
         key = compat.RadixKey(
             req.full_untruncated_fill_ids[:end], req.extra_key, cache_salt=req.cache_salt
         )
         exact = end if first is None else first
-        if self._continuations.add(
+        is_kept = self._continuations.add(
             key,
             prefix,
             node=req.last_node,
@@ -177,9 +197,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             lent=np.fromiter(row.in_other_rows, dtype=np.int64),
             borrowed=np.fromiter(borrowed, dtype=np.int64),
             references=self.token_to_kv_pool_allocator.references,
-        ):
+            state=state,
+        )
+        if is_kept:
             # SGLang frees only what is behind.
             req.kv.cache_protected_len = end
+        return is_kept
 
     def insert(self, params: Any) -> Any:
         with self._freed.inserting(params.value):
@@ -206,6 +229,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
     def full_protected_size(self) -> int:
         return int(super().full_protected_size()) + self._continuations.protected
 
+    def mamba_evictable_size(self) -> int:
+        return int(super().mamba_evictable_size()) + self._continuations.evictable_states
+
+    def mamba_protected_size(self) -> int:
+        return int(super().mamba_protected_size()) + self._continuations.protected_states
+
     def evict(self, params: Any) -> Any:
         return self._evict_both(super().evict, params)
 
@@ -216,8 +245,12 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         """Evict nodes of the core, the least recently used first, each with the continuations of its path: the
         path was used whenever they were. Then evict continuations whose path is locked."""
         mine = self._continuations
+        if not len(mine):
+            return evict(params, **named)
+        if params.mamba_num > 0:
+            return self._evict_with_states(evict, params, **named)
         wanted = params.num_tokens
-        if wanted <= 0 or not len(mine):
+        if wanted <= 0:
             return evict(params, **named)
         freed = self._freed_before = 0
         while True:
@@ -233,13 +266,48 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         freed += mine.evict(wanted - freed, self._free_continued)
         return dataclasses.replace(result, num_tokens_evicted=freed)
 
+    def _evict_with_states(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
+        """Evict states, of continuations and of the core, whichever have more, because neither knows when the
+        other's were used. Then slots (:meth:`_evict_both`)."""
+        mine = self._continuations
+        wanted = params.mamba_num
+        more = mine.evictable_states - int(super().mamba_evictable_size())
+        states, slots = mine.evict_states(
+            min(wanted, max((more + wanted) // 2, 0)), self._free_continued
+        )
+        result = self._evict_both(evict, dataclasses.replace(params, mamba_num=0), **named)
+        slots += result.num_tokens_evicted
+        states += result.mamba_num_evicted
+        if states < wanted:
+            self._freed_before = 0
+            left = dataclasses.replace(
+                params, num_tokens=0, swa_num_tokens=0, mamba_num=wanted - states
+            )
+            core = evict(left)
+            slots += core.num_tokens_evicted + mine.drop(self._is_cached, self._free_continued)
+            slots += self._freed_before
+            self._freed_before = 0
+            states += core.mamba_num_evicted
+        more_states, more_slots = mine.evict_states(wanted - states, self._free_continued)
+        return dataclasses.replace(
+            result,
+            num_tokens_evicted=slots + more_slots,
+            mamba_num_evicted=states + more_states,
+        )
+
     def _is_cached(self, node: Any) -> bool:
         try:
             return not self.tree_core.is_full_device_evicted(int(node))
         except KeyError:  # The tree has no node with this id any more.
             return False
 
-    def _free_continued(self, slots: torch.Tensor, known: np.ndarray) -> int:
+    def _free_continued(
+        self, slots: torch.Tensor, known: np.ndarray, state: torch.Tensor | None
+    ) -> int:
+        if state is not None:
+            self.req_to_token_pool.mamba_allocator.free(state)
+        if not len(known):
+            return 0
         allocator = self.token_to_kv_pool_allocator
         return allocator.commit(self.owner.once_more(allocator.prepare_known, slots, known))
 
@@ -357,17 +425,35 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
     def _continued(self, params: Any, found: Any) -> Any:
         """``found``, which the core matched, or a continued prefix if that is longer."""
+        held = found.device_prefix_len
+        if self.is_mamba_enabled:
+            # SGLang's prefix ends at the last cached state; the tree may have KV behind it.
+            held = found.full_kv_hit_length
         parts = self._continuations.match(
             params.key,
-            found.device_prefix_len,
+            held,
             exact=not _may_read_approximate(params.req),
-            on_host=found.host_hit_length,
+            found=found.device_prefix_len + found.host_hit_length,
         )
         if not parts:
             return found
-        prefix = Continued(found.last_device_node, parts)
+        path = parts[0].node.path
+        assert path is not None, "a continued prefix begins on a path of the tree"
+        is_shorter = found.device_prefix_len < parts[0].node.start
+        prefix = Continued(path.node if is_shorter else found.last_device_node, parts)
+        if (
+            params.cow_mamba
+            and prefix.state is not None
+            and not begin_with(self, params.req, prefix)
+        ):
+            return found
         nodes = dict.fromkeys(("last_device_node", "last_host_node", "best_match_node"), prefix)
-        return found._replace(device_prefix_len=prefix.length, host_hit_length=0, **nodes)
+        return found._replace(
+            device_prefix_len=prefix.length,
+            host_hit_length=0,
+            mamba_branching_seqlen=None,
+            **nodes,
+        )
 
     def _composed(self, documents: CachedDocuments, params: Any, found: Any) -> Any:
         """``found``, which the tree matched, or a composed prefix if that is longer."""
@@ -423,6 +509,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             return CompositionLock(map(super().lock, where[0].nodes))
         if where and isinstance(where[0], Continued):
             prefix = where[0]
+            if prefix.state is not None:
+                # Of all states, the request needs only the one that it begins with.
+                named["skip_lock_components"] = (compat.ComponentType.MAMBA,)
             lock = super().lock(int(prefix), *where[1:], **named)
             self._continuations.pin(prefix.parts)
             return ContinuedLock(lock, prefix.parts)

@@ -50,7 +50,12 @@ _MODULES: dict[str, list[str]] = {
     "mem_cache.allocation": ["get_last_loc_torch"],
     "mem_cache.prefill_budget": ["PrefillBudget", "SWAPrefillBudget"],
     "mem_cache.unified_radix_cache": ["UnifiedRadixCache"],
-    "mem_cache.base_prefix_cache": ["MatchPrefixParams"],
+    "mem_cache.base_prefix_cache": [
+        "EvictParams",
+        "InsertParams",
+        "InsertResult",
+        "MatchPrefixParams",
+    ],
     "mem_cache.allocation_sizing": ["get_alloc_reserve_per_decode"],
     "mem_cache.hicache_storage": ["PoolName"],
     "mem_cache.radix_cache": ["RadixKey"],

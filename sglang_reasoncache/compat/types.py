@@ -23,6 +23,13 @@ class RequestKV(Protocol):
     retraction_backup: Any
     #: How many positions the latest copy of the request's state has seen, in models with state layers.
     mamba_last_track_seqlen: int | None
+    #: The request's slot in the pool of states, a scalar on the device, and whether there is one.
+    mamba_pool_idx: torch.Tensor | None
+    holds_mamba: bool
+    #: The state with which a new request begins, int64 ``[1]`` on the device: the next forward copies it.
+    mamba_cow_src_index: torch.Tensor | None
+    #: Whether the next forward clears the request's state.
+    mamba_needs_clear: bool
 
 
 class Request(Protocol):

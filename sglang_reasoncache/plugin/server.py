@@ -203,7 +203,17 @@ class ServerParts:
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
         # A draft model's KV is in the slots that the request named, as it was when the request read them.
-        reason = _needs_more_than_kv(tree, config, args) or self._reads_as_cached(config)
+        has_states = tree.is_mamba_enabled
+        reasons = {
+            "a draft model's prefixes end where no state is": has_states
+            and tree.tree_core.is_eagle,
+            "SGLang copies states to a host tier": has_states and tree.cache_controller is not None,
+        }
+        reason = (
+            _first(reasons)
+            or _needs_more_than_kv(tree, config, args, keeps_states=True)
+            or self._reads_as_cached(config)
+        )
         if reason is not None:
             logger.info("reasoncache: aliased_nodes has no effect: %s", reason)
         return reason is None
@@ -328,13 +338,17 @@ def _decodes_only(args: ServerArgs) -> bool:
 
 
 def _needs_more_than_kv(
-    tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+    tree: SharedRadixCache,
+    config: ReasonCacheConfig,
+    args: ServerArgs,
+    keeps_states: bool = False,
 ) -> str | None:
-    """Why the KV in the pool that is shared is not all that a request needs to go on here. None if it is."""
+    """Why the KV in the pool that is shared is not all that a request needs to go on here. None if it is.
+    ``keeps_states``: whether the caller keeps states of state layers, too."""
     reasons = {
         # SGLang itself keeps retracted requests there.
         "another server prefills": _decodes_only(args),
-        "state layers have states": tree.is_mamba_enabled,
+        "state layers have states": tree.is_mamba_enabled and not keeps_states,
         "layers with a sliding window have a pool of their own": tree.is_swa_enabled,
         "a policy evicts positions": bool(config.policies.evictors),
     }

@@ -3,96 +3,19 @@
 positions it has seen, so a test notices if it is *published* (enters the tree) for another length."""
 
 import pytest
-import torch
-from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
-from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.runtime_context import get_context, get_server_args
 
-from tests.property.world import ENDS, MAX_CONTEXT, MAX_ROWS, OUTPUT, PROMPT, Pair, Setup, World
+from tests.property.states import STATES, STRATEGIES, States
+from tests.property.world import ENDS, OUTPUT, PROMPT, Pair, Setup
 
 pytestmark = pytest.mark.usefixtures("any_length")
-STATES = 24
-STRATEGIES = ["no_buffer", "extra_buffer"]
 
 
 @pytest.fixture
 def any_length(published_config: None) -> None:
     """Lets SGLang cache states after any number of tokens, not only multiples of a kernel's chunk size."""
     get_server_args()._mamba_cache_chunk_size = 1
-
-
-class States(World):
-    def __init__(self, strategy: str) -> None:
-        self.copies = strategy == "extra_buffer"
-        super().__init__(Setup(1, 4, 120))
-
-    def make_rows(self) -> HybridReqToTokenPool:
-        shape = Mamba2StateShape.create(
-            **dict(tp_world_size=1, intermediate_size=4, n_groups=1, num_heads=1),
-            **dict(head_dim=4, state_size=2, conv_kernel=2),
-        )
-        return HybridReqToTokenPool(
-            **dict(size=MAX_ROWS, mamba_size=STATES, mamba_spec_state_size=MAX_ROWS),
-            **dict(max_context_len=MAX_CONTEXT, device="cpu", enable_memory_saver=False),
-            cache_params=Mamba2CacheParams(shape=shape, layers=[0]),
-            mamba_layer_ids=[0],
-            enable_mamba_extra_buffer=self.copies,
-        )
-
-    def set_components(self, params: CacheInitParams) -> None:
-        params.tree_components = (ComponentType.FULL, ComponentType.MAMBA)
-        params.enable_mamba_extra_buffer = self.copies
-
-    def write(self, slots: object, contents: object) -> None:
-        """Acts as a forward pass: afterwards each request's state has seen all positions of the request."""
-        super().write(slots, contents)  # type: ignore[arg-type]
-        for req in self.requests if hasattr(self, "controller") else ():
-            if req.kv.holds_mamba and req.kv.holds_kv:
-                self.set_state(req.kv.mamba_pool_idx, req.kv.kv_allocated_len)
-
-    def set_state(self, slot: torch.Tensor, positions: int) -> None:
-        for state in (
-            self.rows.mamba_pool.mamba_cache.temporal,
-            self.rows.mamba_pool.mamba_cache.conv[0],
-        ):
-            state[:, slot] = positions
-
-    def track(self, req: Req) -> None:
-        """Copies the request's state, and keeps the previous copy too. SGLang does this at intervals."""
-        kv = req.kv
-        pool = self.rows
-        kv.mamba_last_track_idx = kv.mamba_next_track_idx
-        kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
-        kv.mamba_prev_track_seqlen = kv.mamba_last_track_seqlen
-        kv.mamba_last_track_seqlen = kv.kv_committed_len
-        slot = kv.mamba_ping_pong_track_buffer[kv.mamba_last_track_idx]
-        self.set_state(slot, kv.kv_committed_len)
-
-    def cached(self, tokens: list[int]) -> int:
-        """How many of ``tokens`` a new request finds cached. Checks that the cached state has seen as many."""
-        req = self.request("again", [*tokens, 1])
-        req.init_next_round_input(self.tree)
-        found = req.prefix_len
-        if found:
-            seen = self.rows.mamba_pool.mamba_cache.temporal[0, req.kv.mamba_cow_src_index]
-            assert seen.unique().tolist() == [found]
-            self.rows.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
-            req.kv.mamba_pool_idx = None
-        return found
-
-    def assert_whole(self) -> None:
-        """Check that slots and states are free or evictable, and that all are free once the tree is empty."""
-        free = self.allocator.available_size()
-        states = self.rows.mamba_allocator.available_size()
-        assert free + self.tree.full_evictable_size() == self.total
-        assert states + self.tree.mamba_evictable_size() == STATES
-        self.tree.evict(EvictParams(num_tokens=self.total, mamba_num=STATES))
-        assert self.allocator.available_size() == self.total
-        assert self.rows.mamba_allocator.available_size() == STATES
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -208,3 +131,74 @@ def test_a_node_that_is_evicted_while_a_row_is_published_frees_its_own_slots(
         free = world.free_pages().tolist()
         assert len(free) == len(set(free))
         assert len(free) + world.tree.full_evictable_size() == world.total
+
+
+@pytest.fixture(params=STRATEGIES)
+def keeping(request: pytest.FixtureRequest) -> States:
+    """A world whose finished requests become continuations."""
+    return States(request.param, Setup(1, 4, 120, continues=True))
+
+
+def _turn(world: States, first: int = 100) -> list[int]:
+    """A request shares a block and finishes. Returns the tokens whose KV and state were computed."""
+    req = world.start(first=first)
+    world.propose(req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
+    world.controller.after_decode([req])
+    world.step(req)
+    if world.copies:
+        world.track(req)
+    tokens = [*req.origin_input_ids, *req.output_ids]
+    world.finish(req)
+    return tokens[: req.kv.kv_committed_len]
+
+
+def test_the_next_turn_begins_with_the_state_behind_what_was_shared(keeping: States) -> None:
+    tokens = _turn(keeping)
+    assert keeping.cached(tokens) == len(tokens) == len(PROMPT) + OUTPUT + 2
+    # The state has seen the last token, and all before it were read as the response read them.
+    prompt = 0 if keeping.copies else len(PROMPT)
+    assert keeping.cached(tokens[:-1]) == keeping.cached([*tokens[:-1], 9]) == prompt
+    assert keeping.cached(tokens, opted_out=True) == prompt
+    keeping.assert_whole()
+
+
+def test_a_turn_goes_on_with_a_turn(keeping: States) -> None:
+    tokens = _turn(keeping)
+    req = keeping.request("next", [*tokens, *range(300, 304)])
+    keeping.respond(req, range(400, 424))
+    assert req.prefix_len > len(PROMPT) + OUTPUT
+    if keeping.copies:
+        keeping.track(req)
+    more = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
+    keeping.finish(req)
+    assert (keeping.cached(more), keeping.cached(tokens)) == (len(more), len(tokens))
+    assert len(keeping.allocator.continuations) == 2
+    keeping.assert_whole()
+
+
+def test_a_state_that_a_request_began_with_is_not_evicted(keeping: States) -> None:
+    tokens = _turn(keeping)
+    req = keeping.request("next", [*tokens, 5, 6])
+    keeping.prefill(req)
+    tree = keeping.tree
+    before = tree.mamba_protected_size()
+    assert before == 1
+    tree.evict(EvictParams(num_tokens=keeping.total, mamba_num=STATES))
+    assert tree.mamba_evictable_size() == tree.evictable_size() == 0
+    assert tree.mamba_protected_size() == 1 and len(keeping.allocator.continuations) == 1
+    keeping.abort(req)
+    assert keeping.cached(tokens) == len(tokens)
+    keeping.assert_whole()
+
+
+def test_states_are_evicted_where_there_are_more(keeping: States) -> None:
+    """Each turn leaves a state behind its prompt, if SGLang has none there yet, and one behind its response."""
+    turns = [_turn(keeping, first) for first in (100, 200)]
+    tree = keeping.tree
+    states = tree.mamba_evictable_size()
+    result = tree.evict(EvictParams(num_tokens=0, mamba_num=1))
+    assert result.mamba_num_evicted == 1 == states - tree.mamba_evictable_size()
+    # The first turn was used least recently. What serves nobody without its state is freed with it.
+    assert keeping.cached(turns[0]) < len(turns[0])
+    assert keeping.cached(turns[1]) == len(turns[1])
+    keeping.assert_whole()
