@@ -517,20 +517,18 @@ class Continuations:
             freed += self._shorten(node, wanted - freed, free)
         return freed
 
-    def evict_states(self, wanted: int, free: Free) -> tuple[int, int]:
+    def evict_states(self, wanted: int, free: Free) -> int:
         """Free ``wanted`` states, or all that are evictable, the least recently used first. Returns how many
-        states and how many slots became free: a continuation without a state serves nobody, unless others go on
-        with it."""
-        states = slots = 0
-        while states < wanted and self._free_states:
+        slots became free: a continuation without a state serves nobody, unless others go on with it."""
+        freed = 0
+        left = max(self._free_states - wanted, 0)
+        while self._free_states > left:
             node = next(each for each in self._used if each.state is not None and not each.readers)
-            before = self._free_states
             if node.pins or node.children:
-                slots += free(node.slots[:0], node.known[:0], self._take_state(node))
+                freed += free(node.slots[:0], node.known[:0], self._take_state(node))
             else:
-                slots += self._shorten(node, len(node), free)
-            states += before - self._free_states
-        return states, slots
+                freed += self._shorten(node, len(node), free)
+        return freed
 
     def drop(self, is_there: Callable[[Any], bool], free: Free) -> int:
         """Free the continuations whose path the tree evicted. Returns how many slots became free.

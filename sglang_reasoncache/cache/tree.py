@@ -271,29 +271,27 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         other's were used. Then slots (:meth:`_evict_both`)."""
         mine = self._continuations
         wanted = params.mamba_num
-        more = mine.evictable_states - int(super().mamba_evictable_size())
-        states, slots = mine.evict_states(
-            min(wanted, max((more + wanted) // 2, 0)), self._free_continued
-        )
+        had = mine.evictable_states
+        more = had - int(super().mamba_evictable_size())
+        share = min(wanted, max((more + wanted) // 2, 0))
+        slots = mine.evict_states(share, self._free_continued)
         result = self._evict_both(evict, dataclasses.replace(params, mamba_num=0), **named)
         slots += result.num_tokens_evicted
-        states += result.mamba_num_evicted
-        if states < wanted:
+        states = result.mamba_num_evicted
+        # Continuations go with the nodes that they go on with, so count what is left of them.
+        missing = wanted - states - (had - mine.evictable_states)
+        if missing > 0:
             self._freed_before = 0
-            left = dataclasses.replace(
-                params, num_tokens=0, swa_num_tokens=0, mamba_num=wanted - states
-            )
+            left = dataclasses.replace(params, num_tokens=0, swa_num_tokens=0, mamba_num=missing)
             core = evict(left)
             slots += core.num_tokens_evicted + mine.drop(self._is_cached, self._free_continued)
             slots += self._freed_before
             self._freed_before = 0
             states += core.mamba_num_evicted
-        more_states, more_slots = mine.evict_states(wanted - states, self._free_continued)
-        return dataclasses.replace(
-            result,
-            num_tokens_evicted=slots + more_slots,
-            mamba_num_evicted=states + more_states,
-        )
+            missing = wanted - states - (had - mine.evictable_states)
+            slots += mine.evict_states(missing, self._free_continued)
+        states += had - mine.evictable_states
+        return dataclasses.replace(result, num_tokens_evicted=slots, mamba_num_evicted=states)
 
     def _is_cached(self, node: Any) -> bool:
         try:

@@ -64,16 +64,18 @@ class States(World):
         ):
             state[:, slot] = positions
 
-    def track(self, req: Req) -> None:
-        """Copies the request's state, and keeps the previous copy too. SGLang does this at intervals."""
+    def track(self, req: Req, length: int | None = None) -> None:
+        """Copies the request's state after ``length`` positions, all if None, and keeps the previous copy too.
+        SGLang does this at intervals."""
         kv = req.kv
+        length = kv.kv_committed_len if length is None else length
         pool = self.rows
         kv.mamba_last_track_idx = kv.mamba_next_track_idx
         kv.mamba_next_track_idx = pool.get_mamba_ping_pong_other_idx(kv.mamba_next_track_idx)
         kv.mamba_prev_track_seqlen = kv.mamba_last_track_seqlen
-        kv.mamba_last_track_seqlen = kv.kv_committed_len
+        kv.mamba_last_track_seqlen = length
         slot = kv.mamba_ping_pong_track_buffer[kv.mamba_last_track_idx]
-        self.set_state(slot, kv.kv_committed_len)
+        self.set_state(slot, length)
 
     def cached(self, tokens: list[int], opted_out: bool = False) -> int:
         """How many of ``tokens`` a new request finds cached. Checks that the cached state has seen as many."""

@@ -117,17 +117,27 @@ def test_a_cached_state_is_that_after_accepted_tokens(
     servers: ServerPool, spec: specs.ServerSpec
 ) -> None:
     """A response goes on behind what is cached of an earlier one: its prompt, and what was computed without
-    sharing up to the last copy of the states."""
+    sharing up to the last copy of the states. Without a draft model, all up to that copy is cached for requests
+    that did not opt out."""
     server = servers.get(spec)
     loop = Loop(servers.model(spec.model), spec.model)
     copied = spec in (specs.STATES_COPIED, *specs.STATES_OVERLAPPED)
+    continues = spec not in (specs.STATES_COPIED, specs.STATES_MTP)
+    beside = Beside(loop, server)
     compared = []
     for text, found in zip(letters(4), together(server, letters(4), 200), strict=True):
         assert found["blocks"]
         whole = loop.tokenizer(text)["input_ids"] + found["tokens"]
+        computed = (len(whole) - 1) // 64 * 64 if copied else len(whole) - 1
+        if continues:
+            follow = follow_up(server, whole, opts_out=False, most=20)
+            assert follow["cached"] == computed
+            assert beside.continued(whole, found, follow).off.max() < ROUNDING
         follow = follow_up(server, whole, most=150)
-        first = min(dst for _, dst, *_ in found["blocks"])
-        assert follow["cached"] == (first // 64 * 64 if copied else found["prompt_tokens"])
+        exact = min(dst for _, dst, *_ in found["blocks"])
+        if continues or not copied:
+            exact = found["prompt_tokens"]
+        assert follow["cached"] == (exact // 64 * 64 if copied else exact)
         compared.append(loop.compare(whole, follow))
         whole += follow["tokens"]
         again = follow_up(server, whole)

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random siblings of a model with state layers. A state holds a number that names all tokens it has seen, so a
+request that begins with the state of another prefix is noticed, and so is a state that is lost."""
+
+import zlib
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.runtime_context import get_server_args
+
+from sglang_reasoncache.cache.continuations import Continued
+from sglang_reasoncache.filter.process import FilterProcess
+from tests.property import test_groups as groups
+from tests.property.states import STATES, States
+from tests.property.test_memory import explore
+from tests.property.world import Setup, World
+from tests.server.faulty.waiting_reasoncache import wait_for
+
+SETUPS = [
+    ("no_buffer", Setup(page=1, block=3, slots=190, continues=True)),
+    ("extra_buffer", Setup(page=4, block=2, slots=260, core="rust", continues=True)),
+    pytest.param(
+        "no_buffer",
+        Setup(page=1, block=3, slots=200, when="short", core="rust", continues=True),
+        marks=pytest.mark.long,
+    ),
+    pytest.param(
+        "extra_buffer", Setup(page=1, block=3, slots=190, continues=True), marks=pytest.mark.long
+    ),
+]
+QUICK_RULES = 400
+#: SGLang copies the state of a request after every so many tokens, if it keeps copies.
+INTERVAL = 4
+
+
+def name_of(req: Req, length: int) -> int:
+    """A number that names the first ``length`` tokens of a request and its salt, exact in float32."""
+    tokens = [*req.origin_input_ids, *req.output_ids][:length]
+    return zlib.crc32(f"{req.cache_salt} {tokens}".encode()) % 2**24
+
+
+class StateWorld(States):
+    #: A request's state is computed by the machine.
+    write = World.write  # type: ignore[assignment]
+
+    def state(self, slot: Any) -> int:
+        return int(self.rows.mamba_pool.mamba_cache.temporal[0, slot].unique().item())
+
+
+class StateMachine(groups.GroupMachine):
+    """``revived``: how often a request began with a state behind shared KV. ``taken``: how many such states
+    were evicted, and how many of these belonged to a continuation with others behind it."""
+
+    strategy: ClassVar[str]
+    revived = taken = taken_inside = 0
+    world: StateWorld
+
+    def _make_world(self, setup: Setup, **named: Any) -> StateWorld:
+        return StateWorld(self.strategy, setup, groups.RandomMeter, **named)
+
+    def _compute(self, req: Req, slots: np.ndarray) -> None:
+        super()._compute(req, slots)
+        kv = req.kv
+        before = kv.kv_committed_len - len(slots)
+        if kv.mamba_cow_src_index is not None:
+            assert self.world.state(kv.mamba_cow_src_index) == name_of(req, before)
+            kv.mamba_cow_src_index = None
+        elif len(slots) > 1:
+            assert before == 0, "a prefix without a state"
+        length = kv.kv_committed_len
+        self.world.set_state(kv.mamba_pool_idx, name_of(req, length))
+        if self.world.copies and (len(slots) > 1 or length % INTERVAL == 0):
+            # A prefill's state is copied at the last multiple that it reaches.
+            length -= length % INTERVAL
+            if length > before:
+                self.world.track(req, length)
+                self.world.set_state(
+                    kv.mamba_ping_pong_track_buffer[kv.mamba_last_track_idx], name_of(req, length)
+                )
+
+    def _prefill(self, req: Req) -> bool:
+        admitted = super()._prefill(req)
+        if not admitted:
+            # As the scheduler does.
+            req.kv.mamba_cow_src_index = None
+            if req.kv.holds_mamba:
+                self.world.rows.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
+                req.kv.mamba_pool_idx = None
+        elif isinstance(req.last_node, Continued):
+            type(self).revived += 1
+        return admitted
+
+    @rule(wanted=st.sampled_from((1, 2, 5, STATES)))
+    def evict_states(self, wanted: int) -> None:
+        """Evict states. As many must become free as the tree counts as evictable."""
+        tree = self.world.tree
+        states = self.world.rows.mamba_allocator
+        there = self.world.allocator.continuations
+        inside = [node for node in there if node.children and node.state is not None]
+        before = states.available_size()
+        mine = there.evictable_states
+        evictable = tree.mamba_evictable_size()
+        found = tree.evict(EvictParams(num_tokens=0, mamba_num=wanted)).mamba_num_evicted
+        freed = states.available_size() - before
+        assert freed == found == evictable - tree.mamba_evictable_size() >= min(wanted, evictable)
+        type(self).taken += mine - there.evictable_states
+        type(self).taken_inside += sum(node.state is None for node in inside)
+
+    def everybody_reads_what_is_theirs(self) -> None:
+        super().everybody_reads_what_is_theirs()
+        world = self.world
+        there = world.allocator.continuations
+        kept = [int(node.state) for node in there if node.state is not None]
+        core = world.tree.all_mamba_values_flatten().tolist()
+        of_requests = list[int]()
+        for req in self.running:
+            of_requests.append(int(req.kv.mamba_pool_idx))
+            assert world.state(req.kv.mamba_pool_idx) == name_of(req, req.kv.kv_committed_len)
+            if world.copies:
+                of_requests += req.kv.mamba_ping_pong_track_buffer.tolist()
+        used = [*kept, *core, *of_requests]
+        assert len(set(used)) == len(used), "two hold one state"
+        assert len(used) + world.rows.mamba_allocator.available_size() == STATES, "a state is lost"
+        began = {
+            id(req.last_node.parts[-1].node)
+            for req in self.running
+            if isinstance(req.last_node, Continued)
+        }
+        assert there.protected_states == len(began)
+        assert there.evictable_states == len(kept) - len(began)
+        assert all(node.needs_state and not node.serves_nobody for node in there)
+
+    def flush(self) -> None:
+        super().flush()
+        self.world.rows.clear()
+
+    def teardown(self) -> None:
+        super().teardown()
+        tree = self.world.tree
+        tree.evict(EvictParams(num_tokens=0, mamba_num=STATES))
+        assert self.world.rows.mamba_allocator.available_size() == STATES
+
+
+@pytest.mark.property
+@pytest.mark.usefixtures("published_config")
+@pytest.mark.parametrize(("strategy", "setup"), SETUPS, ids=str)
+def test_states_belong_to_their_prefixes(
+    strategy: str, setup: Setup, monkeypatch: pytest.MonkeyPatch, record_property: Any
+) -> None:
+    get_server_args()._mamba_cache_chunk_size = 1
+    monkeypatch.setattr(FilterProcess, "ready", wait_for)
+    engine = groups.engine_of(setup)
+
+    class Machine(StateMachine):
+        """A subclass, so that each setup has its own counters."""
+
+        refusals: ClassVar = groups.Counter[str]()
+
+        def __init__(self) -> None:
+            super().__init__(setup, engine)
+
+    Machine.strategy = strategy
+
+    def all_seen() -> bool:
+        """Whether what this setup allows has happened. Without it the run would prove little."""
+        return all((Machine.revived, Machine.taken, Machine.taken_inside))
+
+    try:
+        explore(Machine, QUICK_RULES, len(SETUPS), rate=1, seen=all_seen)
+    finally:
+        engine.shut_down()
+    record_property("operations", Machine.operations)
+    print(strategy, setup, Machine.operations, Machine.across, Machine.reapplied, Machine.refusals)
+    print(Machine.revived, Machine.taken, Machine.taken_inside, Machine.lent, Machine.common)
+    assert all_seen()
