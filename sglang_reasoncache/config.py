@@ -153,7 +153,7 @@ class ReasonCacheConfig:
         None,
         "Most host memory, in GiB for each rank, that keeps the KV of retracted requests, so that it is not "
         "computed again. 0: none. If unset, a tenth of the host memory that is free at the start, divided by "
-        "the ranks. Has no effect, and the log says why, with states, a window pool, latent attention "
+        "the ranks. Has no effect, and the log says why, with a window pool, latent attention "
         "whose prefills SGLang's kernels run, a host tier, a policy that evicts, or on a decode server of a PD "
         "pair.",
         bounds=(0, 1_000_000),

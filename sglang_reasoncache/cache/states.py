@@ -56,19 +56,29 @@ def last_state(tree: SharedRadixCache, req: Request, up_to: int) -> LastState | 
 
 
 def begin_with(tree: SharedRadixCache, req: Request, prefix: Any) -> bool:
-    """Let ``req`` begin with a copy of the state after ``prefix``, which a forward makes. False if the request
-    needs a slot for the copy and there is none."""
-    if not req.kv.holds_mamba:
-        states = tree.req_to_token_pool.mamba_allocator
+    """Let ``req`` begin with a copy of the state after ``prefix``, which the next forward makes. False if the
+    request needs a slot for the copy and there is none."""
+    lock = tree.lock(prefix)
+    has_slot = take_slot(tree, req)
+    tree.unlock(lock)
+    if has_slot:
+        req.kv.mamba_cow_src_index = prefix.state
+        req.kv.mamba_needs_clear = False
+    return has_slot
+
+
+def take_slot(tree: SharedRadixCache, req: Request) -> bool:
+    """Give ``req`` a slot in the pool of states, if it has none. The next forward clears a new slot. False if
+    there is no slot."""
+    if req.kv.holds_mamba:
+        return True
+    states = tree.req_to_token_pool.mamba_allocator
+    slot = states.alloc(1)
+    if slot is None:
+        tree.evict_for_alloc(compat.EvictParams(num_tokens=0, mamba_num=1))
         slot = states.alloc(1)
-        if slot is None:
-            lock = tree.lock(prefix)
-            tree.evict_for_alloc(compat.EvictParams(num_tokens=0, mamba_num=1))
-            tree.unlock(lock)
-            slot = states.alloc(1)
-        if slot is None:
-            return False
-        req.kv.mamba_pool_idx = slot[0]
-    req.kv.mamba_cow_src_index = prefix.state
-    req.kv.mamba_needs_clear = False
+    if slot is None:
+        return False
+    req.kv.mamba_pool_idx = slot[0]
+    req.kv.mamba_needs_clear = True
     return True

@@ -3,7 +3,10 @@
 
 SGLang retracts a running request when slots run out, and later computes all its KV again. Instead, the KV is
 copied to the host before the request's slots are reused. When SGLang admits the request again, the copy counts
-as a host hit of the prefix cache: SGLang's admission reserves its slots and asks the tree to load it."""
+as a host hit of the prefix cache: SGLang's admission reserves its slots and asks the tree to load it.
+
+If a model has state layers (such as Mamba), the copy ends where SGLang has a state of the request, which is
+copied, too."""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch
 
 from sglang_reasoncache.cache.cached_positions import CachedPositions
 from sglang_reasoncache.cache.host_row import HostRow
+from sglang_reasoncache.cache.states import LastState, take_slot
 from sglang_reasoncache.compat.carriers import SWAPPED
 from sglang_reasoncache.compat.types import KVPool, Request
 
@@ -40,6 +44,7 @@ class Swapped:
             are read as cached.
         first_shared: The lowest position that was ever redirected. From there on the KV is approximate. None if
             all is exact.
+        state: SGLang's copy of the state after the last position. None if the model has no state layers.
         num_bytes: Size of the copies.
         is_valid: Whether the KV may be used.
     """
@@ -50,13 +55,15 @@ class Swapped:
         runs: Sequence[CopiedRun],
         cached_at: torch.Tensor | None,
         first_shared: int | None,
+        state: Any = None,
     ) -> None:
         self.length = length
         self.runs = runs
         self.cached_at = cached_at
         self.first_shared = first_shared
+        self.state = state
         self.is_valid = True
-        self.num_bytes = sum(_bytes_of(run.tensors) for run in runs)
+        self.num_bytes = _bytes_of(state) + sum(_bytes_of(run.tensors) for run in runs)
 
 
 def swapped_of(req: Request | None) -> Swapped | None:
@@ -109,22 +116,40 @@ class HostSwap:
         for one in self._there:
             one.is_valid = False
             one.runs = ()
+            one.state = None
             one.num_bytes = 0
 
     def out(
-        self, tree: SharedRadixCache, req: Request, row: HostRow, first_shared: int | None
+        self,
+        tree: SharedRadixCache,
+        req: Request,
+        row: HostRow,
+        first_shared: int | None,
+        state: LastState | None,
     ) -> Swapped | None:
         """Copy the KV of a request that is being retracted. None if positions were evicted, if some KV is not
-        computed, or if the copy would exceed the limit. ``first_shared``: see :class:`Swapped`."""
-        length = len(req.origin_input_ids) + len(req.output_ids) - 1
+        computed, or if the copy would exceed the limit.
+
+        Args:
+            first_shared: See :class:`Swapped`.
+            state: The request's last state, in models with state layers. Its slot is free already, but only a
+                later forward rewrites it.
+        """
+        length = computed_length(req)
         length -= length % tree.page_size
+        if tree.is_mamba_enabled:
+            length = 0 if state is None else state.length
         allocator = tree.token_to_kv_pool_allocator
         if row.evicted or length <= 0 or not req.output_ids or length > req.kv.kv_allocated_len:
             return None
         slots = tree.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :length].long()
         if self._slot_bytes is None:
             self._slot_bytes = _bytes_of(self._copies(allocator, slots[:1]))
-        if self.num_bytes + self._slot_bytes * length > self._limit:
+        kept_state = (
+            None if state is None else tree.req_to_token_pool.mamba_pool.get_cpu_copy(state.slot)
+        )
+        wanted = self._slot_bytes * length + _bytes_of(kept_state)
+        if self.num_bytes + wanted > self._limit:
             return None
         cached_at = None if self._cached_at is None else self._cached_at.positions[slots].cpu()
         # Two copies: the tree may still have the first part when the request returns.
@@ -134,7 +159,7 @@ class HostSwap:
             for start, end in ((0, kept), (kept, length))
             if end > start
         ]
-        swapped = Swapped(length, runs, cached_at, first_shared)
+        swapped = Swapped(length, runs, cached_at, first_shared, kept_state)
         self._there.add(swapped)
         return swapped
 
@@ -142,10 +167,12 @@ class HostSwap:
         """Of the served model's KV, then of each draft model's."""
         return [store.get_cpu_copy(slots) for store in (allocator, *self._draft_pools)]
 
-    def back(self, tree: SharedRadixCache, swapped: Swapped, held: int) -> Restored | None:
-        """Load the positions from ``held`` on into new slots. None if slots are missing.
-
-        ``held``: number of positions that the tree holds."""
+    def back(self, tree: SharedRadixCache, swapped: Swapped, req: Request) -> Restored | None:
+        """Load the positions that the tree does not hold into new slots, and the state into the request's slot
+        for it, which the next forward would still clear or replace. None if slots are missing."""
+        held = req.prefix_len
+        if swapped.state is not None and not take_slot(tree, req):
+            return None
         allocator = tree.token_to_kv_pool_allocator
         count = swapped.length - held
         if allocator.available_size() < count:
@@ -162,12 +189,20 @@ class HostSwap:
                     stores = (allocator, *self._draft_pools)
                     for store, tensors in zip(stores, run.tensors, strict=True):
                         store.load_cpu_copy(tensors, whole[run.start : run.end])
+            if swapped.state is not None and req.kv.mamba_pool_idx is not None:
+                pool = tree.req_to_token_pool.mamba_pool
+                pool.load_cpu_copy(swapped.state, req.kv.mamba_pool_idx.unsqueeze(0))
             if self._cached_at is not None and swapped.cached_at is not None:
                 self._cached_at.record(slots, swapped.cached_at[held:].to(slots.device))
             return Restored(None, slots, swapped.first_shared)
         except BaseException:
             allocator.free(slots)
             raise
+
+
+def computed_length(req: Request) -> int:
+    """Number of positions of a running request whose KV is computed, without a step in flight."""
+    return len(req.origin_input_ids) + len(req.output_ids) - 1
 
 
 def _bytes_of(tensors: Any) -> int:

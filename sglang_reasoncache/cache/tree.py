@@ -29,7 +29,7 @@ from sglang_reasoncache.cache.host_row import HostRow
 from sglang_reasoncache.cache.owner import SlotOwner
 from sglang_reasoncache.cache.repair import RepairedRow, missed
 from sglang_reasoncache.cache.states import LastState, begin_with, last_state
-from sglang_reasoncache.cache.swap import Restored, swapped_of
+from sglang_reasoncache.cache.swap import Restored, computed_length, swapped_of
 from sglang_reasoncache.compat.carriers import CONTINUED, SWAPPED
 from sglang_reasoncache.compat.types import Request
 from sglang_reasoncache.custom_params import takes_part
@@ -320,23 +320,39 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return self.token_to_kv_pool_allocator.rows.get(kv.req_pool_idx, NOTHING_SHARED)
 
     def on_release(self, req: Request, *, checkpointed: bool) -> None:
+        state = None
+        if self.token_to_kv_pool_allocator.swap is not None and not req.finished():
+            with self.owner.contained_alone():
+                state = self._state_to_swap(req)
         super().on_release(req, checkpointed=checkpointed)
         row = self.token_to_kv_pool_allocator.rows.pop(req.kv.req_pool_idx, NOTHING_SHARED)
         if not req.finished():
-            self._swap_out(req, row)
+            self._swap_out(req, row, state)
             handover = self.token_to_kv_pool_allocator.handover
             if handover is not None:
                 self.owner.once_more(handover.retracted, req, row)
         self.owner.released(req, row)
 
-    def _swap_out(self, req: Request, row: HostRow) -> None:
+    def _state_to_swap(self, req: Request) -> LastState | None:
+        """The state with which a request that is being retracted can go on, in models with state layers."""
+        if not self.is_mamba_enabled or not req.kv.holds_mamba:
+            return None
+        length = computed_length(req)
+        if not self.enable_mamba_extra_buffer and req.kv.kv_committed_len != length:
+            # A step in flight takes the only state further than the tokens that are known.
+            return None
+        return last_state(self, req, length)
+
+    def _swap_out(self, req: Request, row: HostRow, state: LastState | None) -> None:
         """Keep the KV of a request that is retracted. Its slots are free already, but only a later forward
         rewrites them."""
         swap = self.token_to_kv_pool_allocator.swap
         if swap is None or isinstance(req.last_node, Composition):
             return
         # All ranks admit the same requests with the same numbers of tokens.
-        swapped = self.owner.on_all(lambda: swap.out(self, req, row, _first_shared(req, row)))
+        swapped = self.owner.on_all(
+            lambda: swap.out(self, req, row, _first_shared(req, row), state)
+        )
         setattr(req, SWAPPED, swapped)
 
     def init_load_back(self, params: Any) -> Any:
@@ -356,7 +372,7 @@ class SharedRadixCache(compat.UnifiedRadixCache):
 
         def back() -> Restored | None:
             nonlocal restored
-            restored = swap.back(self, swapped, req.prefix_len)
+            restored = swap.back(self, swapped, req)
             return restored
 
         if self.owner.on_all(back) is None:
@@ -364,6 +380,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
                 self.token_to_kv_pool_allocator.free(restored.slots)
             return 0, req.last_node
         assert restored is not None
+        if swapped.state is not None:
+            req.kv.mamba_cow_src_index = None
+            req.kv.mamba_needs_clear = False
         self.owner.restored(len(restored.slots))
         return len(restored.slots), restored._replace(node=req.last_node)
 
@@ -410,7 +429,8 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         found = super().match_prefix(params)
         swapped = swapped_of(params.req)
         if swapped is not None and found.device_prefix_len < swapped.length <= len(params.key):
-            return found._replace(host_hit_length=swapped.length - found.device_prefix_len)
+            missing = swapped.length - found.device_prefix_len
+            return found._replace(host_hit_length=missing, mamba_branching_seqlen=None)
         documents = marked(params.req) if self.owner.composes else None
         if documents is not None:
             with self.owner.contained_alone():

@@ -177,7 +177,7 @@ class ServerParts:
         reason = (
             _has_host_tier(tree)
             or _first(drafts)
-            or _needs_more_than_kv(tree, config, args)
+            or _needs_more_than_kv(tree, config, args, keeps_states=True)
             or self._reads_as_cached(config)
         )
         if reason is not None:

@@ -16,6 +16,7 @@ from tests.property.world import MAX_CONTEXT, Setup, World
 
 STATES = 24
 STRATEGIES = ("no_buffer", "extra_buffer")
+SMALL = Setup(page=1, block=4, slots=120)
 
 
 class States(World):
@@ -23,9 +24,7 @@ class States(World):
 
     ``strategy``: ``--mamba-radix-cache-strategy``."""
 
-    def __init__(
-        self, strategy: str, setup: Setup = Setup(1, 4, 120), *more: Any, **named: Any
-    ) -> None:
+    def __init__(self, strategy: str, setup: Setup = SMALL, *more: Any, **named: Any) -> None:
         self.copies = strategy == "extra_buffer"
         super().__init__(setup, *more, **named)
 
@@ -85,9 +84,16 @@ class States(World):
         if found:
             seen = self.rows.mamba_pool.mamba_cache.temporal[0, req.kv.mamba_cow_src_index]
             assert seen.unique().tolist() == [found]
+            self.give_up(req)
+        return found
+
+    def give_up(self, req: Req) -> None:
+        """What the scheduler does if a request was matched and cannot be admitted."""
+        req.kv.mamba_cow_src_index = None
+        req.kv.mamba_needs_clear = False
+        if req.kv.holds_mamba:
             self.rows.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
             req.kv.mamba_pool_idx = None
-        return found
 
     def assert_whole(self) -> None:
         """Check that slots and states are free or evictable, and that all are free once the tree is empty."""

@@ -178,6 +178,8 @@ class SchedulingMachine(GroupMachine):
                 req, has_chunked_req=self.chunked is not None, truncation_align_size=None
             )
             if result != AddReqResult.CONTINUE:
+                if req not in adder.can_run_list:
+                    self._turned_away(req)
                 break
         admitted = list(adder.can_run_list)
         type(self).preempted += len(adder.preempt_list)
@@ -198,6 +200,9 @@ class SchedulingMachine(GroupMachine):
                 req.output_ids.append(PHRASES[0][0])
                 self.running.append(req)
         return admitted
+
+    def _turned_away(self, req: Req) -> None:
+        """A request was matched, and not admitted."""
 
     def _stash(self) -> None:
         """Publish the chunk that was computed last, unless none was computed since."""

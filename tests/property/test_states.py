@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random siblings of a model with state layers. A state holds a number that names all tokens it has seen, so a
-request that begins with the state of another prefix is noticed, and so is a state that is lost."""
+"""What ``test_scheduling.py`` does, with a model that has state layers. A state holds a number that names all
+tokens it has seen, so a request that goes on with the state of another prefix is noticed."""
 
 import zlib
 from typing import Any, ClassVar
@@ -15,25 +15,29 @@ from sglang.srt.runtime_context import get_server_args
 
 from sglang_reasoncache.cache.continuations import Continued
 from sglang_reasoncache.filter.process import FilterProcess
-from tests.property import test_groups as groups
 from tests.property.states import STATES, States
+from tests.property.test_groups import Counter, RandomMeter, engine_of
 from tests.property.test_memory import explore
+from tests.property.test_scheduling import SchedulingMachine
 from tests.property.world import Setup, World
 from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
-    ("no_buffer", Setup(page=1, block=3, slots=190, continues=True)),
-    ("extra_buffer", Setup(page=4, block=2, slots=260, core="rust", continues=True)),
+    ("no_buffer", Setup(page=1, block=3, slots=190, continues=True, swap=1 << 15)),
+    (
+        "extra_buffer",
+        Setup(page=4, block=2, slots=260, core="rust", continues=True, when="short", swap=1 << 15),
+    ),
     pytest.param(
         "no_buffer",
-        Setup(page=1, block=3, slots=200, when="short", core="rust", continues=True),
+        Setup(page=1, block=3, slots=200, when="short", core="rust", continues=True, swap=1 << 13),
         marks=pytest.mark.long,
     ),
     pytest.param(
         "extra_buffer", Setup(page=1, block=3, slots=190, continues=True), marks=pytest.mark.long
     ),
 ]
-QUICK_RULES = 400
+QUICK_OPERATIONS = 240
 #: SGLang copies the state of a request after every so many tokens, if it keeps copies.
 INTERVAL = 4
 
@@ -52,48 +56,43 @@ class StateWorld(States):
         return int(self.rows.mamba_pool.mamba_cache.temporal[0, slot].unique().item())
 
 
-class StateMachine(groups.GroupMachine):
+class StateMachine(SchedulingMachine):
     """``revived``: how often a request began with a state behind shared KV. ``taken``: how many such states
-    were evicted, and how many of these belonged to a continuation with others behind it."""
+    were evicted. ``taken_inside``: how many of these belonged to a continuation with others behind it."""
 
     strategy: ClassVar[str]
     revived = taken = taken_inside = 0
     world: StateWorld
 
     def _make_world(self, setup: Setup, **named: Any) -> StateWorld:
-        return StateWorld(self.strategy, setup, groups.RandomMeter, **named)
+        return StateWorld(self.strategy, setup, RandomMeter, **named)
 
     def _compute(self, req: Req, slots: np.ndarray) -> None:
         super()._compute(req, slots)
         kv = req.kv
-        before = kv.kv_committed_len - len(slots)
+        length = kv.kv_committed_len
+        before = length - len(slots)
         if kv.mamba_cow_src_index is not None:
             assert self.world.state(kv.mamba_cow_src_index) == name_of(req, before)
-            kv.mamba_cow_src_index = None
-        elif len(slots) > 1:
+            type(self).revived += isinstance(req.last_node, Continued)
+        elif kv.mamba_needs_clear:
             assert before == 0, "a prefix without a state"
-        length = kv.kv_committed_len
+        else:
+            assert self.world.state(kv.mamba_pool_idx) == name_of(req, before)
+        kv.mamba_cow_src_index = None
+        kv.mamba_needs_clear = False
         self.world.set_state(kv.mamba_pool_idx, name_of(req, length))
-        if self.world.copies and (len(slots) > 1 or length % INTERVAL == 0):
-            # A prefill's state is copied at the last multiple that it reaches.
-            length -= length % INTERVAL
-            if length > before:
-                self.world.track(req, length)
-                self.world.set_state(
-                    kv.mamba_ping_pong_track_buffer[kv.mamba_last_track_idx], name_of(req, length)
-                )
+        if not self.world.copies:
+            return
+        # A prefill's state is copied at the last multiple that it reaches.
+        copied = length - length % INTERVAL
+        if copied > before:
+            self.world.track(req, copied)
+            slot = kv.mamba_ping_pong_track_buffer[kv.mamba_last_track_idx]
+            self.world.set_state(slot, name_of(req, copied))
 
-    def _prefill(self, req: Req) -> bool:
-        admitted = super()._prefill(req)
-        if not admitted:
-            # As the scheduler does.
-            req.kv.mamba_cow_src_index = None
-            if req.kv.holds_mamba:
-                self.world.rows.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
-                req.kv.mamba_pool_idx = None
-        elif isinstance(req.last_node, Continued):
-            type(self).revived += 1
-        return admitted
+    def _turned_away(self, req: Req) -> None:
+        self.world.give_up(req)
 
     @rule(wanted=st.sampled_from((1, 2, 5, STATES)))
     def evict_states(self, wanted: int) -> None:
@@ -118,7 +117,7 @@ class StateMachine(groups.GroupMachine):
         kept = [int(node.state) for node in there if node.state is not None]
         core = world.tree.all_mamba_values_flatten().tolist()
         of_requests = list[int]()
-        for req in self.running:
+        for req in self.holding():
             of_requests.append(int(req.kv.mamba_pool_idx))
             assert world.state(req.kv.mamba_pool_idx) == name_of(req, req.kv.kv_committed_len)
             if world.copies:
@@ -128,7 +127,7 @@ class StateMachine(groups.GroupMachine):
         assert len(used) + world.rows.mamba_allocator.available_size() == STATES, "a state is lost"
         began = {
             id(req.last_node.parts[-1].node)
-            for req in self.running
+            for req in self.holding()
             if isinstance(req.last_node, Continued)
         }
         assert there.protected_states == len(began)
@@ -154,27 +153,35 @@ def test_states_belong_to_their_prefixes(
 ) -> None:
     get_server_args()._mamba_cache_chunk_size = 1
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
-    engine = groups.engine_of(setup)
+    processes: list[FilterProcess] = []
 
     class Machine(StateMachine):
         """A subclass, so that each setup has its own counters."""
 
-        refusals: ClassVar = groups.Counter[str]()
+        refusals: ClassVar[Counter[str]] = Counter()
 
         def __init__(self) -> None:
-            super().__init__(setup, engine)
+            # A failure shuts the filter's process down.
+            if not processes or processes[-1].given_up:
+                processes.append(engine_of(setup))
+            super().__init__(setup, processes[-1])
 
     Machine.strategy = strategy
 
     def all_seen() -> bool:
         """Whether what this setup allows has happened. Without it the run would prove little."""
-        return all((Machine.revived, Machine.taken, Machine.taken_inside))
+        rare = [Machine.revived, Machine.taken] + [Machine.restored] * (setup.swap > 0)
+        return all(rare)
 
     try:
-        explore(Machine, QUICK_RULES, len(SETUPS), rate=1, seen=all_seen)
+        explore(Machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
     finally:
-        engine.shut_down()
+        for process in processes:
+            process.shut_down()
     record_property("operations", Machine.operations)
-    print(strategy, setup, Machine.operations, Machine.across, Machine.reapplied, Machine.refusals)
-    print(Machine.revived, Machine.taken, Machine.taken_inside, Machine.lent, Machine.common)
+    names = (
+        *("operations", "chunks", "preempted", "failed", "continued", "restored", "revived"),
+        *("taken", "taken_inside"),
+    )
+    print(strategy, setup, {name: getattr(Machine, name) for name in names}, Machine.across)
     assert all_seen()

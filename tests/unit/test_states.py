@@ -3,9 +3,11 @@
 positions it has seen, so a test notices if it is *published* (enters the tree) for another length."""
 
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.runtime_context import get_context, get_server_args
 
+from tests.property.adder import adder_of
 from tests.property.states import STATES, STRATEGIES, States
 from tests.property.world import ENDS, OUTPUT, PROMPT, Pair, Setup
 
@@ -202,3 +204,45 @@ def test_states_are_evicted_where_there_are_more(keeping: States) -> None:
     assert keeping.cached(turns[0]) < len(turns[0])
     assert keeping.cached(turns[1]) == len(turns[1])
     keeping.assert_whole()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("evicted", [False, True], ids=["prefix-cached", "prefix-evicted"])
+def test_a_retracted_request_goes_on_with_its_state(strategy: str, evicted: bool) -> None:
+    """Its KV comes back from the host up to its last state, which comes back, too."""
+    world = States(strategy, Setup(page=1, block=4, slots=120, swap=1 << 20))
+    req = world.start()
+    if world.copies:
+        world.track(req)
+    world.step(req)
+    world.step(req)
+    length = req.kv.kv_committed_len - 2 * world.copies
+    world.retract(req)
+    if evicted:
+        world.tree.evict(EvictParams(num_tokens=world.total, mamba_num=STATES))
+        for slot in range(1, STATES + 1):
+            world.set_state(torch.tensor(slot), -1)
+    req.init_next_round_input(world.tree)
+    adder = adder_of(world, [], 1 << 12)
+    adder.add_one_req(req, has_chunked_req=False, truncation_align_size=None)
+    assert adder.can_run_list == [req] and req.prefix_len == length
+    assert req.kv.mamba_cow_src_index is None and not req.kv.mamba_needs_clear
+    state = world.rows.mamba_pool.mamba_cache
+    assert state.temporal[0, req.kv.mamba_pool_idx].unique().tolist() == [length]
+    assert state.conv[0][0, req.kv.mamba_pool_idx].unique().tolist() == [length]
+    world.write(world.extend(req), [1] * req.extend_len)
+    world.step(req)
+    world.finish(req)
+    world.assert_whole()
+
+
+def test_a_state_ahead_of_the_tokens_is_not_kept() -> None:
+    """A step in flight has taken the only state further than the tokens that SGLang knows."""
+    world = States("no_buffer", Setup(page=1, block=4, slots=120, swap=1 << 20))
+    req = world.start()
+    world.decode([req])
+    world.retract(req)
+    req.init_next_round_input(world.tree)
+    assert req.prefix_len + req.host_hit_length == len(PROMPT)
+    world.give_up(req)
+    world.assert_whole()
