@@ -37,7 +37,7 @@ SETUPS = [
         "extra_buffer", Setup(page=1, block=3, slots=190, continues=True), marks=pytest.mark.long
     ),
 ]
-QUICK_OPERATIONS = 240
+QUICK_OPERATIONS = 480
 #: SGLang copies the state of a request after every so many tokens, if it keeps copies.
 INTERVAL = 4
 
