@@ -138,9 +138,14 @@ class Continuation:
         self.keep(len(self.tokens))
 
     @property
+    def ends_a_prefix(self) -> bool:
+        """Whether a prompt can go on behind the last position."""
+        return not self.needs_state or self.state is not None
+
+    @property
     def serves_nobody(self) -> bool:
         """Whether its state was evicted, and no request and no other continuation needs it."""
-        return self.needs_state and self.state is None and not self.pins and not self.children
+        return not self.ends_a_prefix and not self.pins and not self.children
 
     @property
     def digest(self) -> bytes:
@@ -373,25 +378,27 @@ class Continuations:
     def _along(
         self, candidates: Sequence[Continuation], tokens: np.ndarray, exact: bool
     ) -> tuple[Part, ...]:
-        """The match that begins with one of ``candidates`` and always takes the longest."""
+        """The match that begins with one of ``candidates`` and goes on with the longest, up to the last place
+        where a prompt can go on: where a state is needed, it must be there."""
         parts: list[Part] = []
+        best: tuple[Part, ...] = ()
         while candidates:
             next_parts = [Part(each, each.usable(tokens, exact)) for each in candidates]
+            for part in next_parts:
+                reached = best[-1].end if best else 0
+                if part.length and part.end > reached and part.node.ends_a_prefix:
+                    best = (*_up_to(parts, part.node.start), part)
             longest = max(next_parts, key=lambda part: part.end)
             if not longest.length or (parts and longest.end <= parts[-1].end):
                 break
-            if parts:
-                parts[-1] = Part(parts[-1].node, longest.node.start - parts[-1].node.start)
-            parts.append(longest)
+            parts = [*_up_to(parts, longest.node.start), longest]
             candidates = [
                 each
                 for _, by_digest in longest.node.children.beginning(tokens, longest.end)
                 for alike in by_digest.values()
                 for each in alike
             ]
-        while parts and parts[-1].node.needs_state and parts[-1].node.state is None:
-            parts.pop()
-        return tuple(parts)
+        return best
 
     # -- change ----------------------------------------------------------------------
 
@@ -518,12 +525,18 @@ class Continuations:
         return freed
 
     def evict_states(self, wanted: int, free: Free) -> int:
-        """Free ``wanted`` states, or all that are evictable, the least recently used first. Returns how many
-        slots became free: a continuation without a state serves nobody, unless others go on with it."""
+        """Free ``wanted`` states, or all that are evictable, of the least recently used conversation first, its
+        oldest turns before its newest: a next turn needs only the newest. Returns how many slots became free: a
+        continuation without a state serves nobody, unless others go on with it."""
         freed = 0
         left = max(self._free_states - wanted, 0)
         while self._free_states > left:
-            node = next(each for each in self._used if each.state is not None and not each.readers)
+            newest = next(
+                each for each in self._used if each.state is not None and not each.readers
+            )
+            node = [
+                each for each in _and_parents(newest) if each.state is not None and not each.readers
+            ][-1]
             if node.pins or node.children:
                 freed += free(node.slots[:0], node.known[:0], self._take_state(node))
             else:
@@ -549,6 +562,16 @@ class Continuations:
         return freed
 
     def _shorten(self, node: Continuation, wanted: int, free: Free) -> int:
+        """Free the last ``wanted`` tokens of a continuation, and what then serves nobody. Returns how many
+        slots became free."""
+        freed = self._cut(node, wanted, free)
+        parent = node.parent
+        while parent is not None and parent.serves_nobody:
+            freed += self._cut(parent, len(parent), free)
+            parent = parent.parent
+        return freed
+
+    def _cut(self, node: Continuation, wanted: int, free: Free) -> int:
         length = max(wanted, len(node) // _LEAST_EVICTED, self._page)
         if node.needs_state:
             length = len(node)
@@ -565,11 +588,7 @@ class Continuations:
         self.lent.remove(lent[len(node.lent) :].tolist())
         if not kept:
             self._remove(node)
-        freed = free(slots, known, self._take_state(node))
-        parent = node.parent
-        if parent is not None and parent.serves_nobody:
-            freed += self._shorten(parent, len(parent), free)
-        return freed
+        return free(slots, known, self._take_state(node))
 
     def _take_state(self, node: Continuation) -> torch.Tensor | None:
         """The state of a continuation, which keeps it no longer. No running request began with it."""
@@ -587,11 +606,16 @@ class Continuations:
             del self._roots[node.path.namespace]
 
 
+def _up_to(parts: Sequence[Part], end: int) -> list[Part]:
+    """``parts``, the last one cut at position ``end``."""
+    return [*parts[:-1], *(Part(node, end - node.start) for node, _ in parts[-1:])]
+
+
 def _serves(there: Continuation, made: Continuation, tokens: np.ndarray) -> bool:
     """Whether ``there``, which begins where ``made`` does, serves all prompts that ``made`` would serve.
-    ``tokens``: from the first position of the path on."""
+    ``tokens``: those of the path, then those of ``made``."""
     if made.needs_state:
-        return len(there) == len(made) and there.common(tokens) == len(there)
+        return there.ends_a_prefix and there.end == made.end == there.start + there.common(tokens)
     return there.start + there.common(tokens) >= len(tokens)
 
 

@@ -59,8 +59,10 @@ def begin_with(tree: SharedRadixCache, req: Request, prefix: Any) -> bool:
     """Let ``req`` begin with a copy of the state after ``prefix``, which the next forward makes. False if the
     request needs a slot for the copy and there is none."""
     lock = tree.lock(prefix)
-    has_slot = take_slot(tree, req)
-    tree.unlock(lock)
+    try:
+        has_slot = take_slot(tree, req)
+    finally:
+        tree.unlock(lock)
     if has_slot:
         req.kv.mamba_cow_src_index = prefix.state
         req.kv.mamba_needs_clear = False

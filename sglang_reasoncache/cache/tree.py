@@ -80,9 +80,11 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         with self.owner.contained_alone():
             end = self.owner.once_more(self._publishable, req, up_to, running)
         state = None
-        if continues and self.is_mamba_enabled and end < up_to:
+        goes_on = isinstance(req.last_node, Continued)
+        if continues and self.is_mamba_enabled and (end < up_to or goes_on):
+            exact = req.kv.cache_protected_len if goes_on else end
             with self.owner.contained_alone():
-                state = self._continue_with_state(req, up_to, end)
+                state = self._continue_with_state(req, up_to, exact)
         if state is not None:
             state.release_others(req)
             return
@@ -252,19 +254,20 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         wanted = params.num_tokens
         if wanted <= 0:
             return evict(params, **named)
-        freed = self._freed_before = 0
+        freed = states = self._freed_before = 0
         while True:
             # Half of what is missing at a time, because continuations may give the rest.
             left = wanted - freed
             left = max(left // 2, 1) if mine.evictable else left
             result = evict(dataclasses.replace(params, num_tokens=left), **named)
+            states += result.mamba_num_evicted
             freed += result.num_tokens_evicted + mine.drop(self._is_cached, self._free_continued)
             freed += self._freed_before
             self._freed_before = 0
             if freed >= wanted or not result.num_tokens_evicted:
                 break
         freed += mine.evict(wanted - freed, self._free_continued)
-        return dataclasses.replace(result, num_tokens_evicted=freed)
+        return dataclasses.replace(result, num_tokens_evicted=freed, mamba_num_evicted=states)
 
     def _evict_with_states(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
         """Evict states, of continuations and of the core, whichever have more, because neither knows when the
@@ -426,6 +429,9 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         return [self._host_row(req.kv).evicted for req in reqs]
 
     def match_prefix(self, params: Any) -> Any:
+        if params.cow_mamba and len(self._continuations):
+            with self.owner.contained_alone():
+                self._note_use(params)
         found = super().match_prefix(params)
         swapped = swapped_of(params.req)
         if swapped is not None and found.device_prefix_len < swapped.length <= len(params.key):
@@ -440,6 +446,14 @@ class SharedRadixCache(compat.UnifiedRadixCache):
             with self.owner.contained_alone():
                 return self._continued(params, found)
         return found
+
+    def _note_use(self, params: Any) -> None:
+        """If SGLang will evict a state to give the request a slot, let it not be the state that the request is
+        about to begin with."""
+        states = self.req_to_token_pool.mamba_allocator
+        if not params.req.kv.holds_mamba and not states.available_size():
+            exact = not _may_read_approximate(params.req)
+            self._continuations.match(params.key, len(params.key), exact)
 
     def _continued(self, params: Any, found: Any) -> Any:
         """``found``, which the core matched, or a continued prefix if that is longer."""

@@ -208,6 +208,9 @@ class ServerParts:
             "a draft model's prefixes end where no state is": has_states
             and tree.tree_core.is_eagle,
             "SGLang copies states to a host tier": has_states and tree.cache_controller is not None,
+            "SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK leaves no room for states that requests began with": (
+                has_states and compat.envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
+            ),
         }
         reason = (
             _first(reasons)

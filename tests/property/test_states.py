@@ -24,17 +24,19 @@ from tests.server.faulty.waiting_reasoncache import wait_for
 
 SETUPS = [
     ("no_buffer", Setup(page=1, block=3, slots=190, continues=True, swap=1 << 15)),
-    (
-        "extra_buffer",
-        Setup(page=4, block=2, slots=260, core="rust", continues=True, when="short", swap=1 << 15),
-    ),
-    pytest.param(
-        "no_buffer",
-        Setup(page=1, block=3, slots=200, when="short", core="rust", continues=True, swap=1 << 13),
-        marks=pytest.mark.long,
-    ),
-    pytest.param(
-        "extra_buffer", Setup(page=1, block=3, slots=190, continues=True), marks=pytest.mark.long
+    *(
+        pytest.param(strategy, setup, marks=pytest.mark.long)
+        for strategy, setup in (
+            (
+                "extra_buffer",
+                Setup(4, 2, 260, core="rust", continues=True, when="short", swap=1 << 15),
+            ),
+            (
+                "no_buffer",
+                Setup(1, 3, 200, core="rust", continues=True, when="short", swap=1 << 13),
+            ),
+            ("extra_buffer", Setup(1, 3, 190, continues=True)),
+        )
     ),
 ]
 QUICK_OPERATIONS = 480

@@ -2,11 +2,14 @@
 """Tests the prefix tree of a model with attention and state layers (Mamba). Here a state holds the number of
 positions it has seen, so a test notices if it is *published* (enters the tree) for another length."""
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_context, get_server_args
 
+from sglang_reasoncache.cache.continuations import Continuations, Continued, Part
 from tests.property.adder import adder_of
 from tests.property.states import STATES, STRATEGIES, States
 from tests.property.world import ENDS, OUTPUT, PROMPT, Pair, Setup
@@ -246,3 +249,90 @@ def test_a_state_ahead_of_the_tokens_is_not_kept() -> None:
     assert req.prefix_len + req.host_hit_length == len(PROMPT)
     world.give_up(req)
     world.assert_whole()
+
+
+def test_a_long_conversation_keeps_its_newest_turns(keeping: States) -> None:
+    """If states are missing, the oldest turns lose theirs, which a next turn does not need."""
+    tokens = _turn(keeping)
+    for _ in range(3):
+        tokens = [*tokens, *range(300, 320)]
+        req = keeping.request("next", tokens)
+        keeping.respond(req, [400, 401])
+        if keeping.copies:
+            keeping.track(req)
+        tokens = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
+        keeping.finish(req)
+    there = keeping.allocator.continuations
+    assert there.evictable_states == 4
+    there.evict_states(3, keeping.tree._free_continued)
+    assert len(there) == 4 and keeping.cached(tokens) == len(tokens)
+    # Nobody needs what is before the newest turn without it.
+    there.evict_states(1, keeping.tree._free_continued)
+    assert len(there) == 0
+    keeping.assert_whole()
+
+
+def test_a_turn_behind_exact_kv_is_kept(keeping: States) -> None:
+    """A response that lent pages to siblings and shared nothing is a continuation, too, and exact."""
+    tokens = _turn(keeping)
+    [node] = keeping.allocator.continuations
+    node.exact = len(node)
+    req = keeping.request("next", [*tokens, *range(300, 320)])
+    keeping.respond(req, range(400, 404))
+    if keeping.copies:
+        keeping.track(req)
+    more = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
+    keeping.finish(req)
+    assert keeping.cached(more) == keeping.cached(more, opted_out=True) == len(more)
+    keeping.assert_whole()
+
+
+def test_a_fresh_state_replaces_a_lost_one(keeping: States) -> None:
+    """A turn lost its state while another goes on with it. Computed again, it is cached again."""
+    tokens = _turn(keeping)
+    req = keeping.request("next", [*tokens, *range(300, 320)])
+    keeping.respond(req, [400, 401])
+    if keeping.copies:
+        keeping.track(req)
+    keeping.finish(req)
+    keeping.allocator.continuations.evict_states(1, keeping.tree._free_continued)
+    assert keeping.cached(tokens) < len(tokens)
+    assert _turn(keeping) == tokens and keeping.cached(tokens) == len(tokens)
+    keeping.assert_whole()
+
+
+def test_a_match_keeps_the_state_that_it_needs(keeping: States) -> None:
+    """No slot is free. To copy the state of a shorter prefix SGLang evicts one, but not this prompt's."""
+    old = _turn(keeping, 100)
+    _turn(keeping, 200)
+    states = keeping.rows.mamba_allocator
+    taken = states.alloc(states.available_size())
+    assert keeping.cached(old) == len(old)
+    states.free(taken)
+    keeping.assert_whole()
+
+
+def test_a_thousand_turns_are_evicted_at_once() -> None:
+    """All states but the newest are gone. Evicting that one frees all turns."""
+    slots = torch.arange(1, 17)
+    there = Continuations(1)
+    parent = None
+    tokens = list[int]()
+    for turn in range(1200):
+        tokens += [turn] * 16
+        prefix = None if parent is None else Continued(0, [Part(parent, 16)])
+        kept = there.add(
+            RadixKey(tokens), prefix, 0, 16 * turn, slots, np.zeros(16, dtype=np.int64), 0,
+            np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), {}, torch.tensor([turn]),
+        )  # fmt: skip
+        assert kept
+        [parent] = [each for each in there if each.start == 16 * turn]
+    freed = list[int]()
+
+    def free(slots: torch.Tensor, known: np.ndarray, state: torch.Tensor | None) -> int:
+        freed.extend([] if state is None else state.tolist())
+        return len(slots)
+
+    there.evict_states(1199, free)
+    assert freed == [*range(1199)] and len(there) == 1200
+    assert there.evict_states(1, free) == 1200 * 16 and len(there) == there.evictable == 0
