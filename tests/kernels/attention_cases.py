@@ -112,7 +112,7 @@ FEW = [
     Case(lengths=(200,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32, heads=6),
     Case((0, 1, 150), shared=0.3).latent(heads=20),
     Case((150,), shared=0.1, repeated=0.4, evicted=0.1).latent(heads=3),
-    Case((900,), shared=0.1, repeated=0.3).latent(heads=128, v_dim=64),
+    Case((500,), shared=0.1, repeated=0.3).latent(heads=128, v_dim=64),
     Case((70,), shared=0.0, dtype=torch.float8_e4m3fn).latent(heads=1),
     Case((150,), repeated=5.0, dtype=torch.float32, query_dtype=torch.float32).latent(
         v_dim=40, k_dim=24, rotary_dim=24

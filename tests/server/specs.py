@@ -127,7 +127,9 @@ PLUGINS = _beside_ours("faulty")
 LEAN_PLUGINS = os.pathsep.join((str(LEAN_START), PLUGINS))
 WAITING = {WAITS: "1", "PYTHONPATH": LEAN_PLUGINS}
 #: Shares pages of 16 when slots run short, under forced retractions.
-PAGED = SHARED.having("page16", TIGHT, PAGE16, *SOON, CROWDED, **WAITING, **retracting(25))
+PAGED = SHARED.having(
+    "page16", TIGHT, PAGE16, *SOON, CROWDED, **WAITING, **retracting(25)
+).for_long_runs()
 #: Without a prefix cache, like most public recipes. Retracted requests still come back from the host.
 UNCACHED = SHARED.having(
     "uncached",
