@@ -85,6 +85,22 @@ def test_version_and_hook_target_signatures() -> None:
     assert _accepts(compat.NAMES["get_last_loc_torch"], _LAST_LOC)
 
 
+def test_what_keeps_states_is_asked_as_it_expects() -> None:
+    """``cache/states.py`` asks SGLang's component for a finished request's state, and to free the others."""
+    component = "sglang.srt.mem_cache.unified_cache.components.mamba.MambaComponent."
+    asked = "self req insert_params token_ids_len is_finished"
+    assert _accepts(component + "prepare_for_caching_req", asked)
+    freed = "self req is_finished insert_result insert_params"
+    assert _accepts(component + "cleanup_after_caching_req", freed)
+    pools = "sglang.srt.mem_cache.memory_pool."
+    assert _accepts(pools + "MambaPool.get_cpu_copy", "self indices")
+    assert _accepts(pools + "MambaPool.load_cpu_copy", "self mamba_cache_cpu indices")
+    pool = _source(pkgutil.resolve_name(pools + "HybridReqToTokenPool"))
+    assert all(f"self.{name} =" in pool for name in ("mamba_pool", "mamba_allocator"))
+    fields = {field.name for field in dataclasses.fields(compat.InsertParams)}
+    assert "mamba_value" in fields
+
+
 def _ours() -> Iterator[type]:
     """Our CUDA backends, which are classes made at run time, and all our classes outside ``cpu.platform``."""
     for module in pkgutil.walk_packages(sglang_reasoncache.__path__, "sglang_reasoncache."):
