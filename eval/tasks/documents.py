@@ -85,7 +85,8 @@ def reasoner(name: str, seed: int = 0, limit: int | None = None, **_: Any) -> Sp
 
 def mathematics(name: str, file: str = "", limit: int | None = None, **_: Any) -> Split:
     """Reads rows with a question and an answer: ``{id, question, answer}``, or with the fields' names on the
-    hub. Without ``file``, reads the data set of ``name`` (:data:`MATHEMATICS`) from the hub. If an answer has
+    hub. Without ``file``, reads the data set of ``name`` (:data:`MATHEMATICS`) from the hub. A row of a file
+    may have ``examples``, a list of ``{question, response}``: turns before the question. If an answer has
     ``####``, only the text behind the last ``####`` counts, as in GSM8K."""
     source = MATHEMATICS[name]
 
@@ -99,7 +100,10 @@ def mathematics(name: str, file: str = "", limit: int | None = None, **_: Any) -
         if not 0 < len(answer) <= _MAX_ANSWER_CHARS:
             raise ValueError(f"an answer has 1 to {_MAX_ANSWER_CHARS} characters")
         question = text_of(row, "question", "problem", "Problem")
-        return _row(_name(row), f"{question}\n\n{_INSTRUCTION}", answer)
+        prompt = f"{question}\n\n{_INSTRUCTION}"
+        turns = _turns(row)
+        body = {"messages": [*turns, {"role": "user", "content": prompt}]} if turns else None
+        return _row(_name(row), prompt, answer, body)
 
     return _split(made, limit, file, source.hub, source.config, source.split)
 
@@ -190,6 +194,20 @@ def replay(file: str, model: str, limit: int | None = None, **_: Any) -> Split:
 def _row(name: str, prompt: str, target: str, body: Any = None, **more: Any) -> dict[str, Any]:
     row = {"id": name, "prompt": prompt, "target": target, "body": json.dumps(body or {})}
     return {**row, "group": "", "max_tokens": 0, **more}
+
+
+def _turns(row: Any) -> list[dict[str, str]]:
+    """The examples of a row of :func:`mathematics` as chat messages, as lm-eval's --fewshot_as_multiturn makes
+    them. Raises ValueError for other than a list of objects."""
+    examples = row.get("examples", [])
+    if not isinstance(examples, list) or not all(isinstance(each, dict) for each in examples):
+        raise ValueError("examples must be a list of {question, response}")
+    turns = []
+    for each in examples:
+        asked = f"{text_of(each, 'question')}\n\n{_INSTRUCTION}"
+        turns.append({"role": "user", "content": asked})
+        turns.append({"role": "assistant", "content": text_of(each, "response")})
+    return turns
 
 
 def _digest(text: str) -> bytes:

@@ -117,8 +117,10 @@ def test_the_hub_asks_what_a_file_asks(
         (b'{"id": "b", "question": "Q", "answer": [1]}', "field 'answer' is no text"),
         (b'{"id": "b", "question": "Q", "answer": "-1"}', "integers from 0 to 999: '-1'"),
         (b'{"id": "b", "question": "Q", "answer": "1000"}', "integers from 0 to 999: '1000'"),
+        (b'{"id": "b", "question": "Q", "answer": "1", "examples": "x"}', "must be a list of"),
+        (b'{"question": "Q", "answer": "1", "examples": [{}]}', "no field 'question'"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_broken_lines_are_named(second: bytes, fault: str, tmp_path: Path) -> None:
     path = tmp_path / "broken.jsonl"
