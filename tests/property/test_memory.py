@@ -28,7 +28,7 @@ from sglang_reasoncache.sharing.request import record_of
 from tests.property.model import Memory, Track, Unit
 from tests.property.world import MAX_CONTEXT, MAX_ROWS, Eviction, Pair, Setup, World
 
-QUICK_OPERATIONS = 20_000
+QUICK_OPERATIONS = 16_000
 SETUPS = [
     Setup(page=1, block=2, slots=160),
     Setup(page=1, block=1, slots=128, need_sort=True),

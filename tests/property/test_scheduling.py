@@ -43,7 +43,7 @@ SETUPS = [
     Setup(page=4, block=3, slots=200, when="always", core="rust", swap=1 << 13),
     Setup(page=1, block=3, slots=170, when="short", swap=1 << 14, continues=True),
 ]
-QUICK_OPERATIONS = 8_400
+QUICK_OPERATIONS = 6_800
 #: Requests that run at once, at most. The world's ``ReqToTokenPool`` has a row more, for a preempting request.
 MOST_RUNNING = 4
 #: Tokens of a prefill pass (``--chunked-prefill-size``).

@@ -50,7 +50,7 @@ def test_follow_up_turn(server: ServerProcess) -> None:
     [
         # EXACT shares only when slots run short. How much it shares depends on which requests overlap.
         (specs.EXACT, 24, 24, 0.03, 0.8),
-        (specs.ACROSS, 16, 16, 0.1, 0.8),
+        pytest.param(specs.ACROSS, 16, 16, 0.1, 0.8, marks=pytest.mark.long),
         (specs.FP8, 16, 16, 0.1, 0.8),
         # PAGED shares only when slots run short, too.
         (specs.PAGED, 24, 12, 0.0, 0.8),
