@@ -18,7 +18,8 @@ def test_a_solution_is_right_and_repeated() -> None:
         assert len(made.facts) == len(made.solution) == 9
         for step in made.solution[1:]:
             [(first, sign, second, result)] = re.findall(r"(\d+) ([-+*]) (\d+) = (\d+)", step)
-            left, right = int(first), int(second)
+            left = int(first)
+            right = int(second)
             assert int(result) == {"+": left + right, "-": left - right, "*": left * right}[sign]
             assert 1 <= int(result) <= HIGHEST
         assert made.solution[-1].endswith(f"= {made.answer} {made.items}.")
