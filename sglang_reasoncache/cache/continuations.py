@@ -31,8 +31,6 @@ MOST_ALIKE = 16
 
 #: ``extra_key`` and ``cache_salt`` of SGLang's keys: requests that differ in these share no prefix.
 Namespace = tuple[str | None, str | None]
-
-
 #: Takes away one reference for each of ``slots``, of which ``known`` is known (:class:`Continuation`), and
 #: frees ``state``, if it is not None. Returns how many slots became free.
 Free = Callable[[torch.Tensor, np.ndarray, torch.Tensor | None], int]
@@ -291,6 +289,8 @@ class Continuations:
     Attributes:
         lent: The pages that others name, too.
         borrowed: How many times continuations name a page of what they go on with.
+        evictable_states: Number of states that :meth:`evict_states` can free.
+        protected_states: Number of states with which running requests began.
 
     Args:
         page: Tokens per page.
@@ -302,8 +302,7 @@ class Continuations:
         self.borrowed = 0
         # Slots of continuations that are not lent: of those that no request reads, and of the others.
         self._free = self._pinned = 0
-        # Number of states that no running request began with, and of the others.
-        self._free_states = self._pinned_states = 0
+        self.evictable_states = self.protected_states = 0
         # Number of positions.
         self._positions = 0
         # All continuations, the least recently used first. Each comes after all that go on with it.
@@ -325,16 +324,6 @@ class Continuations:
     def protected(self) -> int:
         """Number of slots of pinned continuations."""
         return self._pinned + self._page * self.lent.held[Holder.PINNED]
-
-    @property
-    def evictable_states(self) -> int:
-        """Number of states that :meth:`evict_states` can free."""
-        return self._free_states
-
-    @property
-    def protected_states(self) -> int:
-        """Number of states with which running requests began."""
-        return self._pinned_states
 
     @property
     def aliased(self) -> int:
@@ -453,8 +442,13 @@ class Continuations:
             or any(_serves(each, made, tokens) for each in alike)
         ):
             return False
-        extends = parent is not None and state is None and parent.end == start
-        if extends and parent is not None and parent.pins == 1 and not parent.children:
+        if (
+            parent is not None
+            and not parent.needs_state
+            and parent.end == start
+            and parent.pins == 1
+            and not parent.children
+        ):
             # Only this request reads the parent.
             owned = parent.owned
             before = Counter(parent.lent.tolist())
@@ -470,7 +464,7 @@ class Continuations:
             branches.add(made)
             self._used[made] = None
             self._free += made.owned
-            self._free_states += state is not None
+            self.evictable_states += state is not None
             self.borrowed += made.borrowed
             self.lent.add(made.lent.tolist(), references, pinned=False)
         self._positions += len(made)
@@ -503,8 +497,8 @@ class Continuations:
         was_read = node.readers > 0
         node.readers += change
         newly_read = (node.readers > 0) - was_read
-        self._free_states -= newly_read
-        self._pinned_states += newly_read
+        self.evictable_states -= newly_read
+        self.protected_states += newly_read
 
     def unpin(self, parts: Sequence[Part]) -> None:
         self._read_state(parts[-1].node, -1)
@@ -529,8 +523,8 @@ class Continuations:
         oldest turns before its newest: a next turn needs only the newest. Returns how many slots became free: a
         continuation without a state serves nobody, unless others go on with it."""
         freed = 0
-        left = max(self._free_states - wanted, 0)
-        while self._free_states > left:
+        left = max(self.evictable_states - wanted, 0)
+        while self.evictable_states > left:
             newest = next(
                 each for each in self._used if each.state is not None and not each.readers
             )
@@ -594,7 +588,7 @@ class Continuations:
         """The state of a continuation, which keeps it no longer. No running request began with it."""
         state = node.state
         node.state = None
-        self._free_states -= state is not None
+        self.evictable_states -= state is not None
         return state
 
     def _remove(self, node: Continuation) -> None:

@@ -58,26 +58,26 @@ def last_state(tree: SharedRadixCache, req: Request, up_to: int) -> LastState | 
 def begin_with(tree: SharedRadixCache, req: Request, prefix: Any) -> bool:
     """Let ``req`` begin with a copy of the state after ``prefix``, which the next forward makes. False if the
     request needs a slot for the copy and there is none."""
-    lock = tree.lock(prefix)
-    try:
-        has_slot = take_slot(tree, req)
-    finally:
-        tree.unlock(lock)
-    if has_slot:
-        req.kv.mamba_cow_src_index = prefix.state
-        req.kv.mamba_needs_clear = False
-    return has_slot
+    if not take_slot(tree, req, prefix):
+        return False
+    req.kv.mamba_cow_src_index = prefix.state
+    req.kv.mamba_needs_clear = False
+    return True
 
 
-def take_slot(tree: SharedRadixCache, req: Request) -> bool:
+def take_slot(tree: SharedRadixCache, req: Request, prefix: Any) -> bool:
     """Give ``req`` a slot in the pool of states, if it has none. The next forward clears a new slot. False if
-    there is no slot."""
+    there is no slot. ``prefix``: what is not evicted to make room."""
     if req.kv.holds_mamba:
         return True
     states = tree.req_to_token_pool.mamba_allocator
     slot = states.alloc(1)
     if slot is None:
-        tree.evict_for_alloc(compat.EvictParams(num_tokens=0, mamba_num=1))
+        lock = tree.lock(prefix)
+        try:
+            tree.evict_for_alloc(compat.EvictParams(num_tokens=0, mamba_num=1))
+        finally:
+            tree.unlock(lock)
         slot = states.alloc(1)
     if slot is None:
         return False

@@ -171,7 +171,7 @@ class HostSwap:
         """Load the positions that the tree does not hold into new slots, and the state into the request's slot
         for it, which the next forward would still clear or replace. None if slots are missing."""
         held = req.prefix_len
-        if swapped.state is not None and not take_slot(tree, req):
+        if swapped.state is not None and not take_slot(tree, req, req.last_node):
             return None
         allocator = tree.token_to_kv_pool_allocator
         count = swapped.length - held

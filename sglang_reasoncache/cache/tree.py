@@ -254,20 +254,34 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         wanted = params.num_tokens
         if wanted <= 0:
             return evict(params, **named)
-        freed = states = self._freed_before = 0
+        freed = states = 0
         while True:
             # Half of what is missing at a time, because continuations may give the rest.
             left = wanted - freed
             left = max(left // 2, 1) if mine.evictable else left
-            result = evict(dataclasses.replace(params, num_tokens=left), **named)
+            result = self._evict_core(evict, dataclasses.replace(params, num_tokens=left), **named)
             states += result.mamba_num_evicted
-            freed += result.num_tokens_evicted + mine.drop(self._is_cached, self._free_continued)
-            freed += self._freed_before
-            self._freed_before = 0
+            freed += result.num_tokens_evicted
             if freed >= wanted or not result.num_tokens_evicted:
                 break
+        had = mine.evictable_states
         freed += mine.evict(wanted - freed, self._free_continued)
+        states += had - mine.evictable_states
         return dataclasses.replace(result, num_tokens_evicted=freed, mamba_num_evicted=states)
+
+    def _evict_core(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
+        """Evict nodes or states of the core, and the continuations that go with them. The result counts
+        both."""
+        mine = self._continuations
+        had = mine.evictable_states
+        self._freed_before = 0
+        result = evict(params, **named)
+        slots = mine.drop(self._is_cached, self._free_continued) + self._freed_before
+        return dataclasses.replace(
+            result,
+            num_tokens_evicted=result.num_tokens_evicted + slots,
+            mamba_num_evicted=result.mamba_num_evicted + had - mine.evictable_states,
+        )
 
     def _evict_with_states(self, evict: Callable[..., Any], params: Any, **named: Any) -> Any:
         """Evict states, of continuations and of the core, whichever have more, because neither knows when the
@@ -276,24 +290,21 @@ class SharedRadixCache(compat.UnifiedRadixCache):
         wanted = params.mamba_num
         had = mine.evictable_states
         more = had - int(super().mamba_evictable_size())
-        share = min(wanted, max((more + wanted) // 2, 0))
-        slots = mine.evict_states(share, self._free_continued)
+        slots = mine.evict_states(min(wanted, max((more + wanted) // 2, 0)), self._free_continued)
+        states = had - mine.evictable_states
         result = self._evict_both(evict, dataclasses.replace(params, mamba_num=0), **named)
         slots += result.num_tokens_evicted
-        states = result.mamba_num_evicted
-        # Continuations go with the nodes that they go on with, so count what is left of them.
-        missing = wanted - states - (had - mine.evictable_states)
-        if missing > 0:
-            self._freed_before = 0
-            left = dataclasses.replace(params, num_tokens=0, swa_num_tokens=0, mamba_num=missing)
-            core = evict(left)
-            slots += core.num_tokens_evicted + mine.drop(self._is_cached, self._free_continued)
-            slots += self._freed_before
-            self._freed_before = 0
+        states += result.mamba_num_evicted
+        if states < wanted:
+            left = dataclasses.replace(
+                params, num_tokens=0, swa_num_tokens=0, mamba_num=wanted - states
+            )
+            core = self._evict_core(evict, left)
+            slots += core.num_tokens_evicted
             states += core.mamba_num_evicted
-            missing = wanted - states - (had - mine.evictable_states)
-            slots += mine.evict_states(missing, self._free_continued)
-        states += had - mine.evictable_states
+            had = mine.evictable_states
+            slots += mine.evict_states(wanted - states, self._free_continued)
+            states += had - mine.evictable_states
         return dataclasses.replace(result, num_tokens_evicted=slots, mamba_num_evicted=states)
 
     def _is_cached(self, node: Any) -> bool:

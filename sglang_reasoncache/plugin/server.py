@@ -203,17 +203,15 @@ class ServerParts:
         if not config.aliased_nodes or not config.shares or tree.disable:
             return False
         # A draft model's KV is in the slots that the request named, as it was when the request read them.
-        has_states = tree.is_mamba_enabled
         reasons = {
-            "a draft model's prefixes end where no state is": has_states
-            and tree.tree_core.is_eagle,
-            "SGLang copies states to a host tier": has_states and tree.cache_controller is not None,
+            "a draft model's prefixes end where no state is": tree.tree_core.is_eagle,
+            "SGLang copies states to a host tier": tree.cache_controller is not None,
             "SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK leaves no room for states that requests began with": (
-                has_states and compat.envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
+                compat.envs.SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK.get()
             ),
         }
         reason = (
-            _first(reasons)
+            _first(reasons if tree.is_mamba_enabled else {})
             or _needs_more_than_kv(tree, config, args, keeps_states=True)
             or self._reads_as_cached(config)
         )
