@@ -6,9 +6,8 @@ Checks are those of ``test_scheduling.py``; host pools are SGLang's, copied by P
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +20,8 @@ from sglang.srt.runtime_context import get_context, get_server_args
 
 from sglang_reasoncache.cache.continuations import Continued
 from sglang_reasoncache.filter.process import FilterProcess
-from tests.property.test_groups import engine_of
 from tests.property.test_memory import explore
-from tests.property.test_scheduling import SchedulingMachine
+from tests.property.test_scheduling import SchedulingMachine, counted, machine_of
 from tests.property.world import Setup, World
 from tests.server.faulty.waiting_reasoncache import wait_for
 from tests.server.host_tier.host_tier_reasoncache import copy
@@ -122,27 +120,12 @@ def test_what_shared_stays_in_the_pool(
     setup: Setup, host_tier: None, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
-    processes: list[FilterProcess] = []
+    with machine_of(TierMachine, setup) as machine:
 
-    class Machine(TierMachine):
-        """A subclass, so that each setup has its own counters."""
+        def all_seen() -> bool:
+            return min(machine.continued, machine.loaded, machine.dropped, machine.aliased) > 0
 
-        refusals: ClassVar[Counter[str]] = Counter()
-
-        def __init__(self) -> None:
-            # A failure shuts the filter's process down.
-            if not processes or processes[-1].given_up:
-                processes.append(engine_of(setup))
-            super().__init__(setup, processes[-1])
-
-    def all_seen() -> bool:
-        return min(Machine.continued, Machine.loaded, Machine.dropped, Machine.aliased) > 0
-
-    try:
-        explore(Machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
-    finally:
-        for process in processes:
-            process.shut_down()
-    record_property("operations", Machine.operations)
-    print(setup, Machine.operations, Machine.continued, Machine.loaded, Machine.dropped)
+        explore(machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
+    record_property("operations", machine.operations)
+    print(setup, counted(machine, "continued", "loaded", "dropped"))
     assert all_seen()

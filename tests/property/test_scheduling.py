@@ -7,8 +7,10 @@ Contents of slots are checked as in ``test_groups.py``."""
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -263,6 +265,29 @@ class SchedulingMachine(GroupMachine):
         super().teardown()
 
 
+@contextlib.contextmanager
+def machine_of(base: type[SchedulingMachine], setup: Setup) -> Iterator[Any]:
+    """A subclass of ``base`` for ``setup``, with counters of its own. Its machines share a filter process. A
+    failure shuts that process down; the next machine then starts another."""
+    processes: list[FilterProcess] = []
+
+    def start(machine: SchedulingMachine) -> None:
+        if not processes or processes[-1].given_up:
+            processes.append(engine_of(setup))
+        base.__init__(machine, setup, processes[-1])
+
+    try:
+        yield type("Machine", (base,), {"refusals": Counter(), "__init__": start})
+    finally:
+        for process in processes:
+            process.shut_down()
+
+
+def counted(machine: Any, *names: str) -> dict[str, int]:
+    """The counters ``names`` of a machine."""
+    return {name: getattr(machine, name) for name in ("operations", *names)}
+
+
 @pytest.mark.property
 @pytest.mark.usefixtures("published_config")
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -270,37 +295,19 @@ def test_what_was_admitted_finds_its_slots(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
-    processes: list[FilterProcess] = []
+    with machine_of(SchedulingMachine, setup) as machine:
 
-    class Machine(SchedulingMachine):
-        """A subclass, so that each setup has its own counters."""
+        def all_seen() -> bool:
+            """Whether what this setup allows has happened. Without it the run would prove little."""
+            rare = [machine.preempted]
+            rare += [machine.on_promise, machine.failed] * (setup.when == "short")
+            rare += [machine.restored] * (setup.swap > 0) + [machine.continued] * setup.continues
+            return all(rare) and machine.chunks > machine.operations // 100
 
-        refusals: ClassVar[Counter[str]] = Counter()
-
-        def __init__(self) -> None:
-            # A failure shuts the filter's process down.
-            if not processes or processes[-1].given_up:
-                processes.append(engine_of(setup))
-            super().__init__(setup, processes[-1])
-
-    def all_seen() -> bool:
-        """Whether what this setup allows has happened. Without it the run would prove little."""
-        rare = [Machine.preempted]
-        rare += [Machine.on_promise, Machine.failed] * (setup.when == "short")
-        rare += [Machine.restored] * (setup.swap > 0) + [Machine.continued] * setup.continues
-        return all(rare) and Machine.chunks > Machine.operations // 100
-
-    try:
-        explore(Machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
-    finally:
-        for process in processes:
-            process.shut_down()
-    record_property("operations", Machine.operations)
-    names = (
-        *("operations", "passes", "chunks", "put_off", "on_promise", "preempted", "failed"),
-        *("restored", "continued"),
-    )
-    print(setup, {name: getattr(Machine, name) for name in names}, Machine.across)
+        explore(machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
+    record_property("operations", machine.operations)
+    names = ("passes", "chunks", "put_off", "on_promise", "preempted", "failed", "restored")
+    print(setup, counted(machine, *names, "continued", "across"))
     assert all_seen()
-    assert setup.swap or not Machine.restored
-    assert setup.continues or not Machine.continued
+    assert setup.swap or not machine.restored
+    assert setup.continues or not machine.continued

@@ -16,28 +16,20 @@ from sglang.srt.runtime_context import get_server_args
 from sglang_reasoncache.cache.continuations import Continued
 from sglang_reasoncache.filter.process import FilterProcess
 from tests.property.states import STATES, States
-from tests.property.test_groups import Counter, RandomMeter, engine_of
+from tests.property.test_groups import RandomMeter
 from tests.property.test_memory import explore
-from tests.property.test_scheduling import SchedulingMachine
+from tests.property.test_scheduling import SchedulingMachine, counted, machine_of
 from tests.property.world import Setup, World
 from tests.server.faulty.waiting_reasoncache import wait_for
 
+LONG = [
+    ("extra_buffer", Setup(4, 2, 260, core="rust", continues=True, when="short", swap=1 << 15)),
+    ("no_buffer", Setup(1, 3, 200, core="rust", continues=True, when="short", swap=1 << 13)),
+    ("extra_buffer", Setup(1, 3, 190, continues=True)),
+]
 SETUPS = [
-    ("no_buffer", Setup(page=1, block=3, slots=190, continues=True, swap=1 << 15)),
-    *(
-        pytest.param(strategy, setup, marks=pytest.mark.long)
-        for strategy, setup in (
-            (
-                "extra_buffer",
-                Setup(4, 2, 260, core="rust", continues=True, when="short", swap=1 << 15),
-            ),
-            (
-                "no_buffer",
-                Setup(1, 3, 200, core="rust", continues=True, when="short", swap=1 << 13),
-            ),
-            ("extra_buffer", Setup(1, 3, 190, continues=True)),
-        )
-    ),
+    ("no_buffer", Setup(1, 3, 190, continues=True, swap=1 << 15)),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in LONG),
 ]
 QUICK_OPERATIONS = 480
 #: SGLang copies the state of a request after every so many tokens, if it keeps copies.
@@ -155,35 +147,15 @@ def test_states_belong_to_their_prefixes(
 ) -> None:
     get_server_args()._mamba_cache_chunk_size = 1
     monkeypatch.setattr(FilterProcess, "ready", wait_for)
-    processes: list[FilterProcess] = []
+    with machine_of(StateMachine, setup) as machine:
+        machine.strategy = strategy
 
-    class Machine(StateMachine):
-        """A subclass, so that each setup has its own counters."""
+        def all_seen() -> bool:
+            """Whether what this setup allows has happened. Without it the run would prove little."""
+            return all([machine.revived, machine.taken, machine.restored or not setup.swap])
 
-        refusals: ClassVar[Counter[str]] = Counter()
-
-        def __init__(self) -> None:
-            # A failure shuts the filter's process down.
-            if not processes or processes[-1].given_up:
-                processes.append(engine_of(setup))
-            super().__init__(setup, processes[-1])
-
-    Machine.strategy = strategy
-
-    def all_seen() -> bool:
-        """Whether what this setup allows has happened. Without it the run would prove little."""
-        rare = [Machine.revived, Machine.taken] + [Machine.restored] * (setup.swap > 0)
-        return all(rare)
-
-    try:
-        explore(Machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
-    finally:
-        for process in processes:
-            process.shut_down()
-    record_property("operations", Machine.operations)
-    names = (
-        *("operations", "chunks", "preempted", "failed", "continued", "restored", "revived"),
-        *("taken", "taken_inside"),
-    )
-    print(strategy, setup, {name: getattr(Machine, name) for name in names}, Machine.across)
+        explore(machine, QUICK_OPERATIONS, len(SETUPS), rate=1, seen=all_seen)
+    record_property("operations", machine.operations)
+    names = ("chunks", "preempted", "failed", "continued", "restored", "revived", "taken")
+    print(strategy, setup, counted(machine, *names, "taken_inside", "across"))
     assert all_seen()

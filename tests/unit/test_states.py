@@ -2,9 +2,12 @@
 """Tests the prefix tree of a model with attention and state layers (Mamba). Here a state holds the number of
 positions it has seen, so a test notices if it is *published* (enters the tree) for another length."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.runtime_context import get_context, get_server_args
@@ -150,11 +153,23 @@ def _turn(world: States, first: int = 100) -> list[int]:
     world.propose(req, Pair(len(PROMPT) + 12, len(PROMPT) + 2))
     world.controller.after_decode([req])
     world.step(req)
+    return _finished(world, req)
+
+
+def _next_turn(world: States, tokens: list[int], response: Sequence[int]) -> list[int]:
+    """A request goes on with ``tokens`` and finishes. Returns the tokens whose KV and state were computed."""
+    req = world.request("next", [*tokens, *range(300, 320)])
+    world.respond(req, response)
+    assert isinstance(req.last_node, Continued) and req.last_node.length == len(tokens)
+    assert req.prefix_len > len(PROMPT) + OUTPUT
+    return _finished(world, req)
+
+
+def _finished(world: States, req: Req) -> list[int]:
     if world.copies:
         world.track(req)
-    tokens = [*req.origin_input_ids, *req.output_ids]
     world.finish(req)
-    return tokens[: req.kv.kv_committed_len]
+    return [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
 
 
 def test_the_next_turn_begins_with_the_state_behind_what_was_shared(keeping: States) -> None:
@@ -169,13 +184,7 @@ def test_the_next_turn_begins_with_the_state_behind_what_was_shared(keeping: Sta
 
 def test_a_turn_goes_on_with_a_turn(keeping: States) -> None:
     tokens = _turn(keeping)
-    req = keeping.request("next", [*tokens, *range(300, 304)])
-    keeping.respond(req, range(400, 424))
-    assert req.prefix_len > len(PROMPT) + OUTPUT
-    if keeping.copies:
-        keeping.track(req)
-    more = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
-    keeping.finish(req)
+    more = _next_turn(keeping, tokens, range(400, 424))
     assert (keeping.cached(more), keeping.cached(tokens)) == (len(more), len(tokens))
     assert len(keeping.allocator.continuations) == 2
     keeping.assert_whole()
@@ -186,8 +195,7 @@ def test_a_state_that_a_request_began_with_is_not_evicted(keeping: States) -> No
     req = keeping.request("next", [*tokens, 5, 6])
     keeping.prefill(req)
     tree = keeping.tree
-    before = tree.mamba_protected_size()
-    assert before == 1
+    assert tree.mamba_protected_size() == 1
     tree.evict(EvictParams(num_tokens=keeping.total, mamba_num=STATES))
     assert tree.mamba_evictable_size() == tree.evictable_size() == 0
     assert tree.mamba_protected_size() == 1 and len(keeping.allocator.continuations) == 1
@@ -255,13 +263,7 @@ def test_a_long_conversation_keeps_its_newest_turns(keeping: States) -> None:
     """If states are missing, the oldest turns lose theirs, which a next turn does not need."""
     tokens = _turn(keeping)
     for _ in range(3):
-        tokens = [*tokens, *range(300, 320)]
-        req = keeping.request("next", tokens)
-        keeping.respond(req, [400, 401])
-        if keeping.copies:
-            keeping.track(req)
-        tokens = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
-        keeping.finish(req)
+        tokens = _next_turn(keeping, tokens, [400, 401])
     there = keeping.allocator.continuations
     assert there.evictable_states == 4
     there.evict_states(3, keeping.tree._free_continued)
@@ -277,12 +279,7 @@ def test_a_turn_behind_exact_kv_is_kept(keeping: States) -> None:
     tokens = _turn(keeping)
     [node] = keeping.allocator.continuations
     node.exact = len(node)
-    req = keeping.request("next", [*tokens, *range(300, 320)])
-    keeping.respond(req, range(400, 404))
-    if keeping.copies:
-        keeping.track(req)
-    more = [*req.origin_input_ids, *req.output_ids][: req.kv.kv_committed_len]
-    keeping.finish(req)
+    more = _next_turn(keeping, tokens, range(400, 404))
     assert keeping.cached(more) == keeping.cached(more, opted_out=True) == len(more)
     keeping.assert_whole()
 
@@ -290,11 +287,7 @@ def test_a_turn_behind_exact_kv_is_kept(keeping: States) -> None:
 def test_a_fresh_state_replaces_a_lost_one(keeping: States) -> None:
     """A turn lost its state while another goes on with it. Computed again, it is cached again."""
     tokens = _turn(keeping)
-    req = keeping.request("next", [*tokens, *range(300, 320)])
-    keeping.respond(req, [400, 401])
-    if keeping.copies:
-        keeping.track(req)
-    keeping.finish(req)
+    _next_turn(keeping, tokens, [400, 401])
     keeping.allocator.continuations.evict_states(1, keeping.tree._free_continued)
     assert keeping.cached(tokens) < len(tokens)
     assert _turn(keeping) == tokens and keeping.cached(tokens) == len(tokens)
