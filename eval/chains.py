@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m eval.chains [COUNT]`` prints word problems of seven and eight steps, for ``eval.run --tasks gsm8k
 --data gsm8k=FILE``. They make a small instruction-tuned model repeat itself: an earlier turn shows a problem
-that is solved, then checked twice, every step again. Asked for that in words alone, such models do not."""
+that is solved, then checked twice, every step again."""
 
 import argparse
-import itertools
 import json
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-NAMES = (
-    *("Anna", "Ben", "Carl", "David", "Emma", "Frank", "Grace", "Henry"),
-    *("Jack", "Kate", "Leo", "Mary", "Nick", "Paul", "Rose", "Tom"),
+from eval.small_reasoner.task import (
+    FEWER,
+    ITEMS,
+    MORE,
+    NAMES,
+    TOGETHER,
+    TWICE,
+    draw_fact,
 )
-ITEMS = ("apples", "books", "cards", "coins", "eggs", "keys", "shells", "stamps")
+
 STEPS = (7, 8)
 EXAMPLE_STEPS = 4
-HIGHEST = 199
 ASK = "Solve it, then check it twice; write every step again in each check."
 
 
@@ -51,38 +54,26 @@ class Chain(NamedTuple):
 
 
 def chain(rng: random.Random, steps: int) -> Chain:
-    """A problem that takes ``steps`` steps, in which nobody has more than ``HIGHEST`` items."""
-    people = rng.sample(NAMES, steps + 1)
+    """A problem that takes ``steps`` steps, of facts as the small reasoner's problems have."""
+    first, *owners = rng.sample(NAMES, steps + 1)
     items = rng.choice(ITEMS)
-    first = rng.randint(3, 25)
-    has = {people[0]: first}
-    facts = [f"{people[0]} has {first} {items}."]
+    has = {first: rng.randint(5, 40)}
+    facts = [f"{first} has {has[first]} {items}."]
     solution = list(facts)
-    for before, me in itertools.pairwise(people):
-        there = has[before]
-        number = rng.randint(2, 20)
-        other = rng.choice(people[: max(people.index(before), 1)])
-        kinds = {
-            "more": (f"{number} more {items} than {before}", f"{there} + {number}", there + number),
-            "fewer": (
-                f"{number} fewer {items} than {before}",
-                f"{there} - {number}",
-                there - number,
-            ),
-            "twice": (f"twice as many {items} as {before}", f"2 * {there}", 2 * there),
-            "together": (
-                f"as many {items} as {before} and {other} together",
-                f"{there} + {has[other]}",
-                there + has[other],
-            ),
-        }
-        if other == before:
-            del kinds["together"]
-        allowed = [kind for kind in kinds.values() if 1 <= kind[2] <= HIGHEST]
-        said, computed, has[me] = rng.choice(allowed)
-        facts.append(f"{me} has {said}.")
-        solution.append(f"{me} has {said}, so {me} has {computed} = {has[me]} {items}.")
-    return Chain(facts, solution, items, people[-1], has[people[-1]])
+    for owner in owners:
+        fact = draw_fact(rng, owner, has, fewer=True)
+        there = has[fact.others[0]]
+        computed = {
+            MORE: f"{there} + {fact.number}",
+            FEWER: f"{there} - {fact.number}",
+            TWICE: f"2 * {there}",
+            TOGETHER: f"{there} + {has[fact.others[-1]]}",
+        }[fact.kind]
+        has[owner] = fact.result(has)
+        facts.append(fact.kind.format(**fact.words(items)))
+        said = facts[-1].removesuffix(".")
+        solution.append(f"{said}, so {owner} has {computed} = {has[owner]} {items}.")
+    return Chain(facts, solution, items, owners[-1], has[owners[-1]])
 
 
 def rows(count: int, seed: int = 1) -> Iterator[dict[str, Any]]:

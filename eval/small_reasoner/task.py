@@ -56,7 +56,7 @@ class Difficulty:
 
 
 @dataclass(frozen=True)
-class _Fact:
+class Fact:
     """Says how many items ``owner`` has. ``kind`` tells how to compute this from ``others`` and ``number``."""
 
     kind: str
@@ -80,7 +80,7 @@ class _Fact:
         return text.format(**self.words(items), **seen, r=result)
 
 
-def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -> _Fact:
+def draw_fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -> Fact:
     """Draws a fact that gives ``owner`` 2 to ``HIGHEST`` items and uses the last person in ``values``."""
     *earlier, last = values
     while True:
@@ -88,12 +88,12 @@ def _fact(rng: random.Random, owner: str, values: dict[str, int], fewer: bool) -
         kind = rng.choice((MORE, MORE, other, other, TWICE, *([TOGETHER] if earlier else [])))
         others = (last, rng.choice(earlier)) if kind == TOGETHER else (last,)
         number = rng.randint(2, 40) if kind in (MORE, FEWER) else 0
-        fact = _Fact(kind, owner, others, number)
+        fact = Fact(kind, owner, others, number)
         if 2 <= fact.result(values) <= HIGHEST:
             return fact
 
 
-def _check(facts: Sequence[_Fact], items: str, values: dict[str, int]) -> list[str]:
+def _check(facts: Sequence[Fact], items: str, values: dict[str, int]) -> list[str]:
     """Recomputes and corrects ``values`` in another pass over ``facts``; returns the steps of this pass."""
     steps = []
     for fact in facts:
@@ -115,7 +115,7 @@ def make_problem(rng: random.Random, difficulty: Difficulty = Difficulty()) -> P
     for owner in owners:
         if not difficulty.fewer and list(true.values())[-1] > HIGHEST - 40:
             return make_problem(rng, difficulty)  # adding up to 40 could exceed HIGHEST
-        facts.append(_fact(rng, owner, true, difficulty.fewer))
+        facts.append(draw_fact(rng, owner, true, difficulty.fewer))
         true[owner] = facts[-1].result(true)
     last = owners[-1]
     other = rng.choice((first, *owners[:-1]))

@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eval.chains import HIGHEST, STEPS, chain, rows
+from eval.chains import STEPS, chain, rows
+from eval.small_reasoner.task import HIGHEST
 from eval.tasks.harness import EvalTask, Source
 
 
