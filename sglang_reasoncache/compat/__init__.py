@@ -26,6 +26,8 @@ _MODULES: dict[str, list[str]] = {
         "get_observability",
         "get_disagg",
         "get_exec",
+        "get_model",
+        "get_serving",
     ],
     "arg_groups.resolution_hooks": ["register_resolution_hook"],
     "arg_groups.overrides": ["declare_resolution"],
@@ -87,6 +89,7 @@ _MODULES: dict[str, list[str]] = {
     "layers.radix_attention": ["RadixAttention"],
     "layers.rotary_embedding.base": ["RotaryEmbedding"],
     "parser.reasoning_parser": ["ReasoningParser"],
+    "utils.hf_transformers_utils": ["get_tokenizer"],
 }
 
 #: Attribute of this module -> dotted path of the SGLang object.

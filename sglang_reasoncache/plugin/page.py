@@ -6,7 +6,7 @@ import base64
 import functools
 import hashlib
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,17 @@ def _page() -> HTMLResponse:
     return HTMLResponse(text, headers=headers)
 
 
+def _numbers(ids: Sequence[int]) -> str:
+    return "".join(f"{token} " for token in ids)
+
+
 async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, Any]]:
     """Cut a response (``found``, from ``Report.response``) into runs of tokens, each with its ``text``. A run's
     ``start`` and ``end`` are positions in prompt plus output. Position ``start + i`` reads the slot of position
     ``source + i`` of request ``rid``. ``source`` is null if the run reads no other position's slots. ``rid`` is
-    null if the source is in this request. Runs are also cut where the source of another run begins or ends."""
+    null if the source is in this request. Runs are also cut where the source of another run begins or ends.
+    ``tokenizer``: None with ``--skip-tokenizer-init``; texts are then the numbers of the tokens."""
+    decode = _numbers if tokenizer is None else tokenizer.decode
     ids = found["output_ids"]
     first = found["prompt_tokens"]
     # Position -> the position that it reads, and the index of that position's request if it is another one.
@@ -65,8 +71,8 @@ async def parts_of(found: Mapping[str, Any], tokenizer: Any) -> list[dict[str, A
         await asyncio.sleep(0)
         begin = start - first
         before = max(start - first - _BEFORE, 0)
-        text = tokenizer.decode(ids[before : stop - first])
-        text = text[len(tokenizer.decode(ids[before:begin])) :]
+        text = decode(ids[before : stop - first])
+        text = text[len(decode(ids[before:begin])) :]
         read, *of = source.get(start, (None,))
         rid = found["sources"][of[0]] if of else None
         parts.append(dict(text=text, start=start, end=stop, source=read, rid=rid))

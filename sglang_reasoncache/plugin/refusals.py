@@ -30,7 +30,6 @@ CONFLICTS: Mapping[str, str] = {
     "enable_return_routed_experts": "experts are recorded by slot",
     "enable_return_indexer_topk": "indices are recorded by slot",
     "prefill_only_disable_kv_cache": "there is no KV cache to share",
-    "skip_tokenizer_init": "steps are found in text",
     "strip_thinking_cache": "it releases output slots outside the prefix cache",
     "dcp_size": "a slot is spread over ranks",
     "pp_size": "the distance needs every layer on one rank",

@@ -247,7 +247,8 @@ class ServerParts:
             num_heads=self._heads(),
             ranks=ranks,
         )
-        markers = _markers(context, config)
+        tokenizer = _tokenizer(context)
+        markers = _markers(args.reasoning_parser, tokenizer, config)
         controller = assemble(
             resolved,
             allocator=self.allocator,
@@ -263,7 +264,7 @@ class ServerParts:
                 stats=stats.eviction,
                 ranks=ranks,
             ),
-            process=_filter(context, resolved, meter, markers) if config.shares else None,
+            process=(_filter(resolved, meter, markers, tokenizer) if config.shares else None),
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
             swap=self._swap(tree, config, args),
@@ -301,10 +302,10 @@ class ServerParts:
 
 
 def _filter(
-    context: TreeCacheBuildContext,
     resolved: ResolvedConfig,
     meter: BlockMeter,
     markers: ReasoningMarkers | None,
+    tokenizer: Any,
 ) -> FilterProcess:
     """Start the filter process, once the meter has compiled its kernels."""
     config = resolved.config
@@ -312,7 +313,7 @@ def _filter(
     meter.warm_up(page if page > 1 else config.block)
     return FilterProcess(
         filter_config(config),
-        vocabulary_of(context.tp_worker.tokenizer),
+        vocabulary_of(tokenizer),
         None if markers is None else markers[:2],
         config.max_pending,
     )
@@ -374,13 +375,37 @@ def check_alike(ranks: Ranks, corrects: bool) -> None:
         raise ValueError(f"{flag_of('positions')} auto: {told}; corrected says why")
 
 
-def _markers(context: TreeCacheBuildContext, config: ReasonCacheConfig) -> ReasoningMarkers | None:
+def _tokenizer(context: TreeCacheBuildContext) -> Any:
+    """The model's tokenizer, which steps and markers of reasoning need. With ``--skip-tokenizer-init`` SGLang's
+    schedulers load none, so we do. Raises ValueError if it cannot be loaded."""
+    if context.tp_worker.tokenizer is not None:
+        return context.tp_worker.tokenizer
+    serving = compat.get_serving()
+    model = compat.get_model()
+    try:
+        return compat.get_tokenizer(
+            serving.tokenizer_path,
+            tokenizer_mode=serving.tokenizer_mode,
+            trust_remote_code=model.trust_remote_code,
+            revision=model.revision,
+            tokenizer_backend=serving.tokenizer_backend,
+        )
+    except Exception as error:
+        # The code of a custom tokenizer may raise anything.
+        raise ValueError(
+            "--enable-reasoncache with --skip-tokenizer-init needs the model's tokenizer to find steps, and "
+            f"cannot load --tokenizer-path {serving.tokenizer_path}: {error}"
+        ) from error
+
+
+def _markers(
+    parser: str | None, tokenizer: Any, config: ReasonCacheConfig
+) -> ReasoningMarkers | None:
     """The tokens that start and end reasoning. None if all output may share. Raises ValueError if
     ``config.span`` is ``reasoning`` and these tokens are unknown."""
     if config.span == "response":
         return None
-    parser = context.server_args.reasoning_parser
-    markers = reasoning_markers(parser, context.tp_worker.tokenizer)
+    markers = reasoning_markers(parser, tokenizer)
     if markers is None and config.span == "reasoning":
         raise ValueError(
             "--reasoncache-span reasoning needs a --reasoning-parser whose markers are single "

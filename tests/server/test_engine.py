@@ -49,7 +49,7 @@ if __name__ == "__main__":
 
 
 #: A launcher that knows nothing of this plugin, and spawns SGLang's HTTP server (as slime does) or makes an
-#: engine from ready ``ServerArgs`` (as verl does). It imports no plugin before SGLang does.
+#: engine without a tokenizer from ready ``ServerArgs`` (as verl does). It imports no plugin before SGLang does.
 _LAUNCHER = """
 import multiprocessing
 import sys
@@ -63,10 +63,10 @@ MODEL, PORT, HOW, PROMPT = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[
 SAMPLING = {"temperature": 0, "max_new_tokens": 900}
 
 
-def args():
+def args(**more):
     return ServerArgs(
         model_path=MODEL, device="cpu", max_total_tokens=4096, random_seed=0, log_level="error",
-        host="127.0.0.1", port=PORT,
+        host="127.0.0.1", port=PORT, **more,
     )
 
 
@@ -93,9 +93,12 @@ def serve():
 def embed():
     import sglang
 
-    engine = sglang.Engine(server_args=args())
+    from transformers import AutoTokenizer
+
+    ids = AutoTokenizer.from_pretrained(MODEL).encode(PROMPT, add_special_tokens=False)
+    engine = sglang.Engine(server_args=args(skip_tokenizer_init=True))
     try:
-        engine.generate(PROMPT, SAMPLING)
+        assert len(engine.generate(input_ids=ids, sampling_params=SAMPLING)["output_ids"]) > 300
         return engine.get_server_info()["internal_states"][0].get("reasoncache")
     finally:
         engine.shutdown()

@@ -132,6 +132,8 @@ def test_parts_of_a_response() -> None:
         *[(10, None, None), (11, 32, None), (19, None, None), (24, 7, "other")],
         *[(28, None, None), (32, None, None), (40, None, None)],
     ]
+    numbers = asyncio.run(page.parts_of(found, None))
+    assert "".join(part["text"] for part in numbers).split() == [str(ord(each)) for each in text]
 
 
 def test_long_ids_are_cut_and_a_source_is_listed_once(
