@@ -20,11 +20,11 @@ import yaml
 from sglang_reasoncache import compat
 from sglang_reasoncache.plugin import refusals
 
-#: Parts of recipes' names whose models have sparse attention, which the plugin refuses.
+#: Parts of recipes' names whose models have sparse attention: only their admission learns.
 _SPARSE = ("dsv4", "deepseek-v4", "glm5", "dsv3.2", "deepseek-v3.2", "minimaxm3", "minimax-m3")
 #: GPUs that are not NVIDIA's, in names of recipes.
 _OTHERS = re.compile(r"mi3\d\d|_amd|amd_")
-#: What is counted of recipes that start.
+#: What is counted of recipes that share.
 _COUNTED: dict[str, Callable[[dict[str, str]], bool]] = {
     "TRT-LLM attention": lambda flags: "trtllm" in flags.get("--attention-backend", ""),
     "decode server of a PD pair": lambda flags: flags.get("--disaggregation-mode") == "decode",
@@ -96,14 +96,14 @@ def _args(flags: dict[str, str]) -> argparse.Namespace:
 
 def judge(name: str, flags: dict[str, str]) -> tuple[bool, bool, str]:
     """Whether a recipe's server starts with the plugin, whether it shares, and if not, why."""
-    if any(part in name.lower() for part in _SPARSE):
-        return False, False, "sparse attention"
     args = _args(flags)
     try:
         refusals.check(args)
     except ValueError as error:
         reasons = re.findall(r"--[a-z0-9-]+", str(error).split(":", 1)[1])
         return False, False, "refuses " + " ".join(dict.fromkeys(reasons))
+    if any(part in name.lower() for part in _SPARSE):
+        return True, False, "sparse attention"
     backends = {getattr(args, field) for field in compat.ATTENTION_FIELDS} - {None}
     others = sorted(backends - set(compat.CUDA_BACKENDS))
     if others:
@@ -125,10 +125,10 @@ def main() -> None:
     print(f"{len(found)} recipes: {starting} start, {sharing} share")
     for reason, count in reasons.most_common():
         print(f"{count}\t{reason}")
-    started = [flags for (_, flags), one in zip(recipes, found, strict=True) if one[1]]
-    print("Of those that start:")
+    shared = [flags for (_, flags), one in zip(recipes, found, strict=True) if one[2]]
+    print("Of those that share:")
     for what, holds in _COUNTED.items():
-        print(f"{sum(map(holds, started))}\t{what}")
+        print(f"{sum(map(holds, shared))}\t{what}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import NamedTuple
 REFUSED = {
     "other windows": "nothing shared: rotations unknown",
     "latent, lightning": "nothing shared: lightning layers have a rotary embedding of their own",
-    "sparse": "the model also caches index keys, which choose what is read and are not rotated with the others",
+    "sparse": "nothing shared: index keys, which choose what is read, are not rotated with the others",
 }
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.attention.families import REFUSED
+from sglang_reasoncache.errors import CannotShare
 
 if TYPE_CHECKING:
     from sglang_reasoncache.compat.types import (
@@ -37,13 +38,13 @@ DECODES_AS_PREFILLS = ("pplx", "deepep_v2")
 
 
 def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
-    """Raises ValueError unless buffers are ``[slots, heads, head_dim]`` or latent rows, and for a window pool
+    """Raises CannotShare unless buffers are ``[slots, heads, head_dim]`` or latent rows, and for a window pool
     with a page size above 1.
 
     ``requested_by``: the flag that needs such buffers; the message begins with this flag."""
     if type(pool) is compat.SWAKVPool:
         if pool.page_size > 1:
-            raise ValueError(
+            raise CannotShare(
                 f"{requested_by} does not support --page-size {pool.page_size} (1 is the default of "
                 f"--attention-backend triton) {BESIDE_WINDOWS}"
             )
@@ -58,33 +59,37 @@ def check_pool(pool: Any, requested_by: str = _FLAG) -> None:
     layout = getattr(pool, "kv_cache_layout", "own layout")
     is_plain = type(pool) is compat.MHATokenToKVPool and not pool.is_quantized_kv_cache
     if not is_plain or layout != "nhd":
-        raise ValueError(
+        raise CannotShare(
             f"{requested_by} supports models with one plain multi-head KV pool in NHD layout without "
             f"block quantisation (--kv-cache-dtype), this server uses {type(pool).__name__} ({layout})"
         )
 
 
+def check_windows(pool: Any, args: ServerArgs) -> None:
+    """Raises CannotShare for a flag that cannot be combined with windows in a pool of their own."""
+    for name, given in {
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--disaggregation-mode decode": args.disaggregation_mode == "decode",
+    }.items():
+        if given and type(pool) is compat.SWAKVPool:
+            raise CannotShare(f"{_FLAG} does not support {name} {BESIDE_WINDOWS}")
+
+
 def check_kind(context: TreeCacheBuildContext) -> None:
-    """Raises ValueError for a model with DeepSeek sparse attention (DSA)."""
+    """Raises CannotShare for a model with DeepSeek sparse attention (DSA)."""
     if context.is_dsa:
         raise _sparse(_FLAG)
 
 
-def _sparse(requested_by: str) -> ValueError:
-    return ValueError(f"{requested_by} does not support sparse attention: {REFUSED['sparse']}")
+def _sparse(requested_by: str) -> CannotShare:
+    return CannotShare(f"{requested_by} does not support sparse attention: {REFUSED['sparse']}")
 
 
 def window_age(context: TreeCacheBuildContext) -> int:
     """Distance from a row's end, in tokens, at which SGLang has surely freed a position's slot in the window
-    pool; 0 without a window pool. Raises ValueError for a flag that cannot be combined with such a pool."""
+    pool; 0 without a window pool."""
     if not context.is_hybrid_swa:
         return 0
-    for name, given in {
-        "--enable-hierarchical-cache": context.enable_hierarchical_cache,
-        "--disaggregation-mode decode": context.server_args.disaggregation_mode == "decode",
-    }.items():
-        if given:
-            raise ValueError(f"{_FLAG} does not support {name} {BESIDE_WINDOWS}")
     interval: int = compat.envs.SGLANG_SWA_EVICTION_INTERVAL.get()
     # Two more tokens, for the step in flight and for the next step. No draft model reads further back.
     return context.params.sliding_window_size + interval + 2

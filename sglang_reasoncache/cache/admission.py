@@ -64,9 +64,9 @@ class SharingBudget(compat.PrefillBudget):
 
     def _reclaim(self, tokens: int) -> bool:
         """Have requests share if slots are missing. Returns whether ``tokens`` slots are free or evictable."""
-        free = self.allocator.free_size()
         short = tokens - self._there()
         if short > 0 and self._shareable:
+            free = self.allocator.free_size()
             self.allocator.reclaim_to(free + min(short, MOST_AT_ONCE), evicts=False)
             freed = self.allocator.free_size() - free
             self._shareable = max(self._shareable - freed, 0)

@@ -31,6 +31,7 @@ from sglang_reasoncache.cache.swap import HostSwap
 from sglang_reasoncache.compat.types import PrefixTree, Request
 from sglang_reasoncache.device.in_flight import ReadsInFlight
 from sglang_reasoncache.device.upload import upload
+from sglang_reasoncache.errors import CannotShare
 
 
 class _ReferenceCounted(compat.BaseTokenToKVPoolAllocator):
@@ -323,7 +324,7 @@ Shared = SharedTokenAllocator | SharedPagedAllocator | SharedWindowAllocator
 
 
 def shared_allocator_of(stock: Any) -> Shared:
-    """Our allocator to replace SGLang's allocator ``stock``. Raises ValueError for unknown allocators."""
+    """Our allocator to replace SGLang's allocator ``stock``. Raises CannotShare for unknown allocators."""
     where: dict[str, Any] = dict(dtype=stock.dtype, device=stock.device)
     where |= dict(kvcache=stock.get_kvcache(), need_sort=stock.need_sort)
     if type(stock) is compat.TokenToKVPoolAllocator:
@@ -333,7 +334,7 @@ def shared_allocator_of(stock: Any) -> Shared:
     if type(stock) is compat.SWATokenToKVPoolAllocator and not stock.swa_req_ring:
         sizes = stock.size_full, stock.size_swa, stock.page_size
         return SharedWindowAllocator(*sizes, **where)
-    raise ValueError(
+    raise CannotShare(
         f"--enable-reasoncache supports token and paged allocators of a plain attention pool, "
         f"this model uses {type(stock).__name__} (hybrid, sliding-window or state-space memory)"
     )

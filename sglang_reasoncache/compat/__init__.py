@@ -35,7 +35,11 @@ _MODULES: dict[str, list[str]] = {
         "attention_backends_of",
         "resolving_view",
     ],
-    "mem_cache.registry": ["register_radix_cache_backend", "create_unified_radix_cache"],
+    "mem_cache.registry": [
+        "register_radix_cache_backend",
+        "create_unified_radix_cache",
+        "default_radix_cache_factory",
+    ],
     "layers.attention.attention_registry": ["ATTENTION_BACKENDS", "register_attention_backend"],
     "arg_groups.choices": ["add_attention_backend_choices"],
     "mem_cache.allocator.base": ["BaseTokenToKVPoolAllocator"],
@@ -122,6 +126,7 @@ HOOK_TARGETS: dict[str, str] = {
     "count_uncached": _COMPONENTS
     + "invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
     "decode_log_parts": _COMPONENTS + "pool_stats_observer.PoolStats.get_decode_usage_msg_parts",
+    "retracted": "sglang.srt.managers.schedule_batch.ScheduleBatch.retract_decode",
     "retract_all": "sglang.srt.managers.scheduler.retract_all",
     "internal_state": _COMPONENTS
     + "internal_state.SchedulerInternalStateController.get_internal_state",

@@ -21,7 +21,7 @@ from sglang_reasoncache.device.ranks import Ranks
 from sglang_reasoncache.eviction.controller import EvictionController
 from sglang_reasoncache.plugin.containment import Containment
 from sglang_reasoncache.plugin.report import Report
-from sglang_reasoncache.sharing.headroom import LEAST, Headroom
+from sglang_reasoncache.sharing.headroom import LEAST, Shortage
 from sglang_reasoncache.sharing.pipeline import BlockPipeline
 from sglang_reasoncache.sharing.records import Records
 from sglang_reasoncache.sharing.request import RequestRecord, is_running, record_of
@@ -30,9 +30,6 @@ from sglang_reasoncache.sharing.tracker import RequestTracker
 
 #: Decode steps between two polls.
 INTERVAL = 4
-#: After a request had to wait, SGLang is taken to be short of slots for this many decode steps. It does not try
-#: again to admit a request before a running one leaves.
-_STEPS_AFTER_WAIT = 64
 #: While polls compare no blocks, the Prometheus series are updated once in this many polls.
 _METRICS_INTERVAL = 8
 
@@ -70,14 +67,13 @@ class Controller:
     ahead: float = LEAST
 
     def __post_init__(self) -> None:
-        self.headroom = Headroom(self.slots, self.ahead)
+        self.shortage = Shortage(self.slots, self.ahead)
         self.containment = Containment(self.ranks, self._disable)
-        self._decode_steps = 0
         self._tokens_a_step = 0
-        self._short_until = 0
         self._is_active = self.config.is_active
+        # A server that wants to share and cannot learns all the same how much to reserve.
+        self._learns = self._is_active or self.report.uncorrected is not None
         self._holds = False
-        self._admits_again = False
         with self.containment:
             self.report.publish()
 
@@ -124,7 +120,7 @@ class Controller:
 
     def promise(self) -> Promise:
         """The slots that the blocks of the ledger can free on every rank, and the learned reserve. All ranks
-        call this together. If the plugin is disabled or idle, admission is SGLang's own."""
+        call this together. If the plugin is disabled, or off by its settings, admission is SGLang's own."""
         least = 0
 
         def ask() -> None:
@@ -133,21 +129,17 @@ class Controller:
 
         if self._is_active and self.report.disabled is None:
             self.containment.together(ask)
-        if not self._is_active or self.report.disabled is not None:
+        if not self._learns or self.report.disabled is not None:
             return NOTHING_PROMISED
         kept = 1.0 - self.config.admission_credit
-        return Promise(shareable=least, ahead=self.headroom.ahead, kept=kept)
+        return Promise(shareable=least, ahead=self.shortage.headroom.ahead, kept=kept)
 
     def request_waits(self, again: bool) -> None:
         self.pipeline.request_waits()
-        self._short_until = self._decode_steps + _STEPS_AFTER_WAIT
-        self._admits_again = self._admits_again or again
+        self.shortage.request_waits(again)
 
     def admits_again(self) -> bool:
-        """Whether SGLang should try once more to admit a request for which slots were reclaimed. True once."""
-        again = self._admits_again
-        self._admits_again = False
-        return again
+        return self.shortage.admits_again()
 
     def composed(self, documents: int, tokens: int, repaired: int, missed: bool) -> None:
         self.stats.composed(documents, tokens, repaired, missed)
@@ -183,7 +175,7 @@ class Controller:
                 elif req.kv.retraction_backup is not None:
                     # On the decode server of a PD pair SGLang itself copies requests.
                     copied = length
-                self.headroom.lost(length, copied)
+                self.shortage.headroom.lost(length, copied)
                 self.records.retracted(req, row)
             else:
                 record = record_of(req)
@@ -210,7 +202,7 @@ class Controller:
         """Start anew: SGLang flushes its cache, while no request runs. Distances
         measured so far are dropped: a request that SGLang retracted for a pause may go on with new weights."""
         with self.containment:
-            self.headroom = Headroom(self.slots, self.ahead)
+            self.shortage.forget()
             self.pipeline.reset()
             self.stats.reset()
             self.tracker.reset()
@@ -220,8 +212,16 @@ class Controller:
         """JSON for ``GET /reasoncache``, from :meth:`Report.describe`. If that method fails, the JSON has only
         the field ``disabled``."""
         with self.containment:
-            return self.report.describe(self.headroom.ahead, details, blocks)
+            return self.report.describe(self.shortage.headroom.ahead, details, blocks)
         return {"disabled": self.report.disabled}
+
+    def log_part(self) -> str:
+        """Our part of SGLang's decode log line."""
+        return self.report.log_part()
+
+    def response(self, rid: str) -> dict[str, Any] | None:
+        """See :meth:`Report.response`."""
+        return self.report.response(rid)
 
     def after_decode(self, reqs: Sequence[Request], tokens: int | None = None) -> int:
         """Called after a decode step, which gave ``tokens`` tokens (None: one a request). Every ``interval``-th
@@ -229,13 +229,11 @@ class Controller:
         (:attr:`_to_have`)."""
         if self._holds:
             return 0
-        self._decode_steps += 1
         tokens = len(reqs) if tokens is None else tokens
         self._tokens_a_step = tokens
         self.stats.decode_steps += self._is_active
-        if self._is_short:
-            self.headroom.decoded(tokens)
-        if self._decode_steps % self.interval:
+        self.shortage.decoded(tokens)
+        if self.steps % self.interval:
             return 0
         before = self._to_have
         compared = self.stats.blocks_compared
@@ -247,19 +245,14 @@ class Controller:
             self.stats.scheduler_seconds += elapsed
             if self.stats.blocks_compared > compared:
                 self.report.publish(elapsed)
-            elif self._decode_steps % (_METRICS_INTERVAL * self.interval) == 0:
+            elif self.steps % (_METRICS_INTERVAL * self.interval) == 0:
                 self.report.publish()
         return self._to_have - before
 
     @property
     def steps(self) -> int:
         """Number of decode steps so far, the same on all ranks."""
-        return self._decode_steps
-
-    @property
-    def _is_short(self) -> bool:
-        """Whether a request waits for slots, or did so a moment ago."""
-        return self._decode_steps < self._short_until
+        return self.shortage.steps
 
     @property
     def _to_have(self) -> int:
@@ -290,7 +283,7 @@ class Controller:
     def _make_room(self) -> None:
         """While slots are short, let blocks share ahead of need, so that the next decode steps find slots. Then
         no step is delayed, and none is short while blocks are left."""
-        if not self._is_short:
+        if not self.shortage.is_now:
             return
         missing = 2 * self.interval * self._tokens_a_step - self.room()
         if missing > 0:

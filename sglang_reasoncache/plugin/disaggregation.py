@@ -9,22 +9,34 @@ they are worth beyond that is reclaimed before SGLang decides, because a prompt'
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sglang_reasoncache import compat
 from sglang_reasoncache.cache.admission import MOST_AT_ONCE
 from sglang_reasoncache.cache.owner import NOTHING_PROMISED, Promise
 from sglang_reasoncache.compat.types import PreallocQueue
 
-if TYPE_CHECKING:
-    from sglang_reasoncache.plugin.controller import Controller
+
+class Admits(Protocol):
+    """Whom this class asks: the plugin's ``Controller``, or what replaces it where nothing is shared.
+
+    Attributes:
+        steps: Number of decode steps so far.
+    """
+
+    @property
+    def steps(self) -> int: ...
+
+    def promise(self) -> Promise: ...
+
+    def request_waits(self, again: bool) -> None: ...
 
 
 class PreallocAdmission:
     """Hooks around the methods by which ``DecodePreallocQueue`` decides. All ranks decide alike, because their
     queues are equal and so are the decode steps after which this class asks for a new promise."""
 
-    def __init__(self, controller: Controller) -> None:
+    def __init__(self, controller: Admits) -> None:
         self._controller = controller
         self._promise = NOTHING_PROMISED
         self._asked_at = -1
@@ -126,7 +138,8 @@ def _without_saved(queue: PreallocQueue, tokens: int | None) -> int | None:
     """The slots that retracting all requests frees, where SGLang counts ``tokens`` positions of requests."""
     if tokens is None:
         return None
-    return max(tokens - queue.token_to_kv_pool_allocator.saved, 0)
+    # SGLang's own allocator saves nothing.
+    return max(tokens - getattr(queue.token_to_kv_pool_allocator, "saved", 0), 0)
 
 
 def _has_room_for_copies(queue: PreallocQueue) -> bool:

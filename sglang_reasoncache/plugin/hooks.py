@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Any
 from sglang_reasoncache import compat
 from sglang_reasoncache.compat.types import ScheduleBatch, ServerArgs, TreeCacheBuildContext
 from sglang_reasoncache.custom_params import OPT_OUT_KEY, asked_of, documents_of
+from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.plugin import routes
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
     from sglang_reasoncache.plugin.server import ServerParts
+    from sglang_reasoncache.plugin.unshared import Unshared
 
-#: The plugin's parts in a scheduler process; None in other processes.
+#: The plugin's parts in a scheduler process; None in other processes, and where nothing can be shared.
 _server: ServerParts | None = None
+#: What runs instead of these parts where nothing can be shared; else None.
+_unshared: Unshared | None = None
 
 
 @functools.cache
@@ -26,14 +30,14 @@ def install() -> None:
     """Register our hooks, prefix tree and attention backends with SGLang. ``HookRegistry.apply_hooks`` applies
     the hooks later. Calls of ``install`` after the first do nothing."""
     hooks: dict[str, Callable[..., Any]] = {
-        "decode_done": _after_decode,
-        "prefill_done": _after_prefill,
-        "count_uncached": _after_count_uncached,
-        "decode_log_parts": _after_decode_log_parts,
-        "prefill_ready": _after_prefill_ready,
-        "retract_all": _after_retract_all,
+        "decode_done": _contained(_after_decode, _after_decode_unshared),
+        "prefill_done": _contained(_after_prefill),
+        "count_uncached": _contained(_after_count_uncached),
+        "decode_log_parts": _contained(_after_decode_log_parts, _after_decode_log_parts),
+        "prefill_ready": _contained(_after_prefill_ready),
+        "retracted": _contained(None, _after_retracted),
+        "retract_all": _contained(_after_retract_all),
     }
-    hooks = {name: _with_controller(hook) for name, hook in hooks.items()}
     hooks |= {"build_allocator": _after_build_allocator, "verify": _after_verify}
     hooks |= {"hybrid_backend": _after_hybrid_backend, "prealloc_done": _after_prealloc}
     for name, hook in hooks.items():
@@ -95,22 +99,39 @@ def _after_verify(_result: None, params: Any, _vocab_size: int) -> None:
 
 
 def _after_build_allocator(result: Any, configurator: Any, **_kwargs: Any) -> Any:
-    """Replace SGLang's new allocator (``result``) with ours. A draft model's pool shares that of the target."""
-    from sglang_reasoncache.config import config_of
-    from sglang_reasoncache.plugin.server import ServerParts
+    """Replace SGLang's new allocator (``result``) with ours. A draft model's pool shares that of the target.
 
-    global _server
+    Where KV cannot be shared, SGLang's allocator stays. Raises ValueError then if a policy is to evict."""
+    from sglang_reasoncache.config import config_of
+    from sglang_reasoncache.plugin.server import ServerParts, dp_rank
+    from sglang_reasoncache.plugin.unshared import Unshared
+
+    global _server, _unshared
     if configurator.is_draft_worker:
         return None
+    _server = None
+    _unshared = None
     config = config_of(compat.get_server_args())
-    # No config: this server runs without the plugin; an earlier server in this process installed the hooks.
-    _server = None if config is None else ServerParts(config, result)
-    return None if _server is None else _server.allocator
+    if config is None:
+        # This server runs without the plugin; an earlier server in this process installed the hooks.
+        return None
+    try:
+        _server = ServerParts(config, result)
+    except CannotShare as error:
+        if config.policies.evictors:
+            raise
+        _unshared = Unshared(config, result, str(error), dp_rank())
+        return None
+    return _server.allocator
 
 
 def _make_tree(context: TreeCacheBuildContext) -> Any:
     """Called by SGLang's radix-cache registry. Builds this scheduler's prefix tree and controller."""
     compat.check_applied(compat.HOOK_TARGETS.values())
+    if _unshared is not None:
+        from sglang_reasoncache.plugin.server import metrics_of
+
+        return _unshared.tree(context, metrics_of(context))
     assert _server is not None, "SGLang builds the allocator before the prefix cache"
     return _server.tree(context)
 
@@ -143,16 +164,20 @@ def _after_hybrid_backend(result: Any, _runner: Any, attention: Any) -> None:
         result.can_run_prefill_cuda_graph = ours
 
 
-def _with_controller(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``hook``: pass the controller as first argument, and do nothing in processes without a controller.
-    A hook that returns None or fails leaves the result of SGLang's function as it is."""
+def _contained(
+    shared: Callable[..., Any] | None, unshared: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """A hook that calls ``shared`` with the controller as first argument or, where nothing can be shared,
+    ``unshared`` with what replaces the controller. It does nothing if that is None, and in processes that have
+    neither. A hook that returns None or fails leaves the result of SGLang's function as it is."""
 
     def hooked(*args: Any, **kwargs: Any) -> Any:
-        controller = None if _server is None else _server.controller
-        if controller is None:
+        owner: Any = _unshared or (_server and _server.controller)
+        hook = shared if _unshared is None else unshared
+        if owner is None or hook is None:
             return None
-        with controller.containment:
-            return hook(controller, *args, **kwargs)
+        with owner.containment:
+            return hook(owner, *args, **kwargs)
         return None
 
     return hooked
@@ -163,7 +188,8 @@ def _admission(method: str) -> Callable[..., Any]:
     ``PreallocAdmission``. Elsewhere SGLang's is called as it is."""
 
     def hooked(stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        admission = None if _server is None else _server.admission
+        parts = _unshared or _server
+        admission = None if parts is None else parts.admission
         if admission is None:
             return stock(*args, **kwargs)
         return getattr(admission, method)(stock, *args, **kwargs)
@@ -222,6 +248,19 @@ def _after_decode(
     _admit_again(processor, controller.admits_again() or freed > 0)
 
 
+def _after_decode_unshared(
+    unshared: Unshared, _result: None, _processor: Any, batch: ScheduleBatch, output: Any, *_: Any, **__: Any
+) -> None:  # fmt: skip
+    accepted = output.accept_lens
+    unshared.after_decode(len(batch.reqs) if accepted is None else int(accepted.sum()))
+
+
+def _after_retracted(unshared: Unshared, result: tuple[Any, ...], _batch: ScheduleBatch) -> None:
+    """Learn from the requests that SGLang retracted because it was short of slots."""
+    retracted = result[0]
+    unshared.retracted(retracted)
+
+
 def _admit_again(processor: Any, yes: bool) -> None:
     if yes:
         # SGLang sets this flag when slots run out. It then admits no request until a running request leaves.
@@ -237,20 +276,22 @@ def _after_count_uncached(
     return full - controller.report.slots_saved, window
 
 
-def _after_decode_log_parts(controller: Controller, result: list[str], _stats: Any) -> list[str]:
-    return [*result, controller.report.log_part()]
+def _after_decode_log_parts(
+    owner: Controller | Unshared, result: list[str], _stats: Any
+) -> list[str]:
+    return [*result, owner.log_part()]
 
 
 def _around_internal_state(stock: Callable[..., Any], owner: Any, asked: Any) -> Any:
     """Add our entry to the scheduler's internal state, which ``GET /server_info`` lists. If only our entry is
     requested, leave out SGLang's entries, which take the scheduler three milliseconds to collect."""
-    controller = None if _server is None else _server.controller
+    ours: Any = _unshared or (_server and _server.controller)
     path = asked.rid or ""
-    if controller is None or not path.startswith(routes.TOTALS):
+    if ours is None or not path.startswith(routes.TOTALS):
         result = stock(owner, asked)
     else:
         result = compat.GetInternalStateReqOutput(internal_state={})
-    if controller is not None:
-        with controller.containment:
-            result.internal_state["reasoncache"] = routes.answer(controller, path)
+    if ours is not None:
+        with ours.containment:
+            result.internal_state["reasoncache"] = routes.answer(ours, path)
     return result

@@ -35,7 +35,8 @@ _OF_BLOCKS = ("blocks", "blocks_across", "sources", "evictions")
 _GROUPS = 16
 _PREFIX = "sglang:reasoncache_"
 
-_GAUGES = {
+#: Name of a Prometheus gauge -> what it says.
+GAUGES = {
     "slots_saved_now": "Slots that sharing and evicting save the running requests.",
     "slots_shareable_now": "Slots that the running requests can free when SGLang is short.",
     "slots_saved_across_now": "Slots that running requests save by sharing with each other.",
@@ -45,7 +46,8 @@ _GAUGES = {
     "filter_given_up": "1 when the process that compares steps failed too often or was ended: no "
     "further blocks are shared.",
     "disabled": "1 once something failed: no further blocks are shared, no positions evicted.",
-    "uncorrected": "1 if keys cannot be corrected, so that nothing is shared from the start on.",
+    "uncorrected": "1 if keys cannot be corrected or KV cannot be shared, so that nothing is shared from "
+    "the start on.",
 }
 _BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 
@@ -70,7 +72,7 @@ class SharingMetrics:
             self._counters["refusals"].labels(**self._labels, reason=reason.value)
         self._gauges = {
             name: Gauge(_PREFIX + name, text, names, multiprocess_mode="mostrecent")
-            for name, text in _GAUGES.items()
+            for name, text in GAUGES.items()
         }
         text = "Scheduler time of a poll that judged blocks."
         latency = Histogram(_PREFIX + "poll_seconds", text, names, buckets=_BUCKETS)
@@ -140,7 +142,7 @@ class Report:
 
     @property
     def _now(self) -> dict[str, int]:
-        """Current counts, named and described in ``_GAUGES``."""
+        """Current counts, named and described in ``GAUGES``."""
         return {
             "slots_saved_now": self.slots_saved,
             "slots_shareable_now": self.pipeline.ledger.slots,

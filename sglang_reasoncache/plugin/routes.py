@@ -11,6 +11,7 @@ from sglang_reasoncache import compat
 
 if TYPE_CHECKING:
     from sglang_reasoncache.plugin.controller import Controller
+    from sglang_reasoncache.plugin.unshared import Unshared
 
 # HTTP paths. To say what is requested, ``_schedulers`` sends such a path to the schedulers as ``rid``.
 #: JSON: the totals of each scheduler. The other paths begin with this one.
@@ -60,11 +61,11 @@ def _check_key(request: Request) -> None:
         raise HTTPException(decision.error_status_code, "Unauthorized")
 
 
-def answer(controller: Controller, path: str) -> dict[str, Any] | None:
+def answer(controller: Controller | Unshared, path: str) -> dict[str, Any] | None:
     """A scheduler's answer to ``path``, as JSON. A response is None if this scheduler keeps no copy of it. A
     path that is none of ours is answered with the totals."""
     if path.startswith(RESPONSE):
-        return controller.report.response(path.removeprefix(RESPONSE + "/"))
+        return controller.response(path.removeprefix(RESPONSE + "/"))
     return controller.describe(path in (DETAILS, BRIEF), blocks=path != BRIEF)
 
 

@@ -58,6 +58,7 @@ class ServerParts:
     def __init__(self, config: ReasonCacheConfig, stock: SlotAllocator) -> None:
         pool = stock.get_kvcache()
         models.check_pool(pool)
+        models.check_windows(pool, compat.get_server_args())
         attention.check_latent_policies(config, pool)
         self.allocator = shared_allocator_of(stock)
         self.controller: Controller | None = None
@@ -162,13 +163,14 @@ class ServerParts:
         return "prefills of this model's latent attention read prefixes as cached"
 
     def _swap(
-        self, tree: SharedRadixCache, config: ReasonCacheConfig, args: ServerArgs
+        self, tree: SharedRadixCache, resolved: ResolvedConfig, args: ServerArgs
     ) -> HostSwap | None:
-        """Host memory for the KV of retracted requests. None if the operator wants none or the plugin is idle,
-        and, with a line in the log, where the KV alone is not all that a request needs. A draft model's KV is
-        copied, too."""
+        """Host memory for the KV of retracted requests. None if the operator wants none or the settings share
+        nothing, and, with a line in the log, where the KV alone is not all that a request needs. A draft
+        model's KV is copied, too."""
+        config = resolved.config
         asked = config.host_swap_gb
-        if asked == 0 or not config.is_active:
+        if asked == 0 or not (config.is_active or resolved.uncorrected):
             return None
         drafts = {
             "a draft model's KV was not found": refusals.has_draft_model(args)
@@ -267,7 +269,7 @@ class ServerParts:
             process=(_filter(resolved, meter, markers, tokenizer) if config.shares else None),
             room=functools.partial(room_of, self.allocator, tree),
             path_loaded=functools.partial(self._cached.record_path, stream=source.stream),
-            swap=self._swap(tree, config, args),
+            swap=self._swap(tree, resolved, args),
             continues=self._continues(tree, config, args),
             handover=(
                 Handover(params.req_to_token_pool, self._cached, source.stream)
@@ -276,9 +278,9 @@ class ServerParts:
             ),
             stream=source.stream,
             markers=markers,
-            metrics=SharingMetrics(_labels(context)) if params.enable_metrics else None,
+            metrics=metrics_of(context),
             documents_off=self._documents_off(tree, config, args),
-            dp_rank=_dp_rank(),
+            dp_rank=dp_rank(),
             ahead=compat.get_alloc_reserve_per_decode(),
         )
         logger.info(
@@ -414,9 +416,14 @@ def _markers(
     return markers
 
 
-def _dp_rank() -> int:
+def dp_rank() -> int:
     """Index of the scheduler's data-parallel replica, or of the scheduler's DP-attention group."""
     return compat.get_parallel().dp_rank or 0
+
+
+def metrics_of(context: TreeCacheBuildContext) -> SharingMetrics | None:
+    """The scheduler's Prometheus series. None without ``--enable-metrics``."""
+    return SharingMetrics(_labels(context)) if context.params.enable_metrics else None
 
 
 def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
@@ -426,6 +433,6 @@ def _labels(context: TreeCacheBuildContext) -> dict[str, Any]:
         "model_name": context.server_args.served_model_name or context.server_args.model_path,
         "engine_type": role,
         "tp_rank": context.tp_rank,
-        "dp_rank": _dp_rank(),
+        "dp_rank": dp_rank(),
         **(compat.get_observability().extra_metric_labels or {}),
     }

@@ -18,6 +18,9 @@ LEAST = 2.0
 #: The largest number of tokens. SGLang never reserves more by default.
 MOST = 4096.0
 _START = 64.0
+#: After a request had to wait, SGLang is taken to be short of slots for this many decode steps. It does not try
+#: again to admit a request before a running one leaves.
+_STEPS_AFTER_WAIT = 64
 
 
 class Headroom:
@@ -49,3 +52,51 @@ class Headroom:
         # One retraction at most doubles the reserve, even if the request held most of a small pool.
         change = min(tokens / self._slots, math.log(2))
         self.ahead = min(max(self.ahead * math.exp(change), self._least), MOST)
+
+
+class Shortage:
+    """Whether SGLang lacks slots for a request that waits, and what admission learns from it. Counts steps and
+    tokens, not time, so all ranks agree.
+
+    Args:
+        slots: Number of slots of the KV pool.
+        least: How many slots SGLang gives a running request ahead of its tokens.
+
+    Attributes:
+        headroom: For how many tokens of each request's future output admission reserves slots.
+        steps: Number of decode steps so far.
+    """
+
+    def __init__(self, slots: int, least: float = LEAST) -> None:
+        self._slots = slots
+        self._least = least
+        self.headroom = Headroom(slots, least)
+        self.steps = 0
+        self._until = 0
+        self._admits_again = False
+
+    def forget(self) -> None:
+        """Learn anew: SGLang flushes its cache, while no request runs."""
+        self.headroom = Headroom(self._slots, self._least)
+
+    @property
+    def is_now(self) -> bool:
+        """Whether a request waits for slots, or did so a moment ago."""
+        return self.steps < self._until
+
+    def request_waits(self, again: bool) -> None:
+        """See ``SlotOwner``."""
+        self._until = self.steps + _STEPS_AFTER_WAIT
+        self._admits_again = self._admits_again or again
+
+    def admits_again(self) -> bool:
+        """Whether SGLang should try once more to admit a request for which slots were reclaimed. True once."""
+        again = self._admits_again
+        self._admits_again = False
+        return again
+
+    def decoded(self, tokens: int) -> None:
+        """Count a decode step that gave ``tokens`` tokens."""
+        self.steps += 1
+        if self.is_now:
+            self.headroom.decoded(tokens)

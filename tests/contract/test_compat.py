@@ -63,6 +63,7 @@ HOOKS = {
     "forward_batch": "batch model_runner ...", "graph_variants": "hf_config",
     "load_batch": "self forward_batch pp_proxy_tensors",
     "decode_vote": "local_batch ...", "prefill_vote": "local_batch ...", "votes": "self ...",
+    "retracted": "self",
     "retract_all": "reqs req_to_token_pool token_to_kv_pool_allocator ...",
     "last_loc": _LAST_LOC, "prefill_ready": "self", "generate": "self obj request",
     "chat": "self request raw_request", "abort": "self rid abort_all",

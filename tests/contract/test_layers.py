@@ -11,7 +11,7 @@ import sglang_reasoncache
 
 #: The rooms of each layer, lowest layer first.
 LAYERS = (
-    ("arguments", "techniques"), ("compat",), ("custom_params",), ("device",),
+    ("arguments", "errors", "techniques"), ("compat",), ("custom_params",), ("device",),
     ("kernels", "native", "filter", "cache"), ("eviction",), ("attention",),
     ("cpu", "registry"), ("policy_options",), ("config",), ("sharing",), ("plugin",),
 )  # fmt: skip

@@ -301,6 +301,13 @@ HOST_TIER = SHARED.having(
         **_plugins("host_tier"),
     },
 )
+#: Cannot share: its windows have a pool of their own, beside a host tier.
+UNSHARED = short("mellum").having(
+    "unshared",
+    "--enable-metrics",
+    *HOST_TIER.flags[HOST_TIER.flags.index("--enable-hierarchical-cache") :],
+    **_plugins("host_tier"),
+)
 #: WRITE_BACK copies prefixes to the host only when the pool evicts them. ON_DISK also writes prefixes to files.
 WRITE_BACK = HOST_TIER.having(
     "write-back", CROWDED, "--hicache-write-policy write_back"

@@ -19,7 +19,7 @@ import pytest
 
 from eval.serving import MODEL_NAME, ServerProcess
 from sglang_reasoncache.native import NativeUnavailable, library
-from sglang_reasoncache.plugin.report import _GAUGES
+from sglang_reasoncache.plugin.report import GAUGES
 from tests.server import specs
 from tests.server.faulty.faulty_reasoncache import ARMS, SAID, VITAL
 from tests.server.harness import ServerPool, assert_whole, generate, wait_until_idle
@@ -187,7 +187,7 @@ def test_a_failure_of_ours_ends_sharing_and_nothing_else(
 @pytest.mark.parametrize("server", [specs.UNCORRECTED], indirect=True)
 def test_nothing_is_shared_where_keys_cannot_be_corrected(server: ServerProcess) -> None:
     """The metric ``uncorrected``, for which there is an alert, is set before the first request."""
-    assert series(server)["uncorrected"] == 1 and series(server).keys() >= _GAUGES.keys()
+    assert series(server)["uncorrected"] == 1 and series(server).keys() >= GAUGES.keys()
     todo = problems(4, seed=3)
     assert accuracy(todo, solve(server, todo)) == 1
     seen = report(server)

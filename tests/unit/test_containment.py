@@ -196,7 +196,7 @@ class Load:
     def _hook(self, name: str, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hooks, "_server", SimpleNamespace(controller=self.controller))
-            return hooks._with_controller(getattr(hooks, name))(*arguments)
+            return hooks._contained(getattr(hooks, name))(*arguments)
 
     def _polled(self, name: str, **batch: Any) -> None:
         scheduler = SimpleNamespace(running_batch=SimpleNamespace(batch_is_full=True))

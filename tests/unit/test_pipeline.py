@@ -374,7 +374,7 @@ def test_blocks_share_ahead_of_need_while_a_request_waits() -> None:
 def test_retractions_raise_the_reserve_and_output_lowers_it() -> None:
     world = World(SETUPS[0])
     controller = world.controller
-    start = world.controller.headroom.ahead
+    start = world.controller.shortage.headroom.ahead
     req = world.start()
     controller.after_decode([req])
     assert controller.promise().ahead == start, "nobody waits, so nothing is learned"

@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 
 from sglang_reasoncache.attention import models
 from sglang_reasoncache.cache.allocator import shared_allocator_of
+from sglang_reasoncache.errors import CannotShare
 from sglang_reasoncache.sharing.request import record_of
 from tests.property.world import ENDS, LAYERS, Pair, Setup, World
 
@@ -137,18 +138,15 @@ def test_windows_stay_whole_and_nothing_is_lost(seed: int, core: str) -> None:
 
 
 def test_what_excludes_a_window_pool_is_refused() -> None:
+    pool: Any = Windows("python").both
     for flag, tier, mode in (
         ("--enable-hierarchical-cache", True, "null"),
         ("--disaggregation-mode decode", False, "decode"),
     ):
-        context: Any = SimpleNamespace(
-            is_hybrid_swa=True,
-            enable_hierarchical_cache=tier,
-            server_args=SimpleNamespace(disaggregation_mode=mode),
-        )
-        with pytest.raises(ValueError, match=f"{flag} .*; --disable-hybrid-swa"):
-            models.window_age(context)
-    pool: Any = Windows("python").both
+        args: Any = SimpleNamespace(enable_hierarchical_cache=tier, disaggregation_mode=mode)
+        with pytest.raises(CannotShare, match=f"{flag} .*; --disable-hybrid-swa"):
+            models.check_windows(pool, args)
+        models.check_windows(pool.full_kv_pool, args)
     pool.page_size = 16
-    with pytest.raises(ValueError, match="--page-size 16 .*--attention-backend triton"):
+    with pytest.raises(CannotShare, match="--page-size 16 .*--attention-backend triton"):
         models.check_pool(pool)

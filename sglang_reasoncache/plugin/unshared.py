@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What runs of the plugin where a model's KV cannot be shared: admission learns how much to reserve.
+
+Allocator, prefix cache and attention stay SGLang's own, and no KV is touched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_reasoncache import compat
+from sglang_reasoncache.cache.admission import SharingBudget, WindowSharingBudget
+from sglang_reasoncache.cache.owner import NoOwner, Promise
+from sglang_reasoncache.compat.types import PrefixTree, Request, TreeCacheBuildContext
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.device.ranks import Ranks
+from sglang_reasoncache.plugin.containment import Containment
+from sglang_reasoncache.plugin.disaggregation import PreallocAdmission
+from sglang_reasoncache.plugin.report import GAUGES, SharingMetrics
+from sglang_reasoncache.sharing.headroom import Shortage
+from sglang_reasoncache.sharing.stats import SharingStats
+
+logger = logging.getLogger(__name__)
+
+
+class Unshared(NoOwner):
+    """Replaces, in a scheduler process, all parts of the plugin. SGLang's scheduler calls it through hooks.
+
+    Args:
+        config: The operator's settings.
+        allocator: SGLang's allocator. Its prefill budgets ask this object how much to reserve.
+        reason: Why nothing is shared.
+        dp_rank: Index of the scheduler's data-parallel replica or DP-attention group.
+
+    Attributes:
+        admission: Decides on the decode server of a PD pair. None on other servers.
+        disabled: The failure since which admission is SGLang's own. None if nothing failed.
+    """
+
+    def __init__(
+        self, config: ReasonCacheConfig, allocator: Any, reason: str, dp_rank: int = 0
+    ) -> None:
+        self.admission: PreallocAdmission | None = None
+        self.disabled: str | None = None
+        self.containment = Containment(Ranks(), self._disable)
+        self.shortage = Shortage(int(allocator.size_full))
+        self._allocator = allocator
+        self._config = config
+        self._reason = reason
+        self._dp_rank = dp_rank
+        self._stats = SharingStats()
+        self._metrics: SharingMetrics | None = None
+        # The method of SGLang's class, which the attribute of this one object hides.
+        self._stock_budget = allocator.create_prefill_budget
+        allocator.create_prefill_budget = self._budget
+        logger.warning(
+            "reasoncache: nothing is shared, only admission learns how much to reserve, because: %s",
+            reason,
+        )
+
+    def tree(self, context: TreeCacheBuildContext, metrics: SharingMetrics | None) -> Any:
+        """Make SGLang's own prefix cache. ``metrics``: Prometheus series."""
+        self.shortage = Shortage(
+            int(self._allocator.size_full), compat.get_alloc_reserve_per_decode()
+        )
+        if context.server_args.disaggregation_mode == "decode":
+            self.admission = PreallocAdmission(self)
+        self._metrics = metrics
+        with self.containment:
+            self._publish()
+        return compat.default_radix_cache_factory(context)
+
+    def _budget(self, tree_cache: PrefixTree, **mixed: int) -> Any:
+        """The prefill budget of one pass of SGLang's scheduler."""
+        stock = self._stock_budget(tree_cache, **mixed)
+        with self.containment:
+            # SGLang counts pools that share memory, or that have windows only, in other ways.
+            kinds = {
+                compat.PrefillBudget: SharingBudget,
+                compat.SWAPrefillBudget: WindowSharingBudget,
+            }
+            learned = kinds.get(type(stock))
+            if learned is not None and not getattr(stock, "all_swa", False) and not self.disabled:
+                promise = self.promise()
+                return learned(self._allocator, tree_cache, promise=promise, owner=self, **mixed)
+        return stock
+
+    @property
+    def steps(self) -> int:
+        return self.shortage.steps
+
+    def promise(self) -> Promise:
+        """The learned reserve."""
+        kept = 1.0 if self.disabled else 1.0 - self._config.admission_credit
+        return Promise(shareable=0, ahead=self.shortage.headroom.ahead, kept=kept)
+
+    def request_waits(self, again: bool) -> None:
+        self.shortage.request_waits(again)
+
+    def after_decode(self, tokens: int) -> None:
+        """Count a decode step that gave ``tokens`` tokens."""
+        self.shortage.decoded(tokens)
+
+    def retracted(self, reqs: Sequence[Request]) -> None:
+        """Learn from requests that SGLang retracted because it was short of slots."""
+        for req in reqs:
+            length = len(req.origin_input_ids) + len(req.output_ids)
+            # On the decode server of a PD pair SGLang copies them to the host.
+            self.shortage.headroom.lost(length, 0 if req.kv.retraction_backup is None else length)
+
+    def log_part(self) -> str:
+        """Our part of SGLang's decode log line."""
+        return f"#reserved per request: {self.shortage.headroom.ahead:.0f}"
+
+    def response(self, _rid: str) -> None:
+        """No response is kept."""
+
+    def describe(self, details: bool = False, blocks: bool = True) -> dict[str, Any]:
+        """JSON for ``GET /reasoncache``: of the fields that :meth:`Report.describe` has, those that say
+        something here."""
+        return {
+            "dp_rank": self._dp_rank,
+            "disabled": self.disabled,
+            "uncorrected": self._reason,
+            "documents_off": self._reason,
+            "config": self._config.to_dict(),
+            "slots_saved_now": 0,
+            "slots_shareable_now": 0,
+            "reserved_per_request": self.shortage.headroom.ahead,
+            "totals": self._stats.to_dict(),
+            **({"recent": []} if details else {}),
+        }
+
+    def _disable(self, reason: str) -> None:
+        self.disabled = reason
+        self._publish()
+
+    def _publish(self) -> None:
+        if self._metrics is not None:
+            gauges = dict.fromkeys(GAUGES, 0.0) | {"uncorrected": 1.0}
+            gauges["disabled"] = float(self.disabled is not None)
+            self._metrics.update(self._stats, gauges, None)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests what runs where KV cannot be shared, over SGLang's pool for DeepSeek sparse attention."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+
+from sglang_reasoncache.config import ReasonCacheConfig
+from sglang_reasoncache.errors import CannotShare
+from sglang_reasoncache.plugin import disaggregation, hooks
+from sglang_reasoncache.plugin.server import ServerParts
+from sglang_reasoncache.plugin.unshared import Unshared
+
+pytestmark = pytest.mark.usefixtures("published_config")
+
+SLOTS = 640
+PAGE = 64
+
+
+def allocator() -> PagedTokenToKVPoolAllocator:
+    pool = DSATokenToKVPool(
+        size=SLOTS, page_size=PAGE, kv_lora_rank=16, dtype=torch.bfloat16, qk_rope_head_dim=16,
+        layer_num=1, device="cpu", index_head_dim=128, enable_memory_saver=False, kv_cache_dim=32,
+    )  # fmt: skip
+    return PagedTokenToKVPoolAllocator(
+        SLOTS, page_size=PAGE, dtype=torch.bfloat16, device="cpu", kvcache=pool, need_sort=False
+    )
+
+
+class _Tree:
+    """A prefix cache with nothing in it."""
+
+    evictable_size = staticmethod(lambda: 0)
+    supports_mamba = staticmethod(lambda: False)
+    req_to_token_pool = SimpleNamespace(size=8, available_size=lambda: 6)
+
+
+TREE: Any = _Tree()
+
+
+def request(tokens: int, backup: object = None) -> Any:
+    return SimpleNamespace(
+        origin_input_ids=[0] * tokens, output_ids=[], kv=SimpleNamespace(retraction_backup=backup)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_server", None)
+    monkeypatch.setattr(hooks, "_unshared", None)
+
+
+def build(monkeypatch: pytest.MonkeyPatch, stock: Any, **settings: Any) -> None:
+    """Let SGLang build the allocator ``stock`` in a server with the plugin."""
+    args = SimpleNamespace(_reasoncache_config=ReasonCacheConfig(**settings))
+    monkeypatch.setattr("sglang_reasoncache.config.config_of", lambda _: args._reasoncache_config)
+    monkeypatch.setattr("sglang_reasoncache.compat.get_server_args", lambda: args, raising=False)
+    monkeypatch.setattr("sglang_reasoncache.plugin.server.dp_rank", lambda: 3)
+    assert hooks._after_build_allocator(stock, SimpleNamespace(is_draft_worker=False)) is None
+
+
+def test_a_sparse_model_starts_unless_a_policy_is_to_evict(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stock = allocator()
+    with pytest.raises(CannotShare, match="sparse attention"):
+        ServerParts(ReasonCacheConfig(), stock)
+    build(monkeypatch, stock)
+    assert hooks._server is None and hooks._unshared is not None
+    assert "nothing is shared, only admission learns" in caplog.text
+    told = hooks._unshared.describe(details=True)
+    assert "sparse attention" in told["uncorrected"] and told["dp_rank"] == 3
+    assert type(stock) is PagedTokenToKVPoolAllocator
+    with pytest.raises(CannotShare):
+        build(monkeypatch, allocator(), policy="rkv:budget=1024")
+    assert hooks._unshared is None
+
+
+def reserved(stock: Any) -> float:
+    """How many slots a prefill budget reserves for two running requests of which SGLang reserves 300 each."""
+    budget = stock.create_prefill_budget(TREE, num_mixed_decode_tokens=0)
+    budget.total_offset += 600
+    return float(budget.remaining_current - budget.remaining_total)
+
+
+def test_admission_learns_from_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each retraction raises the reserve, and each step while a request waits lowers it, by SGLang's hooks."""
+    stock = allocator()
+    assert reserved(stock) == 600
+    build(monkeypatch, stock)
+    assert reserved(stock) == 2 * 64
+    budget = stock.create_prefill_budget(TREE)
+    check = dict(total_tokens=SLOTS + 1, max_new_tokens=0, input_tokens=SLOTS)
+    more: Any = dict(swa_host_hit_length=0, chunk_limit=None)
+    assert budget.check_prefill(extend_input_len=SLOTS, **check, **more) == (False, None)
+    batch = SimpleNamespace(reqs=[None] * 4, decoding_reqs=None)
+    step = hooks._contained(hooks._after_decode, hooks._after_decode_unshared)
+    for _ in range(10):
+        step(None, None, batch, SimpleNamespace(accept_lens=None))
+    lower = reserved(stock)
+    assert lower < 2 * 64
+    step(None, None, batch, SimpleNamespace(accept_lens=torch.tensor([3, 3, 3, 3])))
+    assert reserved(stock) / lower == pytest.approx((lower / 128) ** (12 / 40))
+    retract = hooks._contained(None, hooks._after_retracted)
+    lower = reserved(stock)
+    retract(([request(300, backup=object())], 0.5, []), None)
+    slightly = reserved(stock)
+    retract(([request(300)], 0.5, []), None)
+    assert lower < slightly < reserved(stock) / 1.4
+    assert hooks._unshared is not None
+    line = hooks._contained(hooks._after_decode_log_parts, hooks._after_decode_log_parts)
+    assert line(["a"], None)[1].startswith("#reserved per request: ")
+    for name in ("_after_prefill", "_after_count_uncached"):
+        assert hooks._contained(getattr(hooks, name))(None, None) is None
+
+
+def test_a_failure_leaves_admission_to_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = allocator()
+    build(monkeypatch, stock)
+    mine = hooks._unshared
+    assert mine is not None
+    monkeypatch.setattr(mine, "promise", lambda: 1 / 0)
+    made = stock.create_prefill_budget(TREE)
+    assert type(made) is PrefillBudget and mine.disabled == "ZeroDivisionError: division by zero"
+    monkeypatch.undo()
+    assert type(stock.create_prefill_budget(TREE)) is PrefillBudget
+    assert mine.promise().kept == 1.0 and mine.describe()["disabled"]
+
+
+def test_budgets_that_count_otherwise_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of pools that share memory, or with windows only."""
+
+    class Other(PrefillBudget):
+        pass
+
+    stock: Any = allocator()
+    monkeypatch.setattr(
+        stock, "create_prefill_budget", lambda tree, **mixed: Other(stock, tree, **mixed)
+    )
+    Unshared(ReasonCacheConfig(), stock, "it is so")
+    assert type(stock.create_prefill_budget(TREE)) is Other
+
+
+def test_a_decode_server_admits_by_it() -> None:
+    """On the decode server of a PD pair SGLang's own allocator saves nothing."""
+    queue: Any = SimpleNamespace(token_to_kv_pool_allocator=allocator())
+    assert disaggregation._without_saved(queue, 5) == 5
